@@ -1,0 +1,36 @@
+# `make run` and `make test` are all the set-up there is: each makes .venv when it is missing or older than the lock file.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check format clean
+
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+run: $(STAMP)
+	$(BIN)/meshwright train examples/gpt_python.toml
+	$(BIN)/meshwright compare examples/gpt_python.toml --plans "single; data_parallel; model_parallel; distributed"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests/unit -n 2 -q
+	$(BIN)/python -m pytest tests/parity tests/faults tests/golden tests/docs -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/unit/test_layers.py -q
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build runs

@@ -1,0 +1,240 @@
+"""Every error that Meshwright raises on purpose, and the exit code that goes with it.
+
+    MeshwrightError                1
+    ├── ConfigError                2   usage or configuration
+    ├── ApplyError                 2   the plan cannot be applied to this model or on these devices
+    ├── MissingDependencyError     2   an optional package is needed
+    ├── PlanError                  3   no plan fits
+    ├── UserCodeError             10   the user's code raised on a rank
+    ├── WorkerKilledError         11   a rank was killed or left early
+    ├── LostPeerError             12   a hang, or a peer that is gone
+    ├── StorageError              13   a disk or file system failed
+    ├── CheckpointError           14   a checkpoint was refused
+    ├── NonFiniteError            15   NaN, Inf or corruption
+    ├── DirectoryInUseError       16   another run owns the directory
+    ├── InternalError             70   a bug of ours
+    └── StoppedOnRequest          75   stopped on request, resumable
+
+A message says what is wrong, the numbers, the rule, and a fix that works.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+__all__: list[str] = []
+
+EXIT_INTERRUPTED_TWICE = 130
+
+
+class MeshwrightError(Exception):
+    """The base of all errors raised on purpose.
+
+    Args:
+        message: What is wrong, the numbers and the rule.
+        fix: What to do, as something that can be typed; shown on a line of its own.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, fix: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return self.message if self.fix is None else f"{self.message}\nfix: {self.fix}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross process borders; keyword-only arguments would be lost by the default rule.
+        return (_rebuild, (type(self), dict(self.__dict__)))
+
+
+def _rebuild(kind: type[MeshwrightError], state: dict[str, object]) -> MeshwrightError:
+    error = kind.__new__(kind, state.get("message"))
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(MeshwrightError):
+    """The configuration or the command line is wrong."""
+
+    exit_code = 2
+
+
+class ApplyError(MeshwrightError):
+    """The plan cannot be applied to this model or on these devices."""
+
+    exit_code = 2
+
+
+class MissingDependencyError(MeshwrightError):
+    """An optional package is needed; the message has the line that installs it."""
+
+    exit_code = 2
+
+
+class PlanError(MeshwrightError):
+    """No plan fits."""
+
+    exit_code = 3
+
+
+class UserCodeError(MeshwrightError):
+    """The user's own code raised on a rank.
+
+    Args:
+        message: The exception's type and text.
+        rank: The rank that raised first.
+        traceback_text: Its traceback, as that rank printed it.
+        fix: What to do about it.
+    """
+
+    exit_code = 10
+
+    def __init__(self, message: str, *, rank: int, traceback_text: str = "", fix: str | None = None) -> None:
+        super().__init__(message, fix=fix)
+        self.rank = rank
+        self.traceback_text = traceback_text
+
+
+class WorkerKilledError(MeshwrightError):
+    """A rank was killed by a signal, or left before its work was done.
+
+    Args:
+        message: What happened.
+        rank: The rank that died first.
+        signal_name: For example "SIGKILL", or None where it left by itself.
+        exit_status: The status it left with, or None where a signal ended it.
+        fix: What to do about it.
+    """
+
+    exit_code = 11
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        signal_name: str | None = None,
+        exit_status: int | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(message, fix=fix)
+        self.rank = rank
+        self.signal_name = signal_name
+        self.exit_status = exit_status
+
+
+class LostPeerError(MeshwrightError):
+    """A collective did not end: a peer is gone, stuck, or called something else.
+
+    Args:
+        message: What happened.
+        rank: The rank that noticed.
+        peer: The rank that is gone, where it is known.
+        fix: What to do about it.
+    """
+
+    exit_code = 12
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, peer: int | None = None, fix: str | None = None
+    ) -> None:
+        super().__init__(message, fix=fix)
+        self.rank = rank
+        self.peer = peer
+
+
+class StorageError(MeshwrightError):
+    """A disk or a file system failed, or is full."""
+
+    exit_code = 13
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint was refused: damaged, incomplete, or of another model."""
+
+    exit_code = 14
+
+
+class NonFiniteError(MeshwrightError):
+    """NaN or Inf was found before the optimizer step.
+
+    Args:
+        message: Where it was found, in words.
+        rank: The rank it came from, where it is known.
+        micro_batch: The micro-batch on that rank, counted from 0, where it is known.
+        parameter: The parameter's FQN, or None where the loss itself is not finite.
+        fix: What to do about it.
+    """
+
+    exit_code = 15
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        micro_batch: int | None = None,
+        parameter: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(message, fix=fix)
+        self.rank = rank
+        self.micro_batch = micro_batch
+        self.parameter = parameter
+
+
+class DirectoryInUseError(MeshwrightError):
+    """Another run owns this directory."""
+
+    exit_code = 16
+
+
+class InternalError(MeshwrightError):
+    """A bug of ours; please report it with what stands in the message."""
+
+    exit_code = 70
+
+
+class StoppedOnRequest(MeshwrightError):  # noqa: N818 - it is not a failure
+    """The run stopped because it was asked to."""
+
+    exit_code = 75
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return a hint to append to an error about an unknown word.
+
+    Args:
+        word: What was written.
+        choices: What could have been meant.
+
+    Returns:
+        ``" (did you mean 'x'?)"``, or ``""`` where nothing is close.
+
+    >>> did_you_mean("micro_batch", ["micro_batches", "dp"])
+    " (did you mean 'micro_batches'?)"
+    >>> did_you_mean("zzz", ["dp"])
+    ''
+    """
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ended with this exception.
+
+    >>> exit_code_of(ConfigError("no such key"))
+    2
+    >>> exit_code_of(ValueError("the user's own"))
+    10
+    """
+    if isinstance(error, MeshwrightError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED_TWICE
+    return UserCodeError.exit_code
