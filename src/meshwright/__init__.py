@@ -1,1 +1,140 @@
-"""Meshwright."""
+"""Meshwright trains any PyTorch model on any set of devices.
+
+    describe  ->  plan  ->  apply  ->  run  ->  measure  ->  report
+    nn.Module     ModelSpec    Plan      ParallelModel  RunRecord   text, JSON, HTML
+                  + Cluster    + module
+
+The public names are listed in ``__all__`` and load when they are first used, so ``import meshwright`` imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from meshwright.comm.launch import launch
+    from meshwright.comm.world import current_world, join_world
+    from meshwright.errors import (
+        ApplyError,
+        CheckpointError,
+        ConfigError,
+        DirectoryInUseError,
+        InternalError,
+        LostPeerError,
+        MeshwrightError,
+        MissingDependencyError,
+        NonFiniteError,
+        PlanError,
+        StoppedOnRequest,
+        StorageError,
+        UserCodeError,
+        WorkerKilledError,
+    )
+    from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, load_cluster
+    from meshwright.measure.verify import ParityReport, verify_plan
+    from meshwright.mesh import MeshSpec
+    from meshwright.run.accumulate import GradientAccumulation
+    from meshwright.run.batch import split_batch
+    from meshwright.run.loss import Loss
+    from meshwright.run.parallel_model import ParallelModel, apply_plan
+    from meshwright.run.result import StepResult
+    from meshwright.schedule import PipelineSchedule
+    from meshwright.spec import ModelSpec, Plan, Prediction, RunRecord, TrainSpec
+    from meshwright.train.comparison import compare_plans
+    from meshwright.train.loader import make_loader
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ApplyError",
+    "CheckpointError",
+    "ClusterSpec",
+    "ConfigError",
+    "DeviceSpec",
+    "DirectoryInUseError",
+    "GradientAccumulation",
+    "InternalError",
+    "LinkSpec",
+    "Loss",
+    "LostPeerError",
+    "MeshSpec",
+    "MeshwrightError",
+    "MissingDependencyError",
+    "ModelSpec",
+    "NonFiniteError",
+    "ParallelModel",
+    "ParityReport",
+    "PipelineSchedule",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "RunRecord",
+    "StepResult",
+    "StoppedOnRequest",
+    "StorageError",
+    "TrainSpec",
+    "UserCodeError",
+    "WorkerKilledError",
+    "apply_plan",
+    "compare_plans",
+    "current_world",
+    "join_world",
+    "launch",
+    "load_cluster",
+    "make_loader",
+    "split_batch",
+    "verify_plan",
+]
+
+_NAMES_OF_MODULE: Final = {
+    "comm.launch": ("launch",),
+    "comm.world": ("current_world", "join_world"),
+    "errors": (
+        "ApplyError",
+        "CheckpointError",
+        "ConfigError",
+        "DirectoryInUseError",
+        "InternalError",
+        "LostPeerError",
+        "MeshwrightError",
+        "MissingDependencyError",
+        "NonFiniteError",
+        "PlanError",
+        "StoppedOnRequest",
+        "StorageError",
+        "UserCodeError",
+        "WorkerKilledError",
+    ),
+    "hardware": ("ClusterSpec", "DeviceSpec", "LinkSpec", "load_cluster"),
+    "measure.verify": ("ParityReport", "verify_plan"),
+    "mesh": ("MeshSpec",),
+    "run.accumulate": ("GradientAccumulation",),
+    "run.batch": ("split_batch",),
+    "run.loss": ("Loss",),
+    "run.parallel_model": ("ParallelModel", "apply_plan"),
+    "run.result": ("StepResult",),
+    "schedule": ("PipelineSchedule",),
+    "spec": ("ModelSpec", "Plan", "Prediction", "RunRecord", "TrainSpec"),
+    "train.comparison": ("compare_plans",),
+    "train.loader": ("make_loader",),
+}
+_MODULE_OF_NAME: Final = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
+_SUBMODULES: Final = ("testing",)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used (PEP 562)."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"meshwright.{name}")
+    if name not in _MODULE_OF_NAME:
+        from meshwright.errors import did_you_mean
+
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'{did_you_mean(name, __all__)}")
+    value = getattr(importlib.import_module(f"meshwright.{_MODULE_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

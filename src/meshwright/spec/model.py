@@ -1,0 +1,320 @@
+"""The model as the planner sees it: layers in order, with sizes and work, and the parameters that layers share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar, Literal, Self
+
+from meshwright.errors import did_you_mean
+from meshwright.units import format_bytes
+from meshwright.values import Problems, Value
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec(Value):
+    """One layer: a piece of the model that a pipeline never cuts.
+
+    Args:
+        name: The module's name in the user's model.
+        num_params: Its parameters, shared ones included [count].
+        params_bytes: Their size [bytes].
+        forward_flops: Arithmetic of one forward pass of one sample; a multiply-add is 2 [FLOPs].
+        output_bytes: What it hands to the next layer for one sample [bytes].
+        activation_bytes: What backward needs of one sample's forward, its input included [bytes].
+
+    Raises:
+        ConfigError: A number is negative, or the name is empty.
+    """
+
+    FORMAT: ClassVar[str] = "layer"
+
+    name: str
+    num_params: int = 0
+    params_bytes: int = 0
+    forward_flops: float = 0.0
+    output_bytes: int = 0
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"layer '{self.name}'")
+        problems.require(self.name != "", "the name is empty")
+        for name in ("num_params", "params_bytes", "forward_flops", "output_bytes", "activation_bytes"):
+            number = getattr(self, name)
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParameter(Value):
+    """One parameter that several layers use, such as tied embeddings.
+
+    Args:
+        names: Its FQNs; the first is the one that a checkpoint keeps.
+        layers: The layers that hold it, each once; each counts it in full.
+        num_params: Its elements [count].
+        params_bytes: Its size [bytes].
+
+    Raises:
+        ConfigError: It has fewer than two names or no layer, or a number is negative.
+    """
+
+    FORMAT: ClassVar[str] = "shared"
+
+    names: tuple[str, ...]
+    layers: tuple[str, ...]
+    num_params: int
+    params_bytes: int
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"shared parameter '{', '.join(self.names)}'")
+        problems.require(len(self.names) >= 2, f"{len(self.names)} names (rule: two or more)")
+        problems.require(len(self.layers) >= 1, "no layers (rule: one or more)")
+        for what, entries in (("names", self.names), ("layers", self.layers)):
+            problems.require(len(set(entries)) == len(entries), f"{what} {list(entries)} repeat (rule: each once)")
+        for name, number in (("num_params", self.num_params), ("params_bytes", self.params_bytes)):
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(Value):
+    """A model without its weights.
+
+    Args:
+        name: What to call it.
+        layers: The layers in the order in which data passes them.
+        shared: The parameters that are used in several places.
+        sequence_length: The tokens of the sample that the layers' numbers are for; None where there are none [tokens].
+        num_heads: Attention heads, where known: tp must divide them [count].
+        num_kv_heads: Key and value heads, where known [count].
+        hidden_size: Width of the residual stream, where known [elements].
+        vocab_size: Rows of the embedding, where known [count].
+
+    Raises:
+        ConfigError: There are no layers, names repeat, or a shared parameter names an unknown layer.
+    """
+
+    FORMAT: ClassVar[str] = "model"
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    sequence_length: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"model '{self.name}'")
+        problems.require(len(self.layers) >= 1, "no layers (rule: one or more)")
+        names = [layer.name for layer in self.layers]
+        sizes = {layer.name: layer.num_params for layer in self.layers}
+        for name in sorted(_repeated(names)):
+            problems.add(f"the layer name '{name}' is used {names.count(name)} times (rule: each once)")
+        for parameter in self.shared:
+            for layer in parameter.layers:
+                problems.require(
+                    layer in sizes,
+                    f"shared '{parameter.names[0]}' is in layer '{layer}', which does not exist"
+                    f"{did_you_mean(layer, names)}",
+                )
+                problems.require(
+                    sizes.get(layer, parameter.num_params) >= parameter.num_params,
+                    f"shared '{parameter.names[0]}' has {parameter.num_params} elements, its layer '{layer}' only "
+                    f"{sizes.get(layer)} (rule: each layer counts it in full)",
+                )
+        for field in ("sequence_length", "num_heads", "num_kv_heads", "hidden_size", "vocab_size"):
+            number = getattr(self, field)
+            problems.require(number is None or number >= 1, f"{field}={number} (rule: it is at least 1)")
+        problems.check()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.num_params:,} parameters, {format_bytes(self.params_bytes)}, {len(self.layers)} layers"
+        )
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, shared ones once [count]."""
+        repeated = sum((len(parameter.layers) - 1) * parameter.num_params for parameter in self.shared)
+        return sum(layer.num_params for layer in self.layers) - repeated
+
+    @property
+    def params_bytes(self) -> int:
+        """Size of the parameters, shared ones once [bytes]."""
+        repeated = sum((len(parameter.layers) - 1) * parameter.params_bytes for parameter in self.shared)
+        return sum(layer.params_bytes for layer in self.layers) - repeated
+
+    @property
+    def forward_flops(self) -> float:
+        """Arithmetic of one sample's forward pass [FLOPs]."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @classmethod
+    def transformer(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        vocab: int,
+        sequence: int,
+        kv_heads: int | None = None,
+        intermediate: int | None = None,
+        head_size: int | None = None,
+        gated: bool = False,
+        tied: bool = False,
+        norm: Literal["layer", "rms"] | None = None,
+        bias: bool | None = None,
+        learned_positions: bool | None = None,
+        element_bytes: int = 4,
+        name: str = "transformer",
+    ) -> Self:
+        """Return a decoder-only transformer, without torch.
+
+        With hidden size h, intermediate size i, s tokens, q = heads * head_size and k = kv_heads * head_size, a block
+        has
+
+            parameters   h q + 2 h k + q h  (attention)  +  2 h i, or 3 h i where gated  (MLP)  + biases + 2 norms
+            FLOPs        2 s * (its matrix elements)  +  4 s^2 q  (scores and values, the causal half not left out)
+            activations  s * (4 h + 2 q + 2 k  +  2 i, or 4 i where gated)  elements: the inputs of both norms, of QKV
+                         and of the MLP; q, k, v; the attention's output; the MLP's inner values. No dropout, and a fused
+                         attention that keeps no s x s scores.
+
+        and the head 2 s h vocab FLOPs. For multi-head attention with i = 4 h this is 24 s h^2 + 4 s^2 h FLOPs a block
+        and 16 s h activation elements.
+
+        Args:
+            layers: Blocks [count].
+            hidden: Width of the residual stream [elements].
+            heads: Attention heads [count].
+            vocab: Rows of the embedding [count].
+            sequence: Tokens of a sample [tokens].
+            kv_heads: Key and value heads; None means as many as heads [count].
+            intermediate: Width inside the MLP; None means 4 * hidden [elements].
+            head_size: Width of a head; None means hidden / heads [elements].
+            gated: Llama's manner: a gated MLP, and where not said otherwise RMS norms, no biases, no learned positions.
+                Otherwise GPT-2's: layer norms, biases, learned positions.
+            tied: The head uses the embedding's matrix.
+            norm: "layer" has a weight and a bias, "rms" only a weight.
+            bias: Whether the block's linear layers have biases; the head never has one.
+            learned_positions: Whether positions are an embedding of ``sequence`` rows.
+            element_bytes: Size of a parameter and of an activation: 4 for fp32, 2 for bf16 [bytes].
+            name: What to call it.
+
+        Returns:
+            The model: an embedding, the blocks, and a head with the last norm.
+
+        Raises:
+            ConfigError: A size is below 1, or the heads do not divide.
+
+        Source:
+            FLOPs: Narayanan et al. 2021, arXiv:2104.04473, appendix. Activations: Korthikanti et al. 2022,
+            arXiv:2205.05198, section 4.1, equation 1 without its dropout masks and (fused attention) its 5 a s / h.
+
+        >>> gpt2 = ModelSpec.transformer(layers=12, hidden=768, heads=12, vocab=50257, sequence=1024, tied=True)
+        >>> gpt2.num_params
+        124439808
+        """
+        kv_heads = heads if kv_heads is None else kv_heads
+        intermediate = 4 * hidden if intermediate is None else intermediate
+        _check_transformer(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            intermediate=intermediate,
+            head_size=head_size,
+            vocab=vocab,
+            sequence=sequence,
+            element_bytes=element_bytes,
+        )
+        query = heads * (head_size or hidden // heads)
+        key = kv_heads * (head_size or hidden // heads)
+        norm_params = hidden if (norm or ("rms" if gated else "layer")) == "rms" else 2 * hidden
+        with_bias = not gated if bias is None else bias
+        with_positions = not gated if learned_positions is None else learned_positions
+
+        matrices = 2 * hidden * query + 2 * hidden * key + (3 if gated else 2) * hidden * intermediate
+        biases = query + 2 * key + hidden + (2 if gated else 1) * intermediate + hidden if with_bias else 0
+        saved = 4 * hidden + 2 * query + 2 * key + (4 if gated else 2) * intermediate
+        stream_bytes = sequence * hidden * element_bytes
+
+        def make_layer(name: str, num_params: int, flops: int, output: int, activations: int) -> LayerSpec:
+            return LayerSpec(
+                name=name,
+                num_params=num_params,
+                params_bytes=num_params * element_bytes,
+                forward_flops=float(flops),
+                output_bytes=output,
+                activation_bytes=activations,
+            )
+
+        embedding = (vocab + (sequence if with_positions else 0)) * hidden
+        block_params = matrices + biases + 2 * norm_params
+        block_flops = 2 * sequence * matrices + 4 * sequence**2 * query
+        block_activations = sequence * saved * element_bytes
+        head_flops = 2 * sequence * hidden * vocab
+        head_output = sequence * vocab * element_bytes
+        return cls(
+            name=name,
+            layers=(
+                make_layer("embedding", embedding, 0, stream_bytes, 0),
+                *(
+                    make_layer(f"blocks.{index}", block_params, block_flops, stream_bytes, block_activations)
+                    for index in range(layers)
+                ),
+                # The inputs of the norm and of the matrix, and the logits, which the loss keeps.
+                make_layer(
+                    "head", norm_params + vocab * hidden, head_flops, head_output, 2 * stream_bytes + head_output
+                ),
+            ),
+            shared=(
+                SharedParameter(
+                    names=("embedding.weight", "head.weight"),
+                    layers=("embedding", "head"),
+                    num_params=vocab * hidden,
+                    params_bytes=vocab * hidden * element_bytes,
+                ),
+            )
+            if tied
+            else (),
+            sequence_length=sequence,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            hidden_size=hidden,
+            vocab_size=vocab,
+        )
+
+
+def _check_transformer(*, hidden: int, heads: int, kv_heads: int, head_size: int | None, **sizes: int) -> None:
+    problems = Problems("transformer")
+    for name, size in {**sizes, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size}.items():
+        if size is None and name == "head_size":
+            continue
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        problems.require(whole and (size or 0) >= 1, f"{name}={size!r} (rule: a whole number, at least 1)")
+    problems.check()
+    problems.require(
+        head_size is not None or hidden % heads == 0,
+        f"hidden={hidden} with heads={heads} (rule: heads divide hidden, unless head_size is given)",
+        fix=f"hidden={-(-hidden // heads) * heads}",
+    )
+    problems.require(
+        heads % kv_heads == 0,
+        f"heads={heads} with kv_heads={kv_heads} (rule: kv_heads divide heads)",
+        fix=f"kv_heads={heads}",
+    )
+    problems.check()
+
+
+def _repeated(names: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    return {name for name in names if name in seen or seen.add(name)}

@@ -1,0 +1,107 @@
+"""What a run was and what it did: config, plan, prediction, measurement, environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from meshwright.spec.plan import Plan
+from meshwright.spec.prediction import Prediction
+from meshwright.values import FrozenMap, Problems, Value
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement(Value):
+    """What was measured, as raw samples.
+
+    Args:
+        step_seconds: Wall time of every measured step, warm-up left out [s].
+        num_samples: Samples in those steps, over all ranks [count].
+        num_tokens: Tokens in those steps, over all ranks; 0 where there are none [count].
+        peak_memory_bytes: The most that any rank held; None where it was not measured [bytes].
+        sent_bytes: Axis -> bytes that rank 0 sent along it in those steps.
+        loss: The last step's loss; None where it was not finite or not measured.
+
+    Raises:
+        ConfigError: A number is negative.
+
+    >>> Measurement(step_seconds=[0.2, 0.1, 0.4], num_samples=30).step_s
+    0.2
+    """
+
+    FORMAT: ClassVar[str] = "measurement"
+
+    step_seconds: tuple[float, ...] = ()
+    num_samples: int = 0
+    num_tokens: int = 0
+    peak_memory_bytes: int | None = None
+    sent_bytes: Mapping[str, int] = dataclasses.field(default_factory=FrozenMap[int])
+    loss: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems("measurement")
+        for index, seconds in enumerate(self.step_seconds):
+            problems.require(seconds >= 0, f"step_seconds[{index}]={seconds} (rule: a time is not negative)")
+        for name in ("num_samples", "num_tokens", "peak_memory_bytes"):
+            number = getattr(self, name)
+            problems.require(number is None or number >= 0, f"{name}={number} (rule: it is not negative)")
+        for axis, sent in self.sent_bytes.items():
+            problems.require(sent >= 0, f"sent_bytes['{axis}']={sent} (rule: a size is not negative)")
+        problems.check()
+
+    @property
+    def step_s(self) -> float | None:
+        """The median step [s]; None where no step was measured."""
+        return statistics.median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples over wall time of all measured steps; None where no time was measured."""
+        seconds = sum(self.step_seconds)
+        return self.num_samples / seconds if seconds > 0 else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens over wall time of all measured steps; None where no time was measured."""
+        seconds = sum(self.step_seconds)
+        return self.num_tokens / seconds if seconds > 0 else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord(Value):
+    """One run, whole: ``record.json``.
+
+    Args:
+        plan: What was run.
+        config: The resolved configuration, as plain JSON data.
+        prediction: What the plan was expected to cost, if anybody predicted it.
+        measurement: What was measured, if anything was.
+        environment: Versions, host and devices, as plain JSON data.
+
+    Raises:
+        ConfigError: Something in it is no JSON data.
+    """
+
+    FORMAT: ClassVar[str] = "record"
+
+    plan: Plan
+    config: Mapping[str, Any] = dataclasses.field(default_factory=FrozenMap[Any])
+    prediction: Prediction | None = None
+    measurement: Measurement | None = None
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=FrozenMap[Any])
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+    @property
+    def step_time_ratio(self) -> float | None:
+        """Measured over predicted step time; None where one of them is missing."""
+        measured = self.measurement.step_s if self.measurement is not None else None
+        if measured is None or self.prediction is None or self.prediction.step_s <= 0:
+            return None
+        return measured / self.prediction.step_s
