@@ -1,0 +1,176 @@
+"""Callables named in a configuration: found in the source without importing it, and imported in the ranks.
+
+Looking instead of importing keeps the launching process free of torch and of the user's code, and still says before
+any rank starts that a name is misspelt.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError, did_you_mean
+
+__all__: list[str] = []
+
+
+def check_callable(
+    text: str, *, key: str, roots: Sequence[str], positional: int = 0, keywords: Mapping[str, Any] | None = None
+) -> None:
+    """Check that "package.module:callable" can be found, and takes what it will be called with.
+
+    What cannot be known without running the code (a compiled module, a name made at run time, a decorated function) is
+    taken to be right.
+
+    Args:
+        text: What the configuration says.
+        key: Where it says so, for the message.
+        roots: Folders that will come first on `sys.path`.
+        positional: Number of positional arguments of the call [count].
+        keywords: The keyword arguments of the call, or None where they are not known.
+
+    Raises:
+        ConfigError: There is no such module, name or argument, or the module has a syntax error.
+    """
+    module, attribute = _split(text, key)
+    spec = _find_module(module, key, roots)
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return
+    tree = _parse(Path(spec.origin), f"{key} = {text!r}")
+    found, dynamic = _top_level(tree)
+    name = attribute.partition(".")[0]
+    if name not in found:
+        if dynamic:
+            return
+        hint = did_you_mean(name, found)
+        raise ConfigError(f"{key} = {text!r}: {spec.origin} has no '{name}'{hint}")
+    definition = found[name]
+    if keywords is not None and name == attribute and isinstance(definition, ast.FunctionDef):
+        _check_arguments(definition, f"{key} = {text!r}", positional, keywords)
+
+
+def import_callable(text: str, roots: Iterable[str]) -> Callable[..., Any]:
+    """Import what "package.module:callable" names, with the folders first on `sys.path`.
+
+    Raises:
+        ConfigError: The module has no such name, or it is not callable.
+    """
+    add_to_path(roots)
+    module, attribute = _split(text, "target")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{text!r}: '{module}' has no '{attribute}'{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{text!r} is not callable but {type(found).__name__}")
+    return found
+
+
+def add_to_path(roots: Iterable[str]) -> None:
+    """Put folders first on `sys.path`, in their order, each once."""
+    wanted = list(dict.fromkeys(roots))
+    sys.path[:] = wanted + [entry for entry in sys.path if entry not in wanted]
+
+
+def _split(text: str, key: str) -> tuple[str, str]:
+    module, colon, attribute = text.partition(":")
+    parts = [*module.split("."), *attribute.split(".")]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{key} = {text!r}: not of the form package.module:callable")
+    return module, attribute
+
+
+def _find_module(module: str, key: str, roots: Sequence[str]) -> importlib.machinery.ModuleSpec:
+    # importlib.util.find_spec("a.b") would import a; this walks down from the first part and imports nothing.
+    first, *rest = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(first, list(roots)) or _find_installed(first)
+    if spec is None:
+        local = [path.stem for root in roots for path in Path(root).glob("*.py")]
+        raise ConfigError(
+            f"{key}: there is no module '{first}'{did_you_mean(first, local)}; looked in {', '.join(roots)} and in what "
+            "is installed"
+        )
+    name = first
+    for part in rest:
+        places = list(spec.submodule_search_locations or ())
+        inner = importlib.machinery.PathFinder.find_spec(part, places) if places else None
+        if inner is None:
+            near = [path.stem for place in places for path in Path(place).glob("*.py")]
+            raise ConfigError(f"{key}: '{name}' has no module '{part}'{did_you_mean(part, near)}")
+        spec, name = inner, f"{name}.{part}"
+    return spec
+
+
+def _find_installed(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # a module without a spec, such as __main__
+        return None
+
+
+def _parse(path: Path, where: str) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise ConfigError(f"{where}: syntax error in {path}, line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
+
+
+def _top_level(tree: ast.Module) -> tuple[dict[str, ast.stmt], bool]:
+    """Return the names that a module makes, and whether it may make others at run time."""
+    found: dict[str, ast.stmt] = {}
+    dynamic = False
+    pending = list(tree.body)
+    while pending:
+        statement = pending.pop(0)
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[statement.name] = statement
+            dynamic |= statement.name == "__getattr__"
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                found[(alias.asname or alias.name).partition(".")[0]] = statement
+                dynamic |= alias.name == "*"
+        else:
+            # if, try, with and for bodies run at import too; an assignment's targets are names that are stored.
+            for node in ast.walk(statement) if not hasattr(statement, "body") else ():
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    found[node.id] = statement
+            for inner in ("body", "orelse", "finalbody"):
+                pending += getattr(statement, inner, [])
+            for handler in getattr(statement, "handlers", []):
+                pending += handler.body
+    return found, dynamic
+
+
+def _check_arguments(definition: ast.FunctionDef, where: str, num_positional: int, keywords: Mapping[str, Any]) -> None:
+    if definition.decorator_list:
+        return
+    arguments = definition.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    by_name = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    name = definition.name
+    if num_positional > len(positional) and arguments.vararg is None:
+        raise ConfigError(f"{where}: {name}() is called with {num_positional} arguments, it takes {len(positional)}")
+    for keyword in keywords:
+        if keyword not in by_name and arguments.kwarg is None:
+            hint = did_you_mean(keyword, by_name)
+            raise ConfigError(
+                f"{where}: {name}() takes no argument '{keyword}'{hint}; it takes {', '.join(by_name) or 'none'}"
+            )
+    required = positional[num_positional : len(positional) - len(arguments.defaults)]
+    required += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
+    missing = [argument for argument in required if argument not in keywords]
+    if missing:
+        raise ConfigError(f"{where}: {name}() needs {', '.join(missing)} (rule: give it under kwargs)")
