@@ -120,7 +120,7 @@ def resolve_loss(config: TrainConfig) -> str:
 
 
 def data_files(config: TrainConfig, patterns: tuple[str, ...]) -> list[str]:
-    """Return the files that match the patterns, sorted, each once; relative ones start at the configuration's folder."""
+    """Return the files that match, sorted, each once; relative patterns start at the configuration's folder."""
     found = {
         path
         for pattern in patterns
@@ -186,8 +186,8 @@ def _check_sizes(config: TrainConfig) -> None:
         )
     if config.schedule.warmup_steps > train.steps:
         raise ConfigError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} with train.steps = {train.steps} (rule: the warm-up "
-            "ends before the run does)",
+            f"schedule.warmup_steps = {config.schedule.warmup_steps} with train.steps = {train.steps} (rule: the "
+            "warm-up ends before the run does)",
             fix=f"--set schedule.warmup_steps={train.steps // 10}",
         )
     if train.eval_every and train.eval_batches == 0:

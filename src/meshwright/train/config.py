@@ -1,10 +1,12 @@
 """The configuration of a training run. Never imports torch: every mistake is found before a rank starts.
 
-[model]      target = "package.module:callable" | "hf:folder/config.json", kwargs = {...}
-[data]       source = "python-stdlib" | "files" | "digits" | "package.module:callable", ...
-[optimizer]  name = "adamw" | "sgd" | "package.module:callable", lr = 3e-4, ...
-[schedule]   kind = "constant" | "cosine", warmup_steps = 20, min_lr_fraction = 0.1
-[train]      steps = 100, global_batch_size = 32, plan = "distributed", devices = 2, ...
+Example::
+
+    [model]      target = "package.module:callable" | "hf:folder/config.json", kwargs = {...}
+    [data]       source = "python-stdlib" | "files" | "digits" | "package.module:callable", ...
+    [optimizer]  name = "adamw" | "sgd" | "package.module:callable", lr = 3e-4, ...
+    [schedule]   kind = "constant" | "cosine", warmup_steps = 20, min_lr_fraction = 0.1
+    [train]      steps = 100, global_batch_size = 32, plan = "distributed", devices = 2, ...
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class TrainSection(_Section):
     micro_batches: PositiveInt | None = None
     """Pieces each rank cuts its share into; None: what the plan says."""
     loss: str = "auto"
-    """"auto", "cross_entropy", "mse", "model" (its own `.loss`), or "package.module:callable" taking (outputs, batch)."""
+    """"auto", "cross_entropy", "mse", "model" (its own `.loss`), or "package.module:callable" of (outputs, batch)."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
     eval_batches: NonNegativeInt | None = None
@@ -196,6 +198,7 @@ def load_config(
     tables = _parse(text, path)
     for override in overrides:
         _set(tables, override)
+    tables |= {"plan_json": "{}", "base_directory": str(path.absolute().parent)}
     train = tables.setdefault("train", {})
     if isinstance(train, dict):
         train.setdefault("name", safe_name(path.stem))
@@ -210,7 +213,6 @@ def load_config(
             devices_from_command_line=devices is not None,
         )
         tables |= {"plan_json": resolved.plan_json, "notes": resolved.notes}
-    tables["base_directory"] = str(path.absolute().parent)
     config = _validate(tables, text, path, overrides)
     return check_config(config)
 
@@ -272,13 +274,13 @@ def _validate(tables: Mapping[str, Any], text: str, path: Path, overrides: Seque
         for problem in error.errors(include_url=False):
             dotted = ".".join(str(part) for part in problem["loc"])
             where = "--set" if dotted in from_command_line else _place(path, text, problem["loc"])
-            message = f"{where}: {_explain(dotted, problem, tables)}"
+            message = f"{where}: {_explain(dotted, problem)}"
             if message not in messages:
                 messages.append(message)
         raise ConfigError("\n".join(messages)) from None
 
 
-def _explain(dotted: str, problem: Any, tables: Mapping[str, Any]) -> str:
+def _explain(dotted: str, problem: Any) -> str:
     kind, location = problem["type"], problem["loc"]
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1])
@@ -291,7 +293,8 @@ def _explain(dotted: str, problem: Any, tables: Mapping[str, Any]) -> str:
         return f"'{dotted}' is missing"
     value = problem.get("input")
     got = f"{value!r}" if not isinstance(value, dict | BaseModel) else "a table"
-    return f"'{dotted}' = {got}: {problem['msg'].removeprefix('Input ')}"
+    rule = problem["msg"].removeprefix("Input ").replace("valid tuple", "list")
+    return f"'{dotted}' = {got}: {rule}"
 
 
 _SECTIONS = ("model", "data", "optimizer", "schedule", "train")

@@ -94,8 +94,8 @@ def _find_module(module: str, key: str, roots: Sequence[str]) -> importlib.machi
     if spec is None:
         local = [path.stem for root in roots for path in Path(root).glob("*.py")]
         raise ConfigError(
-            f"{key}: there is no module '{first}'{did_you_mean(first, local)}; looked in {', '.join(roots)} and in what "
-            "is installed"
+            f"{key}: there is no module '{first}'{did_you_mean(first, local)}; looked in {', '.join(roots)} and in "
+            "what is installed"
         )
     name = first
     for part in rest:
