@@ -1,0 +1,55 @@
+"""Cut a chain of layers into consecutive stages of equal work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+def balance_layers(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Return the stage of each layer, such that the most expensive stage is as cheap as possible.
+
+    Exact, by dynamic programming over the cut positions: O(layers^2 x stages). Among equal cuts the earliest is taken.
+
+    Args:
+        costs: Cost of each layer, in order, not negative [any one unit].
+        num_stages: Stages; each gets at least one layer [count].
+
+    Returns:
+        Stage index of each layer, not decreasing.
+
+    Raises:
+        ApplyError: There are fewer layers than stages.
+
+    >>> balance_layers([1, 1, 1, 3], 2)
+    [0, 0, 0, 1]
+    """
+    num_layers = len(costs)
+    if num_layers < num_stages:
+        raise ApplyError(
+            f"{num_layers} layers cannot be spread over {num_stages} devices: each needs at least one layer",
+            fix=f"use at most {max(num_layers, 1)} devices",
+        )
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    # best[s][n]: the cheapest worst stage when the first n layers lie on s stages; cut[s][n]: where the last one starts.
+    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, num_layers + 1):
+            for start in range(stage - 1, end):
+                worst = max(best[stage - 1][start], prefix[end] - prefix[start])
+                if worst < best[stage][end]:
+                    best[stage][end], cut[stage][end] = worst, start
+    stages = [0] * num_layers
+    end = num_layers
+    for stage in range(num_stages, 0, -1):
+        start = cut[stage][end]
+        stages[start:end] = [stage - 1] * (end - start)
+        end = start
+    return stages

@@ -1,0 +1,241 @@
+"""Gradient buckets: flat memory that owns the gradients and is reduced while backward is still running.
+
+A bucket holds the gradients of several parameters in one flat tensor, and `parameter.grad` is a view of it. When the
+last of a bucket's gradients has arrived, the whole tensor is reduced, in the background, while autograd works on
+earlier layers. The field's standard design (PyTorch DDP, Li et al. 2020, doi:10.14778/3415478.3415530), with two
+differences:
+
+- Each bucket ends in a *census*: one element a parameter, 1 where this rank has a gradient. The same reduction that
+  sums the gradients tells which parameters were used anywhere, so unused parameters need neither a flag from the user
+  nor an exchange of their own, and a parameter that no rank used keeps `grad=None`.
+- Gradients are summed, never averaged: the weights of the samples are applied where the loss is known (run/step.py).
+
+Buckets are reduced in one order on all ranks, whatever order their gradients arrive in. The order is learned: in the
+first step nothing is reduced before backward has ended, and the order in which rank 0's gradients arrived becomes
+everyone's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.comm.communicator import Communicator, Pending
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Size of a bucket [bytes]; benchmarks/data_parallel/README.md has the measurement."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""Size of the bucket that is full first [bytes]: a small one starts the exchange early."""
+
+
+class Bucket:
+    """Flat gradient memory of some parameters of one dtype and device: ``[gradients | census]``.
+
+    Args:
+        parameters: The parameters, in the order in which their gradients lie in memory.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        like = self.parameters[0]
+        self.flat = torch.zeros(numel + len(self.parameters), dtype=like.dtype, device=like.device)
+        self.gradients = self.flat[:numel]  # [numel]
+        self.census = self.flat[numel:]  # [num_parameters]
+        self.views: list[torch.Tensor] = []
+        start = 0
+        for parameter in self.parameters:
+            self.views.append(_view_like(self.flat, start, parameter))
+            start += parameter.numel()
+        self.has_gradient = [False] * len(self.parameters)
+        self.num_missing = len(self.parameters)
+        self.pending: Pending | None = None
+
+    def begin_step(self) -> None:
+        """Expect every gradient anew."""
+        self.has_gradient = [False] * len(self.parameters)
+        self.num_missing = len(self.parameters)
+        self.pending = None
+
+    def launch(self, group: Communicator) -> None:
+        """Start the reduction of what is here; parameters without a gradient contribute zeros."""
+        if all(self.has_gradient):
+            self.census.fill_(1)
+        else:
+            for view, present in zip(self.views, self.has_gradient, strict=True):
+                if not present:
+                    view.zero_()
+            self.census.copy_(torch.tensor(self.has_gradient, device=self.flat.device))
+        whole = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        self.pending = group.all_reduce(whole, async_op=True)
+
+    def finish(self, scale: float) -> None:
+        """Wait for the sum, scale it, and hand each parameter its view, or None where no rank had a gradient."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        if scale != 1.0:
+            self.gradients.mul_(scale)
+        used = self.has_gradient if all(self.has_gradient) else (self.census != 0).tolist()
+        for parameter, view, present in zip(self.parameters, self.views, used, strict=True):
+            parameter.grad = view if present else None
+
+
+def _view_like(flat: torch.Tensor, start: int, parameter: nn.Parameter) -> torch.Tensor:
+    # A gradient laid out like its parameter (channels_last, say) lets optimizers and convolutions run without copies.
+    dense = torch.empty_like(parameter, memory_format=torch.preserve_format).stride() == parameter.stride()
+    stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+    return flat.as_strided(parameter.shape, stride, start)
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    """Where one parameter's gradient goes."""
+
+    position: int  # the parameter's place in registration order
+    bucket: Bucket
+    index: int  # its place in the bucket
+    is_ready: bool = False  # has arrived in the armed backward
+
+
+class GradientBuckets:
+    """The buckets of all trainable parameters of one module.
+
+    Args:
+        named_parameters: (FQN, parameter) pairs that get dense gradients, in registration order, each once.
+        group: The ranks that hold copies of these parameters.
+        bucket_bytes: The size at which a bucket is full [bytes].
+        overlap: Whether reduction may run while backward does.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        group: Communicator,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        overlap: bool = True,
+    ) -> None:
+        self.group = group
+        self.bucket_bytes = bucket_bytes
+        self.overlap = overlap
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.buckets: list[Bucket] = []
+        self._is_armed = False
+        self._is_learning = True
+        self._arrivals: list[int] = []
+        self._num_launched = 0
+        self._slots: list[_Slot] = []
+        self._fill_buckets(list(reversed(range(len(self.parameters)))))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot))
+            for parameter, slot in zip(self.parameters, self._slots, strict=True)
+        ]
+
+    def _fill_buckets(self, order: Sequence[int]) -> None:
+        """Distribute the parameters over buckets in this order (positions in registration order)."""
+        full: list[list[int]] = []
+        filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for position in order:
+            parameter = self.parameters[position]
+            members = filling.setdefault((parameter.dtype, parameter.device), [])
+            members.append(position)
+            limit = min(FIRST_BUCKET_BYTES, self.bucket_bytes) if not full else self.bucket_bytes
+            if sum(self.parameters[member].nbytes for member in members) >= limit:
+                full.append(filling.pop((parameter.dtype, parameter.device)))
+        full.extend(filling.values())
+        slots: dict[int, _Slot] = {slot.position: slot for slot in self._slots}
+        self.buckets = []
+        for members in full:
+            bucket = Bucket([self.parameters[position] for position in members])
+            self.buckets.append(bucket)
+            for index, position in enumerate(members):
+                slot = slots.setdefault(position, _Slot(position, bucket, index))
+                slot.bucket, slot.index = bucket, index
+        self._slots = [slots[position] for position in range(len(self.parameters))]
+
+    def begin_step(self) -> None:
+        """Forget the gradients, and take over the order that the last step taught."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._is_learning and self._num_launched:
+            self._learn_order()
+        for bucket in self.buckets:
+            bucket.begin_step()
+        for slot in self._slots:
+            slot.is_ready = False
+        self._num_launched = 0
+        self._arrivals = []
+        self._is_armed = False
+
+    def _learn_order(self) -> None:
+        seen = set(self._arrivals)
+        order = self._arrivals + [p for p in reversed(range(len(self.parameters))) if p not in seen]
+        # Rank 0 with an empty share has seen nothing: learn again from the next step.
+        message = torch.tensor([len(seen), *order], dtype=torch.int64, device=self.buckets[0].flat.device)
+        self.group.broadcast(message)
+        num_seen, *order = message.tolist()
+        if num_seen:
+            self._is_learning = False
+            self._fill_buckets(order)
+
+    def arm(self) -> None:
+        """The next backward is the last: a bucket is reduced as soon as it is complete."""
+        self._is_armed = True
+
+    def _on_gradient(self, slot: _Slot, parameter: torch.Tensor) -> None:
+        bucket, index = slot.bucket, slot.index
+        view = bucket.views[index]
+        grad = parameter.grad
+        if slot.is_ready and bucket.pending is not None:
+            raise ApplyError(
+                f"the gradient of '{self.names[slot.position]}' arrived twice in one backward, after its reduction had "
+                "begun (reentrant activation checkpointing of a module that is used twice does that)",
+                fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or add overlap=off to the plan",
+            )
+        if grad is not view and grad is not None:
+            # The first gradient of the step comes in autograd's own memory; later ones are added in place.
+            view.copy_(grad.to_dense() if grad.is_sparse else grad.detach())
+            parameter.grad = view
+        bucket.has_gradient[index] = True
+        if not self._is_armed:
+            return
+        if slot.is_ready:
+            self.overlap = False  # arrives more than once a backward: only its end is safe
+            return
+        slot.is_ready = True
+        if self._is_learning:
+            self._arrivals.append(slot.position)
+        bucket.num_missing -= 1
+        if bucket.num_missing == 0 and self.overlap and not self._is_learning:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].num_missing == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.buckets[self._num_launched].launch(self.group)
+        self._num_launched += 1
+
+    def finish(self, scale: float) -> None:
+        """Reduce what is left, wait for all, and set every parameter's `.grad`, multiplied by `scale`."""
+        self._is_armed = False
+        while self._num_launched < len(self.buckets):
+            self._launch_next()
+        for bucket in self.buckets:
+            bucket.finish(scale)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()

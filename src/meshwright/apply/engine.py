@@ -1,0 +1,81 @@
+"""What a strategy does for the step. The base class is the plainest one: one device, nothing to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+
+class Engine:
+    """A module placed on its device(s), and how its gradients come together.
+
+    The step calls, in this order: `begin_step`, then for each micro-batch `forward_backward` (after `arm` for the last
+    one), then `finish_gradients`, and after the optimizer `sync_buffers`. A rank with an empty share calls
+    everything but `forward_backward`.
+
+    Args:
+        module: The user's module; its parameters keep their identity and their FQNs.
+        group: The data-parallel ranks.
+        device: Where this process's inputs belong.
+    """
+
+    def __init__(self, module: nn.Module, group: Communicator, device: torch.device) -> None:
+        self.module = module
+        self.group = group
+        self.device = device
+        self.parameters = list(module.parameters())
+
+    num_replicas = 1
+    """Copies of the module that compute at the same time in this process [count]."""
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def arm(self) -> None:
+        """Say that the next backward is the last of this step, so that reduction may begin while it runs."""
+
+    def begin_forward(self) -> None:
+        """Get ready for a forward that no step surrounds."""
+
+    def refresh_trainable(self) -> None:
+        """Take note that `requires_grad` was switched, on every rank."""
+
+    def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
+        """Run `compute(module, batch)`, which does forward, loss and backward, and return its results."""
+        return [compute(self.module, batch)]
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the module's outputs for these inputs."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradients(self, scale: float) -> None:
+        """Return when every parameter's `.grad` is the whole batch's, multiplied by `scale`."""
+        if scale != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+    def gradient_tensors(self) -> Sequence[torch.Tensor]:
+        """Return tensors that together hold each gradient element once, for norms and scaling."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def buffers_changed(self) -> bool:
+        """Tell whether a forward wrote into a buffer since the last `sync_buffers`."""
+        return False
+
+    def sync_buffers(self) -> None:
+        """Make the buffers equal on all ranks."""
+
+    def close(self) -> None:
+        """Release threads and hooks."""

@@ -1,0 +1,170 @@
+"""data_parallel: one process, a thread and a replica of the module per device.
+
+What nn.DataParallel does, with three differences: each thread also runs the loss and the backward of its chunk (autograd
+on CPU would otherwise run all of it in one thread), the chunks are weighted exactly, and it works on CPU devices too.
+Replicas on the same device share the memory of the parameters; only gradients are their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import BatchSplitter, join_samples, move_to
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+
+class Replica:
+    """A copy of the module on one device, with gradients of its own.
+
+    Args:
+        module: The user's module.
+        device: Where the copy lives.
+        shares_buffers: Whether it writes into the module's own buffers (the first replica does, as in nn.DataParallel).
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, *, shares_buffers: bool) -> None:
+        self.device = device
+        self.originals = list(module.parameters())
+        self.leaves = [_make_leaf(parameter, device) for parameter in self.originals]
+        self._original_buffers = list(module.buffers())
+        buffers = [b if shares_buffers else b.detach().clone().to(device) for b in self._original_buffers]
+        self._buffers = None if shares_buffers else buffers
+        memo = {id(old): new for old, new in zip(self.originals, self.leaves, strict=True)}
+        memo |= {id(old): new for old, new in zip(self._original_buffers, buffers, strict=True)}
+        try:
+            self.module: nn.Module = copy.deepcopy(module, memo)
+        except Exception as error:
+            raise ApplyError(
+                f"data_parallel needs a copy of the model per device, and copy.deepcopy failed: {error!r}",
+                fix="use the plan 'distributed', which builds the model once per process",
+            ) from error
+        self._pairs = list(zip(module.modules(), self.module.modules(), strict=True))
+
+    def refresh(self) -> None:
+        """Take over the module's values, its train/eval switches and what is trainable; forget gradients."""
+        for original, leaf in zip(self.originals, self.leaves, strict=True):
+            leaf.grad = None
+            if leaf.requires_grad != original.requires_grad:
+                leaf.requires_grad_(original.requires_grad)
+            if original.device != self.device:
+                leaf.data.copy_(original.data, non_blocking=True)
+            elif leaf.data_ptr() != original.data_ptr():
+                leaf.data = original.data
+        if self._buffers is not None:
+            for original, mine in zip(self._original_buffers, self._buffers, strict=True):
+                mine.detach().copy_(original.detach(), non_blocking=True)
+        for original, mine in self._pairs:
+            mine.training = original.training
+
+
+def _make_leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    data = parameter.detach()
+    leaf = nn.Parameter(data if device == data.device else data.to(device), requires_grad=parameter.requires_grad)
+    # A hook that the user put on the parameter acts on each replica's part of the gradient.
+    for hook in (parameter._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    return leaf
+
+
+class ReplicasEngine(Engine):
+    """Data parallelism over threads.
+
+    Args:
+        module: The user's module, on the first device.
+        group: A group of this one process.
+        devices: A device per replica; the same one may stand there several times.
+        splitter: How a batch is cut into the chunks.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: Communicator, devices: Sequence[torch.device], *, splitter: BatchSplitter
+    ) -> None:
+        super().__init__(module, group, devices[0])
+        self.replicas = [
+            Replica(module, device, shares_buffers=index == 0 and device == devices[0])
+            for index, device in enumerate(devices)
+        ]
+        self.num_replicas = len(devices)
+        self._splitter = splitter
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        threads = max(1, cores // len(devices))
+        # The number of intra-op threads is a property of each calling thread.
+        self._pool = ThreadPoolExecutor(
+            len(devices), "meshwright-replica", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.begin_forward()
+
+    def begin_forward(self) -> None:
+        for replica in self.replicas:
+            replica.refresh()
+
+    def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
+        return self._in_threads(self._splitter.cut(batch, len(self.replicas)), compute)
+
+    def _in_threads(self, chunks: Sequence[Any], compute: Callable[[nn.Module, Any], T]) -> list[T]:
+        grad_enabled = torch.is_grad_enabled()  # a property of the thread, as is autocast, which `compute` sets itself
+
+        def work(replica: Replica, chunk: Any) -> T:
+            with torch.set_grad_enabled(grad_enabled), _on_device(replica.device):
+                return compute(replica.module, move_to(chunk, replica.device))
+
+        jobs = [self._pool.submit(work, r, c) for r, c in zip(self.replicas, chunks, strict=False)]
+        # Wait for all of them before the first error is raised: none may still write when the caller goes on.
+        errors = [job.exception() for job in jobs]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [job.result() for job in jobs]
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.begin_forward()
+
+        def call(module: nn.Module, inputs: Any) -> Any:
+            chunk_args, chunk_kwargs = inputs
+            return module(*chunk_args, **chunk_kwargs)
+
+        chunks = BatchSplitter().cut((args, kwargs), len(self.replicas))
+        return join_samples(self._in_threads(chunks, call), self.device)
+
+    def finish_gradients(self, scale: float) -> None:
+        for index, parameter in enumerate(self.parameters):
+            leaves = [replica.leaves[index] for replica in self.replicas]
+            parts = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            if not parts:
+                continue
+            total = parts[0].to(parameter.device)
+            for part in parts[1:]:
+                total = total.add_(part.to(parameter.device)) if not total.is_sparse else total + part
+            parameter.grad = total
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyright: ignore[reportAttributeAccessIssue]
+                hook(parameter)
+        super().finish_gradients(scale)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@contextlib.contextmanager
+def _on_device(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield

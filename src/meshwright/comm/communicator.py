@@ -1,0 +1,216 @@
+"""The one door to torch.distributed's collectives: named, counted, and with errors that name the cause."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.ledger import Ledger, LedgerEntry
+from meshwright.errors import InternalError, LostPeerError
+
+__all__: list[str] = []
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# What gloo, NCCL and the store say when the other side is gone or late. There is no exception type for it.
+_LOST_PEER_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "timed out waiting",
+    "timed out after",
+    "wait timeout",
+    "broken pipe",
+    "read error",
+    "write error",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "connection was likely closed",
+    "failed to recv",
+    "socket closed",
+)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Tell whether an exception says that another rank is gone, rather than that something is wrong here."""
+    if isinstance(error, LostPeerError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(part in text for part in _LOST_PEER_TEXTS)
+
+
+class Pending:
+    """An exchange under way. `wait()` before its tensor is used."""
+
+    __slots__ = ("_communicator", "_entry", "_name", "_work")
+
+    def __init__(self, communicator: Communicator, name: str, work: Any, entry: LedgerEntry | None) -> None:
+        self._communicator = communicator
+        self._name = name
+        self._work = work
+        self._entry = entry
+
+    def wait(self) -> None:
+        """Return when the result is there.
+
+        Raises:
+            LostPeerError: A peer is gone, or did not come within the timeout.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return
+        start = time.perf_counter()
+        self._communicator.run_waiting(self._name, work.wait)
+        if self._entry is not None:
+            self._entry.wait_s += time.perf_counter() - start
+
+
+class Communicator:
+    """Collectives over the ranks of one group.
+
+    Args:
+        process_group: torch.distributed's group, or None for a group of one rank, which exchanges nothing.
+        ranks: The global ranks of the group, in group order.
+        rank: This process's global rank.
+        ledger: Where calls, bytes and waiting time are counted.
+        timeout_s: How long one exchange may wait [s].
+        axis: The mesh axis that the group lies on, for the ledger.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        ledger: Ledger,
+        timeout_s: float,
+        axis: str = "world",
+    ) -> None:
+        if process_group is None and len(ranks) > 1:
+            raise InternalError(f"a group of {len(ranks)} ranks needs a process group")
+        self.process_group = process_group
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.group_rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.ledger = ledger
+        self.timeout_s = timeout_s
+        self.axis = axis
+        self.on_enter: Callable[[str], None] | None = None
+        self.on_exit: Callable[[], None] | None = None
+
+    def over(self, axis: str) -> Communicator:
+        """Return the same ranks under the name of an axis, for the ledger."""
+        twin = Communicator(
+            self.process_group,
+            ranks=self.ranks,
+            rank=self.rank,
+            ledger=self.ledger,
+            timeout_s=self.timeout_s,
+            axis=axis,
+        )
+        twin.on_enter, twin.on_exit = self.on_enter, self.on_exit
+        return twin
+
+    def run_waiting(self, name: str, wait: Callable[[], Any]) -> Any:
+        """Call something that waits for peers: the watcher is told, and a lost peer is named as such."""
+        if self.on_enter is not None:
+            self.on_enter(name)
+        try:
+            return wait()
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                text = (str(error).strip().splitlines() or ["no reason given"])[0]
+                raise LostPeerError(
+                    f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}",
+                    rank=self.rank,
+                ) from error
+            raise
+        finally:
+            if self.on_exit is not None:
+                self.on_exit()
+
+    def _ranks_text(self) -> str:
+        return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
+
+    def _issue(self, name: str, tensor_bytes: int, call: Callable[[], Any], *, async_op: bool) -> Pending:
+        entry = self.ledger.record(name, self.axis, tensor_bytes, self.size)
+        pending = Pending(self, name, self.run_waiting(name, call), entry)
+        if not async_op:
+            pending.wait()
+        return pending
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Pending:
+        """Replace the tensor, on every rank, by the sum ("sum"), "max" or "min" over all ranks. In place."""
+        if self.size == 1:
+            return Pending(self, "all_reduce", None, None)
+        return self._issue(
+            "all_reduce",
+            tensor.nbytes,
+            lambda: dist.all_reduce(tensor, op=_OPS[op], group=self.process_group, async_op=True),
+            async_op=async_op,
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, *, async_op: bool = False) -> Pending:
+        """Replace the tensor, on every rank, by that of the group's rank `source`. In place."""
+        if self.size == 1:
+            return Pending(self, "broadcast", None, None)
+        return self._issue(
+            "broadcast",
+            tensor.nbytes,
+            lambda: dist.broadcast(tensor, src=self.ranks[source], group=self.process_group, async_op=True),
+            async_op=async_op,
+        )
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, in group order; all have one shape and dtype."""
+        if self.size == 1:
+            return [tensor.clone()]
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self._issue(
+            "all_gather",
+            tensor.nbytes * self.size,
+            lambda: dist.all_gather(parts, tensor.contiguous(), group=self.process_group, async_op=True),
+            async_op=False,
+        )
+        return parts
+
+    def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor where dim 0 differs from rank to rank: [n_i, ...] each."""
+        if self.size == 1:
+            return [tensor.clone()]
+        length = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
+        lengths = [int(part) for part in self.all_gather(length)]
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        return [part[:n] for part, n in zip(self.all_gather(padded), lengths, strict=True)]
+
+    def all_gather_json(self, value: Any, *, device: torch.device | None = None) -> list[Any]:
+        """Return every rank's JSON value. Bytes of JSON cross, never pickles: a peer cannot make us run code."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        parts = self.all_gather_uneven(payload.to(device or torch.device("cpu")))
+        return [json.loads(bytes(part.cpu().numpy())) for part in parts]
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        if self.size == 1:
+            return
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        self.ledger.record("barrier", self.axis, 0, self.size)
+
+        def wait() -> None:
+            options = dist.BarrierOptions()
+            options.timeout = timeout
+            if self.process_group is not None:
+                self.process_group.barrier(options).wait()
+
+        self.run_waiting("barrier", wait)

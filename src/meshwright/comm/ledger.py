@@ -1,0 +1,103 @@
+"""The ledger: every byte that this rank exchanges, by collective and axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+__all__: list[str] = []
+
+
+def ring_bytes(collective: str, tensor_bytes: int, num_ranks: int) -> float:
+    """Return what one rank sends for a collective when it is done by a ring.
+
+    Args:
+        collective: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "send" or "to".
+        tensor_bytes: Bytes of the full tensor on one rank [bytes]; for an all-gather, of the gathered result.
+        num_ranks: Ranks that take part, n >= 1 [count].
+
+    Returns:
+        Bytes sent by one rank, averaged over the ranks [bytes].
+
+    Source:
+        Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002: 2 (n - 1) / n of the tensor for an all-reduce, which is a
+        reduce-scatter and an all-gather of (n - 1) / n each.
+
+    >>> ring_bytes("all_reduce", 8, 4)
+    12.0
+    """
+    share = (num_ranks - 1) / num_ranks
+    return tensor_bytes * _RING_FACTOR[collective](share)
+
+
+_RING_FACTOR: dict[str, Callable[[float], float]] = {
+    "all_reduce": lambda share: 2 * share,
+    "reduce_scatter": lambda share: share,
+    "all_gather": lambda share: share,
+    "broadcast": lambda share: share,
+    "reduce": lambda share: share,
+    "all_to_all": lambda share: share,
+    "send": lambda _: 1.0,  # point to point: the whole tensor leaves this rank
+    "to": lambda _: 1.0,  # a move between two devices of one process
+    "barrier": lambda _: 0.0,
+}
+
+
+@dataclasses.dataclass(slots=True)
+class LedgerEntry:
+    """What one kind of exchange on one axis has cost so far."""
+
+    num_calls: int = 0
+    """Times it was called [count]."""
+    tensor_bytes: int = 0
+    """Bytes of the tensors handed in [bytes]."""
+    sent_bytes: float = 0.0
+    """Bytes that this rank sent, by the ring's count [bytes]."""
+    wait_s: float = 0.0
+    """Time the calling thread stood still for it: the part that no computation hides [s]."""
+
+    def minus(self, earlier: LedgerEntry) -> LedgerEntry:
+        """Return what came since `earlier`."""
+        return LedgerEntry(
+            self.num_calls - earlier.num_calls,
+            self.tensor_bytes - earlier.tensor_bytes,
+            self.sent_bytes - earlier.sent_bytes,
+            self.wait_s - earlier.wait_s,
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class Ledger:
+    """Counts of every exchange of this rank, keyed by (collective, axis)."""
+
+    entries: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
+
+    def record(self, collective: str, axis: str, tensor_bytes: int, num_ranks: int) -> LedgerEntry:
+        """Count one call and return its entry, to which the caller adds the time it waits."""
+        entry = self.entries.get((collective, axis))
+        if entry is None:
+            entry = self.entries[(collective, axis)] = LedgerEntry()
+        entry.num_calls += 1
+        entry.tensor_bytes += tensor_bytes
+        entry.sent_bytes += ring_bytes(collective, tensor_bytes, num_ranks)
+        return entry
+
+    def snapshot(self) -> dict[tuple[str, str], LedgerEntry]:
+        """Return a copy of the entries, to take a difference later."""
+        return {key: dataclasses.replace(entry) for key, entry in self.entries.items()}
+
+    def since(self, snapshot: dict[tuple[str, str], LedgerEntry]) -> dict[tuple[str, str], LedgerEntry]:
+        """Return what was exchanged since a snapshot; kinds that did not happen are left out."""
+        nothing = LedgerEntry()
+        differences = {key: entry.minus(snapshot.get(key, nothing)) for key, entry in self.entries.items()}
+        return {key: entry for key, entry in differences.items() if entry.num_calls}
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that this rank sent so far [bytes]."""
+        return sum(entry.sent_bytes for entry in self.entries.values())
+
+    @property
+    def wait_s(self) -> float:
+        """Time that this rank's computing thread stood still for exchanges so far [s]."""
+        return sum(entry.wait_s for entry in self.entries.values())

@@ -1,0 +1,169 @@
+"""Tensors inside the containers that users hand us: find, map, split along the samples, and join again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return the same containers with `function` applied to each tensor; anything else stays the object that it was.
+
+    Lists, tuples, named tuples, mappings (Hugging Face's ModelOutput among them) and dataclasses are walked. A
+    container without tensors is returned as it is, not copied, so that a cache or a configuration keeps its identity.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, PackedSequence):
+        raise ApplyError(
+            "a PackedSequence cannot be split or moved sample by sample: its rows mix the samples",
+            fix="pass the padded tensor and the lengths, and call pack_padded_sequence inside forward()",
+        )
+    if isinstance(tree, Mapping):
+        values = {key: map_tensors(value, function) for key, value in tree.items()}
+        return tree if all(values[key] is tree[key] for key in values) else _like_mapping(tree, values)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tensors(item, function) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
+        values = {name: map_tensors(value, function) for name, value in fields.items()}
+        return tree if all(values[name] is fields[name] for name in fields) else dataclasses.replace(tree, **values)
+    return tree
+
+
+def _like_mapping(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    # A ModelOutput-like class is a mapping and takes its entries as keywords; a dict takes them as one argument.
+    if dataclasses.is_dataclass(example):
+        return type(example)(**values)
+    return type(example)(values)  # pyright: ignore[reportCallIssue]
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor inside the containers, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(tree, note)
+    yield from found
+
+
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors inside [bytes]."""
+    return sum(tensor.nbytes for tensor in tensors_in(tree))
+
+
+def split_sizes(total: int, parts: int) -> list[int]:
+    """Return the sizes of `parts` contiguous shares of `total` items; they differ by at most 1, the larger ones first.
+
+    >>> split_sizes(7, 3)
+    [3, 2, 2]
+    >>> split_sizes(2, 4)
+    [1, 1, 0, 0]
+    """
+    small, extra = divmod(total, parts)
+    return [small + 1] * extra + [small] * (parts - extra)
+
+
+def count_samples(tree: Any) -> int:
+    """Return dim 0 of the tensors inside, which is the sample [count]; tensors without dims are not counted.
+
+    Raises:
+        ApplyError: The tensors disagree, or there is none.
+    """
+    lengths: dict[int, tuple[int, ...]] = {}
+    for tensor in tensors_in(tree):
+        if tensor.dim() > 0:
+            lengths.setdefault(tensor.shape[0], tuple(tensor.shape))
+    if len(lengths) == 1:
+        return next(iter(lengths))
+    if not lengths:
+        raise ApplyError(
+            "the batch holds no tensor with a sample dim, so it cannot be shared out",
+            fix="put tensors whose dim 0 is the sample into the batch, or pass split= to apply_plan",
+        )
+    shapes = ", ".join(str(shape) for shape in lengths.values())
+    raise ApplyError(
+        f"the tensors of one batch have different sizes in dim 0, which must be the sample: shapes {shapes}",
+        fix="make dim 0 the sample in every tensor, or pass split=(batch, num_parts) -> list of batches to apply_plan",
+    )
+
+
+def split_samples(tree: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut every tensor along dim 0 into contiguous parts of these sizes; tensors without dims go to every part."""
+    parts = []
+    start = 0
+    for size in sizes:
+        stop = start + size
+
+        def cut(tensor: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
+            return tensor[start:stop] if tensor.dim() > 0 else tensor
+
+        parts.append(map_tensors(tree, cut))
+        start = stop
+    return parts
+
+
+class BatchSplitter:
+    """How batches are counted and cut.
+
+    Args:
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say); such a
+            batch has an attribute ``num_samples``. None cuts dim 0 of every tensor.
+    """
+
+    def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:
+        self._split = split
+
+    def count(self, batch: Any) -> int:
+        """Return the samples of a batch [count]; None is an empty share."""
+        if batch is None:
+            return 0
+        told = getattr(batch, "num_samples", None)
+        return count_samples(batch) if told is None else int(told)
+
+    def cut(self, batch: Any, num_parts: int) -> list[Any]:
+        """Return contiguous parts whose sizes differ by at most 1, the larger first; empty ones are left out."""
+        if self._split is None:
+            return split_samples(batch, [size for size in split_sizes(self.count(batch), num_parts) if size])
+        return [part for part in self._split(batch, num_parts) if self.count(part)]
+
+
+def join_samples(trees: Sequence[Any], device: torch.device) -> Any:
+    """Join the outputs of several devices along dim 0, as one device would have returned them.
+
+    Scalars become a vector with one entry a device, as in nn.DataParallel.
+    """
+    columns = [list(tensors_in(tree)) for tree in trees]
+    if len({len(column) for column in columns}) != 1:
+        raise ApplyError(
+            "the devices returned different numbers of tensors, so their outputs cannot be joined: "
+            f"{[len(column) for column in columns]}",
+            fix="return the same structure whatever the samples are",
+        )
+    position = iter(range(len(columns[0])))
+
+    def join(tensor: torch.Tensor) -> torch.Tensor:
+        index = next(position)
+        row = [column[index].to(device) for column in columns]
+        return torch.stack(row) if tensor.dim() == 0 else torch.cat(row)
+
+    return map_tensors(trees[0], join)
+
+
+def move_to(tree: Any, device: torch.device) -> Any:
+    """Move every tensor to the device; what is there already stays the same object."""
+    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))

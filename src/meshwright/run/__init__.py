@@ -1,0 +1,3 @@
+"""run: one correct step, whatever the plan."""
+
+__all__: list[str] = []

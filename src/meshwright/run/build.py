@@ -1,0 +1,195 @@
+"""From what the user hands over to a module on its devices, with an engine and an optimizer; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from meshwright.apply.data import DistributedEngine
+from meshwright.apply.engine import Engine
+from meshwright.apply.guard import require_equal_on_ranks
+from meshwright.apply.layers import LayersEngine
+from meshwright.apply.replicas import ReplicasEngine
+from meshwright.comm.world import World
+from meshwright.describe.tree import BatchSplitter
+from meshwright.errors import ApplyError
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@runtime_checkable
+class NamedOptimizerFactory(Protocol):
+    """An optimizer factory that wants FQNs, for rules by name."""
+
+    def build_named(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return the optimizer of these (FQN, parameter) pairs."""
+        ...
+
+
+def refuse_unbuilt(plan: Plan) -> None:
+    """Raise ApplyError for what a plan may say and this version cannot do yet."""
+    missing = [
+        name
+        for name, asked in {
+            f"tp={plan.tp}": plan.tp > 1,
+            f"pp={plan.pp} with one process per device": plan.pp > 1 and plan.mode == "ranks",
+            f"cp={plan.cp}": plan.cp > 1,
+            f"zero={plan.zero}": plan.zero > 0,
+            f"compress={plan.compress}": plan.compress != "none",
+            f"recompute={plan.recompute}": plan.recompute != "none",
+        }.items()
+        if asked
+    ]
+    if missing:
+        raise ApplyError(
+            f"the plan '{plan}' asks for {', '.join(missing)}, which this version cannot apply; it applies data parallelism "
+            "(dp, data_parallel), layers over devices (model_parallel), micro_batches and precision",
+            fix=f"use the plan 'dp={plan.num_devices}'",
+        )
+
+
+def require_world(plan: Plan, world: World) -> None:
+    """Raise ApplyError where the plan's ranks are not the ranks that run."""
+    if plan.num_ranks == world.world_size:
+        return
+    if world.world_size == 1:
+        raise ApplyError(
+            f"the plan '{plan}' needs {plan.num_ranks} ranks, and this process runs alone",
+            fix=f"start the function with meshwright.launch(fn, {plan.num_ranks}, ...), "
+            f"or the script with torchrun --nproc-per-node {plan.num_ranks}",
+        )
+    raise ApplyError(
+        f"the plan '{plan}' is for {plan.num_ranks} rank(s), and {world.world_size} are running",
+        fix=f"use a plan for {world.world_size} ranks, 'dp={world.world_size}' for example",
+    )
+
+
+def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, world: World) -> nn.Module:
+    """Return the user's module, built under the seed where it is built here.
+
+    Every rank draws the same numbers while it builds, and ranks above 0 draw others afterwards, so that dropout differs.
+
+    Raises:
+        ApplyError: What came is no module, or one that is already wrapped, unmaterialised or placed by another tool.
+    """
+    module: Any = build_model
+    if not isinstance(build_model, nn.Module):
+        torch.manual_seed(seed)
+        module = build_model()
+    if not isinstance(module, nn.Module):
+        raise ApplyError(
+            f"build_model must be an nn.Module or return one, it gave a {type(module).__name__}",
+            fix="pass the model, or a function without arguments that builds it",
+        )
+    _refuse_wrapped(module)
+    if world.rank > 0:
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * world.rank) % 2**63)
+    return module
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ApplyError(
+                f"the model is already parallel: '{name or 'the model itself'}' is a {type(child).__name__}",
+                fix="pass the plain model (its .module)",
+            )
+    if getattr(module, "hf_device_map", None) is not None:
+        raise ApplyError(
+            "the model was spread over devices by another tool (it has an hf_device_map)",
+            fix="load it without device_map, and use the plan 'model_parallel'",
+        )
+    on_meta = [name for name, tensor in _named_tensors(module) if tensor.is_meta]
+    if on_meta:
+        raise ApplyError(
+            f"{len(on_meta)} tensors have no values (they are on the meta device), '{on_meta[0]}' for example",
+            fix="build the model on a real device",
+        )
+    devices = {tensor.device.type for _, tensor in _named_tensors(module)}
+    if len(devices) > 1:
+        raise ApplyError(
+            f"the model's tensors lie on several kinds of device: {sorted(devices)}",
+            fix="build the whole model on one device; the plan places it",
+        )
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def choose_devices(plan: Plan, devices: Sequence[torch.device | str] | None, world: World) -> list[torch.device]:
+    """Return the devices of this process: one, or the plan's many for the one-process modes."""
+    wanted = plan.num_devices if plan.num_ranks == 1 else 1
+    if devices is not None:
+        chosen = [torch.device(device) for device in devices]
+        if len(chosen) != wanted:
+            raise ApplyError(
+                f"the plan '{plan}' takes {wanted} device(s) in this process, and devices= has {len(chosen)}",
+                fix=f"pass {wanted} device(s), or change the plan",
+            )
+        return chosen
+    if wanted == 1:
+        return [world.device]
+    if torch.cuda.is_available() and torch.cuda.device_count() >= wanted:
+        return [torch.device("cuda", index) for index in range(wanted)]
+    return [torch.device("cpu")] * wanted
+
+
+def build_engine(
+    module: nn.Module, plan: Plan, world: World, devices: list[torch.device], splitter: BatchSplitter
+) -> Engine:
+    """Return the engine of the plan's strategy, with the module on its devices and equal on all ranks."""
+    require_equal_on_ranks(world.default_group, module, plan.to_json(), devices[0])
+    group = world.default_group.over("dp")
+    if plan.mode == "model_parallel":
+        return LayersEngine(module, group, devices, stages=dict(plan.stages))
+    module.to(devices[0])
+    if plan.mode == "data_parallel":
+        return ReplicasEngine(module, group, devices, splitter=splitter)
+    if world.world_size > 1:
+        return DistributedEngine(module, group, devices[0], bucket_bytes=plan.bucket_bytes, overlap=plan.overlap)
+    return Engine(module, group, devices[0])
+
+
+def build_optimizer(
+    optimizer: torch.optim.Optimizer | OptimizerFactory | NamedOptimizerFactory | None, module: nn.Module
+) -> torch.optim.Optimizer | None:
+    """Return an optimizer over the module's own parameters.
+
+    Args:
+        optimizer: A factory that takes the list of parameters; one with `build_named`; an optimizer that already
+            holds this module's parameters; or None.
+        module: The module.
+
+    Raises:
+        ApplyError: The optimizer holds parameters that are not the module's, or is no optimizer.
+    """
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, NamedOptimizerFactory):
+        built: Any = optimizer.build_named(list(module.named_parameters()))
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        built = optimizer
+    else:
+        built = optimizer(list(module.parameters()))
+    if not hasattr(built, "step") or not hasattr(built, "param_groups"):
+        raise ApplyError(
+            f"optimizer= must give a torch.optim.Optimizer, it gave a {type(built).__name__}",
+            fix="pass for example functools.partial(torch.optim.AdamW, lr=3e-4)",
+        )
+    live = {id(parameter) for parameter in module.parameters()}
+    held = [parameter for group in built.param_groups for parameter in group["params"]]
+    strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in live]
+    if strangers:
+        raise ApplyError(
+            f"{len(strangers)} of the optimizer's {len(held)} parameters do not belong to this model, one of shape "
+            f"{strangers[0]} for example; stepping it would change nothing here",
+            fix="pass a factory such as functools.partial(torch.optim.AdamW, lr=3e-4), or build the optimizer from this model",
+        )
+    return built

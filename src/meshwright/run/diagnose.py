@@ -1,0 +1,121 @@
+"""Where a NaN came from: rank, micro-batch and parameter.
+
+Nothing is watched while all is well. When the summed gradient is not finite, each rank runs its micro-batches again, one by one,
+with the random numbers and parameters of this very step (the optimizer has not touched them), and looks at each gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import NonFiniteError
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RandomState:
+    """The state of the random generators that a model draws from."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def read(cls, device: torch.device) -> RandomState:
+        """Return the state as it is now."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators back to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """The first number on this rank that is not finite."""
+
+    micro_batch: int
+    loss: float
+    parameter: str | None
+
+
+def find_non_finite(
+    module: nn.Module,
+    micro_batches: Sequence[Any],
+    loss_of: Callable[[nn.Module, Any], torch.Tensor],
+    random_state: RandomState,
+    device: torch.device,
+) -> Finding | None:
+    """Run this rank's micro-batches again and return the first that yields a loss or a gradient that is not finite.
+
+    Args:
+        module: The model, with the parameters of this step. Its buffers and `.grad` are left as they are.
+        micro_batches: The micro-batches of this step, in order.
+        loss_of: ``(module, micro_batch)`` -> scalar with its graph.
+        random_state: The generators' state before the first of them.
+        device: The device whose generator counts.
+    """
+    now = RandomState.read(device)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    random_state.restore(device)
+    try:
+        for index, batch in enumerate(micro_batches):
+            with torch.enable_grad():
+                loss = loss_of(module, batch)
+            gradients: Sequence[torch.Tensor | None] = [None] * len(named)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+            bad = next(
+                (name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not _finite(g)), None
+            )
+            if bad is not None or not math.isfinite(loss.item()):
+                return Finding(index, loss.item(), bad)
+        return None
+    finally:
+        now.restore(device)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return bool(torch.isfinite(values).all())
+
+
+def explain_non_finite(
+    group: Communicator, finding: Finding | None, *, loss: float, norm: float, device: torch.device
+) -> NonFiniteError:
+    """Return the error that names the first rank, micro-batch and parameter; the same on every rank."""
+    mine = None if finding is None else [finding.micro_batch, repr(finding.loss), finding.parameter]
+    found = [
+        (rank, *entry) for rank, entry in enumerate(group.all_gather_json(mine, device=device)) if entry is not None
+    ]
+    fix = "look at that micro-batch and lower the learning rate, or pass non_finite='skip' to leave such steps out"
+    if not found:
+        return NonFiniteError(
+            f"the gradient norm is {norm} and the loss {loss}, and running the micro-batches again did not show where "
+            "it came from (a hook or a random number of its own outside torch's generators?)",
+            fix=fix,
+        )
+    rank, micro_batch, rank_loss, parameter = found[0]
+    where = f"the gradient of parameter '{parameter}'" if parameter else "the loss"
+    others = f", and {len(found) - 1} more ranks" if len(found) > 1 else ""
+    return NonFiniteError(
+        f"{where} is not finite: rank {group.ranks[rank]}, micro-batch {micro_batch} (loss {rank_loss}){others}; the "
+        "parameters are those of before the step",
+        rank=group.ranks[rank],
+        micro_batch=micro_batch,
+        parameter=parameter,
+        fix=fix,
+    )

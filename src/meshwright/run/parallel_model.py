@@ -1,0 +1,235 @@
+"""apply_plan, and the model that it returns."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.world import World, join_world
+from meshwright.describe.tree import BatchSplitter
+from meshwright.errors import ConfigError
+from meshwright.run.build import (
+    NamedOptimizerFactory,
+    OptimizerFactory,
+    build_engine,
+    build_module,
+    build_optimizer,
+    choose_devices,
+    refuse_unbuilt,
+    require_world,
+)
+from meshwright.run.loss import LossRule
+from meshwright.run.result import StepResult
+from meshwright.run.step import Stepper
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def apply_plan(
+    build_model: nn.Module | Callable[[], nn.Module],
+    plan: Plan | str,
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | NamedOptimizerFactory | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    non_finite: Literal["stop", "skip"] = "stop",
+    devices: Sequence[torch.device | str] | None = None,
+    split: Callable[[Any, int], list[Any]] | None = None,
+) -> ParallelModel:
+    """Lay a plain model over devices as the plan says, without changing what it computes.
+
+    Every rank of the plan calls this with the same arguments (`meshwright.launch`, torchrun and srun start ranks); the
+    one-process plans ("single", "data_parallel", "model_parallel") are called once.
+
+    Args:
+        build_model: The model, or a function that builds it; it is called under `seed`, the same on every rank. The module
+            itself is used, not a copy, and its parameters keep their names and identity.
+        plan: The plan, or its one-line form.
+        loss_fn: ``(outputs, batch)`` -> a scalar mean over the samples of this batch, or ``meshwright.Loss(sum, weight)``.
+            None takes the model's own ``.loss``, weighted by its valid labels.
+        optimizer: A factory such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``, or an optimizer over this model's
+            parameters, or None to leave the parameters alone and only compute gradients.
+        seed: Seeds the building of the model and, apart for each rank, what it draws afterwards.
+        max_grad_norm: Clip to this global 2-norm, by torch.nn.utils.clip_grad_norm_'s rule; None does not clip.
+        non_finite: What a NaN or Inf does, before the optimizer: "stop" raises NonFiniteError on every rank, "skip" leaves
+            the step out.
+        devices: Devices of this process; default: the visible GPUs, else CPU.
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0.
+
+    Returns:
+        The model, ready for `step`.
+
+    Raises:
+        ApplyError: The plan does not fit the model, the devices or the ranks; ranks hold different models or plans.
+        ConfigError: The plan's line cannot be read.
+    """
+    world = join_world()
+    if isinstance(plan, str):
+        plan = Plan.parse(plan)
+    _check_options(max_grad_norm, non_finite)
+    refuse_unbuilt(plan)
+    require_world(plan, world)
+    chosen = choose_devices(plan, devices, world)
+    module = build_module(build_model, seed, world)
+    splitter = BatchSplitter(split)
+    engine = build_engine(module, plan, world, chosen, splitter)
+    stepper = Stepper(
+        engine,
+        LossRule(loss_fn, module, splitter),
+        splitter,
+        optimizer=build_optimizer(optimizer, module),
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        autocast=_AUTOCAST[plan.precision],
+        max_grad_norm=max_grad_norm,
+        non_finite=non_finite,
+    )
+    return ParallelModel(plan, world, engine, stepper)
+
+
+def _check_options(max_grad_norm: float | None, non_finite: str) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(
+            f"max_grad_norm must be above 0, it is {max_grad_norm}", fix="pass None to leave gradients as they are"
+        )
+    if non_finite not in ("stop", "skip"):
+        raise ConfigError(f"non_finite must be 'stop' or 'skip', it is {non_finite!r}", fix="pass non_finite='stop'")
+
+
+class ParallelModel:
+    """A model under a plan: it steps, evaluates and gives its state back as if it were on one device.
+
+    Made by `apply_plan`. Everything here is called on every rank.
+    """
+
+    def __init__(self, plan: Plan, world: World, engine: Engine, stepper: Stepper) -> None:
+        self.plan = plan
+        """The plan that was applied."""
+        self.world = world
+        """This process's place among the ranks."""
+        self.engine = engine
+        self.stepper = stepper
+        self.num_steps = 0
+        """Calls of `step` so far [count]."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module."""
+        return self.engine.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer over the module's parameters."""
+        return self.stepper.optimizer
+
+    @property
+    def splitter(self) -> BatchSplitter:
+        """How batches are counted and cut."""
+        return self.stepper.splitter
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has exchanged."""
+        return self.engine.group.ledger
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's number among those that share a global batch."""
+        return self.engine.group.group_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that share a global batch [count]."""
+        return self.engine.group.size
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank had been asked to stop when the last step began; equal on every rank."""
+        return self.stepper.stop_requested
+
+    def step(self, batch: Any) -> StepResult:
+        """Take one optimizer step.
+
+        Gradients stay readable as ``parameter.grad`` until the next step begins.
+
+        Args:
+            batch: This rank's share of the global batch (see `split_batch`), or None where it has no sample: a mapping
+                (keywords), or a pair ``(inputs, targets)``.
+
+        Returns:
+            Loss and gradient norm of the whole global batch, equal on every rank.
+
+        Raises:
+            NonFiniteError: A loss or gradient is NaN or Inf, on any rank; parameters are those of before the step.
+            ApplyError: The model was changed behind the plan's back, or the batch cannot be cut.
+            LostPeerError: Another rank is gone.
+        """
+        number = self.num_steps
+        result = self.stepper.step(
+            batch,
+            wants_stop=self.world.stop_requested(),
+            on_phase=lambda phase: self.world.report_progress(number, phase),
+        )
+        self.num_steps += 1
+        return result
+
+    def evaluate(self, batch: Any) -> dict[str, Any]:
+        """Return ``{"loss", "num_samples", "num_tokens"}`` of a global batch, without training on it.
+
+        The module is in eval mode meanwhile; no gradient, random number or buffer of the training is touched by us.
+
+        Args:
+            batch: This rank's share, or None; as for `step`.
+        """
+        return self.stepper.evaluate(batch)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'."""
+        return self.engine.forward(args, kwargs)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the plain model's state dict: its own FQNs, full CPU tensors, copies; on every rank."""
+        module = getattr(self.module, "_orig_mod", self.module)  # torch.compile's wrapper is not the user's model
+        return {
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in module.state_dict().items()
+        }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the module's parameters."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's (FQN, parameter) pairs."""
+        return self.module.named_parameters()
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Set training mode, as nn.Module.train does."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Set evaluation mode, as nn.Module.eval does."""
+        return self.train(mode=False)
+
+    def close(self) -> None:
+        """Release hooks and threads; the module is a plain one again."""
+        self.engine.close()
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()

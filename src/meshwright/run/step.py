@@ -1,0 +1,250 @@
+"""One correct step: micro-batches, exact weights, reduction, the search for NaN, clipping, the optimizer.
+
+    ranks agree on what they bring ──────┐ (in the background, while forward runs)
+    micro-batch 0: forward, backward     │
+    ...                                  ▼
+    last micro-batch: forward ── losses are summed ─┐ (in the background)
+                      backward ── buckets are reduced as they fill
+    gradients are whole ── norm ── finite? ── clip ── optimizer ── buffers follow rank 0
+
+How gradients come to be exactly one device's: a mean over n of N samples is run backward from (n / N) x loss, N being known
+before backward starts; a Loss is run backward from its sum, and the whole gradient is divided by the weight of all at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.guard import ModelGuard
+from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
+from meshwright.errors import NonFiniteError
+from meshwright.run.batch import call_model, count_tokens
+from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
+from meshwright.run.exchange import Agreement, SumExchange, Sums
+from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.norm import clip_, total_norm
+from meshwright.run.result import StepResult
+
+__all__: list[str] = []
+
+
+class Stepper:
+    """Runs steps on an applied model.
+
+    Args:
+        engine: The strategy.
+        rule: How losses are read.
+        splitter: How batches are counted and cut.
+        optimizer: What updates the parameters, or None to stop at the gradients.
+        micro_batches: Parts that a share is cut into [count].
+        micro_batch_size: The most samples that one part may have; more parts are cut where it is exceeded.
+        autocast: The dtype that forward runs in, or None for the model's own.
+        max_grad_norm: Global norm to clip to, or None.
+        non_finite: "stop" raises NonFiniteError before the optimizer; "skip" leaves the step out.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rule: LossRule,
+        splitter: BatchSplitter,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        micro_batches: int,
+        micro_batch_size: int | None,
+        autocast: torch.dtype | None,
+        max_grad_norm: float | None,
+        non_finite: str,
+    ) -> None:
+        self.engine = engine
+        self.rule = rule
+        self.splitter = splitter
+        self.optimizer = optimizer
+        self.micro_batches = micro_batches
+        self.micro_batch_size = micro_batch_size
+        self.autocast = autocast
+        self.max_grad_norm = max_grad_norm
+        self.non_finite = non_finite
+        self.stop_requested = False
+        self._guard = ModelGuard(engine.module)
+        self._lock = threading.Lock()
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any, *, wants_stop: bool, on_phase: Callable[[str], None]) -> StepResult:
+        """Take one optimizer step on this rank's share; every rank calls it, also with None for an empty share."""
+        start = time.perf_counter()
+        engine = self.engine
+        self._guard.check_structure()
+        parts = self._micro_batches(batch)
+        agreement = self._agree(parts, wants_stop)
+        snapshot = _Snapshot(engine, keep_buffers=self.non_finite == "skip")
+        engine.begin_step()
+        on_phase("forward")
+        sums = self._forward_backward(parts, agreement, on_phase)
+        engine.finish_gradients(sums.gradient_scale)
+        gradients = engine.gradient_tensors()
+        norm = total_norm(gradients, engine.device)
+        norm_value = norm.item()
+        skipped = not (math.isfinite(norm_value) and math.isfinite(sums.loss))
+        if skipped:
+            on_phase("diagnose")
+            error = self._diagnose(parts, snapshot, sums.loss, norm_value)
+            self._leave_out(snapshot, error)
+        else:
+            if self.max_grad_norm is not None:
+                clip_(gradients, norm, self.max_grad_norm)
+            on_phase("optimizer")
+            if self.optimizer is not None:
+                self.optimizer.step()
+        if sums.buffers_changed:
+            engine.sync_buffers()
+        self.stop_requested = agreement.wants_stop
+        return StepResult(
+            loss=sums.loss,
+            grad_norm=norm_value,
+            num_samples=agreement.num_samples,
+            num_tokens=agreement.num_tokens,
+            seconds=time.perf_counter() - start,
+            skipped=skipped,
+        )
+
+    def _micro_batches(self, batch: Any) -> list[Any]:
+        num_samples = self.splitter.count(batch)
+        if num_samples == 0:
+            return []
+        num_parts = self.micro_batches
+        if self.micro_batch_size is not None:
+            num_parts = max(num_parts, math.ceil(num_samples / self.micro_batch_size))
+        parts = self.splitter.cut(move_to(batch, self.engine.device), num_parts)
+        # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
+        return [part for part in parts if self.rule.known_weight(part)]
+
+    def _agree(self, parts: list[Any], wants_stop: bool) -> Agreement:
+        changed = self._guard.trainable_changed()
+        counts = [self.splitter.count(part) for part in parts]
+        agreement = Agreement(
+            self.engine.group,
+            self.engine.device,
+            known_weight=sum(self.rule.known_weight(part) for part in parts),
+            num_samples=sum(counts),
+            num_tokens=sum(count_tokens(part, count) for part, count in zip(parts, counts, strict=True)),
+            wants_stop=wants_stop,
+            trainable_changed=changed,
+        )
+        if changed and agreement.trainable_changed:
+            self._guard.accept_trainable()
+            self.engine.refresh_trainable()
+        return agreement
+
+    def _forward_backward(self, parts: list[Any], agreement: Agreement, on_phase: Callable[[str], None]) -> Sums:
+        engine = self.engine
+        terms: list[LossTerm] = []
+        exchange: SumExchange | None = None
+        alone = engine.group.size == 1 and len(parts) == 1 and engine.num_replicas == 1
+
+        def exchange_sums() -> SumExchange:
+            return SumExchange(engine.group, engine.device, terms, buffers_changed=engine.buffers_changed())
+
+        def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
+            nonlocal exchange
+            term = self._loss_term(module, part)
+            with self._lock:  # replicas come here from several threads
+                terms.append(term)
+            if is_last and engine.num_replicas == 1:
+                exchange = exchange_sums()
+                on_phase("backward")
+            self._backward(term, agreement, alone=alone)
+
+        for index, part in enumerate(parts):
+            is_last = index == len(parts) - 1
+            if is_last:
+                engine.arm()
+            engine.forward_backward(part, lambda module, chunk, last=is_last: compute(module, chunk, is_last=last))
+        exchange = exchange or exchange_sums()
+        sums = exchange.wait()
+        agreement.wait()
+        return (
+            sums
+            if not alone
+            else Sums(sums.loss_sum, sums.weight, has_sums=False, buffers_changed=sums.buffers_changed)
+        )
+
+    def _loss_term(self, module: nn.Module, part: Any) -> LossTerm:
+        with torch.autocast(self.engine.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            outputs = call_model(module, part)
+            first = next(tensors_in(outputs), None)
+            if first is not None and first.device != self.engine.device:
+                part = move_to(part, first.device)  # the last layers may live on another device
+            return self.rule.term(outputs, part)
+
+    def _backward(self, term: LossTerm, agreement: Agreement, *, alone: bool) -> None:
+        if not term.value.requires_grad:
+            return  # this micro-batch used frozen parameters only
+        if term.is_mean:
+            share = float(term.weight) / agreement.known_weight
+        else:
+            share = 1.0 / float(term.weight) if alone and term.weight else 1.0
+        if share == 1.0:
+            term.value.backward()
+        else:
+            term.value.backward(torch.full_like(term.value, share))
+
+    # -- what is not finite -------------------------------------------------------------------------------------
+
+    def _diagnose(self, parts: list[Any], snapshot: _Snapshot, loss: float, norm: float) -> NonFiniteError:
+        engine = self.engine
+
+        def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
+            return self._loss_term(module, part).value
+
+        finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
+        return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device)
+
+    def _leave_out(self, snapshot: _Snapshot, error: NonFiniteError) -> None:
+        if self.non_finite != "skip":
+            raise error
+        snapshot.restore_buffers()
+        for parameter in self.engine.parameters:
+            parameter.grad = None
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Any) -> dict[str, Any]:
+        """Return loss and counts of a global batch without training on it; every rank calls it."""
+        engine = self.engine
+        modes = [(module, module.training) for module in engine.module.modules()]
+        engine.module.eval()
+        try:
+            parts = self._micro_batches(batch)
+            agreement = self._agree(parts, wants_stop=False)
+            with torch.no_grad():
+                engine.begin_forward()
+                terms = [term for part in parts for term in engine.forward_backward(part, self._loss_term)]
+                sums = SumExchange(engine.group, engine.device, terms, buffers_changed=False).wait()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return {"loss": sums.loss, "num_samples": agreement.num_samples, "num_tokens": agreement.num_tokens}
+
+
+class _Snapshot:
+    """What must be known of the moment before a step, in case it has to be undone or run again."""
+
+    def __init__(self, engine: Engine, *, keep_buffers: bool) -> None:
+        self.random_state = RandomState.read(engine.device)
+        buffers = list(engine.module.buffers()) if keep_buffers else []
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    def restore_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
