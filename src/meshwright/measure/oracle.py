@@ -1,0 +1,204 @@
+"""The reference: plain PyTorch in one process, sharing no code with the rest of the package.
+
+A comparison is worth what its reference is worth. Nothing here imports meshwright: the model is called, the loss is
+weighted, the gradients are clipped and the parameters are updated the way a textbook loop does it, on the whole global
+batch at once, so that a mistake in batch splitting, weighting, reduction or clipping cannot cancel out.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepRecord:
+    """What one optimizer step did, as full CPU tensors under the names of the user's own model."""
+
+    loss: float
+    """The step's loss, over the whole global batch."""
+    grad_norm: float
+    """Global 2-norm of the gradients before clipping."""
+    gradients: dict[str, Tensor | None]
+    """What the optimizer saw: after clipping, before the update."""
+    parameters: dict[str, Tensor]
+    """Values after the update."""
+    buffers: dict[str, Tensor]
+    """Buffers after the update."""
+    skipped: bool = False
+    """Whether the update was left out because something was not finite."""
+
+
+def oracle_steps(
+    build_model: nn.Module | Callable[[], nn.Module],
+    batches: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    num_steps: int | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    dtype: torch.dtype | None = None,
+    shares: Callable[[Any], Sequence[Sequence[Any]]] | None = None,
+    before_step: Callable[[int, nn.Module], None] | None = None,
+) -> list[StepRecord]:
+    """Train in plain PyTorch on whole global batches and record every step.
+
+    Args:
+        build_model: A module, which is copied and left alone, or a callable that returns one; `torch.manual_seed(seed)` is
+            called just before it.
+        batches: Global batches; step i uses batch i, starting over at the end.
+        loss_fn: `loss_fn(outputs, batch)` returning a scalar mean over the samples, or an object with `.sum` and
+            `.weight`. None: the outputs' own `.loss`.
+        num_steps: Optimizer steps; None: one per batch.
+        optimizer: Factory from parameters to an optimizer; None: SGD with a learning rate of 0.1.
+        seed: Seed of the model's initialisation.
+        max_grad_norm: Clip the gradients to this global 2-norm; None: do not clip.
+        dtype: Convert floating-point parameters, buffers and batches to this; None: leave them.
+        shares: Instead of the whole batch at once, take these pieces: one inner sequence of micro-batches for each
+            rank. Every rank starts a step from the same buffers and rank 0's are kept, which is the rule for models
+            with batch statistics, where what is normalised together changes the result.
+        before_step: Called with the step's index and the model before every step, for example to freeze a part.
+
+    Returns:
+        One record for each step.
+
+    Raises:
+        ValueError: `shares` was given without a `loss_fn`.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> batch = (torch.ones(3, 2), torch.zeros(3, 1))
+    >>> records = oracle_steps(layer, [batch], lambda y, batch: (y - batch[1]).square().mean(), num_steps=2)
+    >>> records[1].loss < records[0].loss
+    True
+    """
+    if shares is not None and loss_fn is None:
+        raise ValueError("shares need a loss_fn: a model's own loss says nothing about its weight")
+    model = _build(build_model, seed)
+    if dtype is not None:
+        model.to(dtype)
+        batches = [to_dtype(batch, dtype) for batch in batches]
+    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    opt = make(model.parameters())
+    records = []
+    for step in range(len(batches) if num_steps is None else num_steps):
+        if before_step is not None:
+            before_step(step, model)
+        batch = batches[step % len(batches)]
+        opt.zero_grad(set_to_none=True)
+        if shares is None:
+            loss = whole_batch_loss(model, batch, loss_fn)
+            loss.backward()
+            loss_value = float(loss.detach())
+        else:
+            loss_value = _backward_in_pieces(model, shares(batch), loss_fn)
+        norm = _clip(model, max_grad_norm)
+        gradients = copy_gradients(model)
+        opt.step()
+        records.append(
+            StepRecord(
+                loss=loss_value,
+                grad_norm=norm,
+                gradients=gradients,
+                parameters={name: p.detach().clone() for name, p in model.named_parameters()},
+                buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+            )
+        )
+    return records
+
+
+def whole_batch_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> Tensor:
+    """Return the scalar loss of one batch taken at once."""
+    outputs = call_plain(model, batch)
+    if loss_fn is None:
+        return outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+    value = loss_fn(outputs, batch)
+    return value if isinstance(value, Tensor) else value.sum / value.weight
+
+
+def call_plain(model: nn.Module, batch: Any) -> Any:
+    """Call a model on a batch: a mapping as keywords, else the first of a pair as keywords, positions or one tensor."""
+    inputs = batch if isinstance(batch, Mapping) else batch[0]
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def copy_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return clones of the gradients as they stand now; None stays None."""
+    return {name: None if p.grad is None else p.grad.detach().clone().cpu() for name, p in model.named_parameters()}
+
+
+def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Return the value with every floating-point tensor anywhere inside converted."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: to_dtype(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_dtype(item, dtype) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(to_dtype(item, dtype) for item in value)
+    return value
+
+
+def _build(build_model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+    if isinstance(build_model, nn.Module):
+        return copy.deepcopy(build_model)
+    torch.manual_seed(seed)
+    return build_model()
+
+
+def _backward_in_pieces(model: nn.Module, shares: Sequence[Sequence[Any]], loss_fn: Any) -> float:
+    start = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    kept: dict[str, Tensor] = {}
+    total, weight = 0.0, 0.0
+    for rank, pieces in enumerate(shares):
+        _write_buffers(model, start)
+        for piece in pieces:
+            value = loss_fn(call_plain(model, piece), piece)
+            piece_weight = float(_num_samples(piece) if isinstance(value, Tensor) else value.weight)
+            piece_sum = value * piece_weight if isinstance(value, Tensor) else value.sum
+            piece_sum.backward()
+            total += float(piece_sum.detach())
+            weight += piece_weight
+        if rank == 0:
+            kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    _write_buffers(model, kept)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.div_(weight)
+    return total / weight
+
+
+def _write_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(values[name])
+
+
+def _num_samples(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.shape[0]
+    items = value.values() if isinstance(value, Mapping) else value
+    return _num_samples(next(item for item in items if isinstance(item, Tensor | Mapping | tuple | list)))
+
+
+def _clip(model: nn.Module, max_grad_norm: float | None) -> float:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if max_grad_norm is not None and not any(g.is_sparse for g in gradients):
+        return float(torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_grad_norm))
+    squares = [(g.to_dense() if g.is_sparse else g).double().square().sum() for g in gradients]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    if max_grad_norm is not None:
+        # torch's own function takes no sparse gradients; this is its rule.
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_grad_norm / (norm + 1e-6)))
+    return norm

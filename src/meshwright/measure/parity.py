@@ -1,0 +1,229 @@
+"""How far two sets of tensors are apart, parameter by parameter, and the report that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import ConfigError
+
+__all__: list[str] = []
+
+_VERSION = 1
+_NOISE_ROUNDINGS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """How one tensor differs from its reference."""
+
+    name: str
+    """The parameter's FQN."""
+    relative: float
+    """Largest absolute difference over the reference's largest absolute entry; inf where they cannot be compared."""
+    note: str = ""
+    """Where the largest difference stands, or why the two cannot be compared."""
+
+
+def compare_tensors(
+    candidate: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
+) -> list[TensorDifference]:
+    """Compare two named sets of tensors.
+
+    A difference is taken relative to the largest absolute entry of the reference's tensor. Where it is below 16 roundings
+    of the largest entry of *all* tensors it is taken relative to that one instead: a gradient that is zero in exact
+    arithmetic (the bias of an attention key) holds rounding errors and nothing else.
+
+    Args:
+        candidate: What was computed.
+        reference: What it should be.
+
+    Returns:
+        One difference for each name, in the reference's order, then the names that only the candidate has.
+
+    >>> one, two = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.5])}
+    >>> compare_tensors(two, one)[0].relative
+    0.25
+    """
+    overall = max((_largest(t) for t in reference.values() if t is not None), default=0.0)
+    differences = [
+        _compare(name, candidate[name], expected, overall)
+        if name in candidate
+        else TensorDifference(name=name, relative=math.inf, note="missing")
+        for name, expected in reference.items()
+    ]
+    extra = [name for name in candidate if name not in reference]
+    return differences + [TensorDifference(name=name, relative=math.inf, note="not in the reference") for name in extra]
+
+
+def relative_difference(candidate: float, reference: float) -> float:
+    """Return the relative difference of two numbers; 0 for two equal ones, NaN and infinities included."""
+    if candidate == reference or (math.isnan(candidate) and math.isnan(reference)):
+        return 0.0
+    if not (math.isfinite(candidate) and math.isfinite(reference)):
+        return math.inf
+    return abs(candidate - reference) / abs(reference) if reference else math.inf
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(_dense(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def _compare(name: str, candidate: Tensor | None, reference: Tensor | None, overall: float) -> TensorDifference:
+    if candidate is None or reference is None:
+        if candidate is reference:
+            return TensorDifference(name=name, relative=0.0)
+        missing = "None, the reference has a tensor" if candidate is None else "a tensor, the reference has None"
+        return TensorDifference(name=name, relative=math.inf, note=missing)
+    if candidate.shape != reference.shape or candidate.dtype != reference.dtype:
+        note = f"{_kind(candidate)} instead of {_kind(reference)}"
+        return TensorDifference(name=name, relative=math.inf, note=note)
+    if reference.numel() == 0:
+        return TensorDifference(name=name, relative=0.0)
+    got, expected = _dense(candidate), _dense(reference)
+    precision = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    got, expected = got.double(), expected.double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    gap = torch.where(same, torch.zeros_like(got), (got - expected).abs())
+    gap = torch.where(gap.isnan(), torch.full_like(gap, math.inf), gap)
+    worst = int(gap.argmax())
+    size = float(gap.flatten()[worst])
+    if size == 0.0:
+        return TensorDifference(name=name, relative=0.0)
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
+    note = f"{float(got.flatten()[worst]):.17g} instead of {float(expected.flatten()[worst]):.17g} at {list(index)}"
+    is_noise = size <= _NOISE_ROUNDINGS * precision * overall
+    scale = overall if is_noise else float(expected.abs().max())
+    return TensorDifference(name=name, relative=size / scale if scale > 0 else math.inf, note=note)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterParity:
+    """How far one parameter is from one plain process, over all verified steps."""
+
+    name: str
+    """The parameter's FQN."""
+    gradient: float
+    """Largest relative difference of its gradient before the optimizer."""
+    value: float
+    """Largest relative difference of its value after the update."""
+    note: str = ""
+    """The first step and place where it is outside the bound; empty where it never is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """What `verify_plan` found: numbers for each parameter, and whether all of them are within the bound."""
+
+    plan: str
+    """The plan, on one line."""
+    num_steps: int
+    """Optimizer steps compared [count]."""
+    dtype: str
+    """What both sides computed in."""
+    bound: float
+    """The largest relative difference that counts as equal."""
+    equal: bool
+    """Whether every number below is within the bound and all ranks agree bit by bit."""
+    losses: tuple[tuple[float, float], ...]
+    """(plan, one process) for each step."""
+    loss_difference: float
+    """Largest relative difference of the losses."""
+    grad_norm_difference: float
+    """Largest relative difference of the gradients' global norm."""
+    parameters: tuple[ParameterParity, ...]
+    """One row for each parameter, in the model's order."""
+    unequal_ranks: tuple[int, ...] = ()
+    """Ranks whose parameters, gradients or losses are not bit-identical to rank 0's."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know: batch statistics, dropout, precision."""
+
+    @property
+    def first_difference(self) -> ParameterParity | None:
+        """The first parameter outside the bound, in the model's order, or None."""
+        outside = (row for row in self.parameters if not (row.gradient <= self.bound and row.value <= self.bound))
+        return next(outside, None)
+
+    def to_json(self) -> str:
+        """Return the report as JSON; infinities are written as the text "inf"."""
+        return json.dumps({"version": _VERSION, **_write_infinities(dataclasses.asdict(self))}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ParityReport:
+        """Read a report that `to_json` wrote.
+
+        Raises:
+            ConfigError: It is not such a report, or of another version.
+        """
+        try:
+            fields = json.loads(text)
+            version = fields.pop("version")
+            if version != _VERSION:
+                raise ConfigError(f"a parity report of version {version}; this release reads version {_VERSION}")
+            fields["parameters"] = tuple(ParameterParity(**_read_infinities(row)) for row in fields["parameters"])
+            fields["losses"] = tuple((float(a), float(b)) for a, b in fields["losses"])
+            fields["unequal_ranks"], fields["notes"] = tuple(fields["unequal_ranks"]), tuple(fields["notes"])
+            return cls(**_read_infinities(fields))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"not a parity report: {error}") from error
+
+    def to_text(self, max_rows: int = 20) -> str:
+        """Return a table for people.
+
+        Args:
+            max_rows: Parameters to list, worst first; the others are counted.
+        """
+        verdict = "equal to one process" if self.equal else "NOT equal to one process"
+        lines = [
+            f"{self.plan}: {verdict} ({self.num_steps} steps, {self.dtype}, bound {self.bound:.0e} relative)",
+            "",
+            f"{'step':>4}  {'loss, plan':>24}  {'loss, one process':>24}",
+            *(f"{i:>4}  {a:>24.17g}  {b:>24.17g}" for i, (a, b) in enumerate(self.losses)),
+            "",
+            f"largest relative difference: loss {self.loss_difference:.1e}, gradient norm {self.grad_norm_difference:.1e}",
+            "",
+        ]
+        rows = sorted(self.parameters, key=lambda row: -max(row.gradient, row.value))[:max_rows]
+        width = max([len("parameter"), *(len(row.name) for row in rows)])
+        lines.append(f"{'parameter':<{width}}  {'gradient':>8}  {'value':>8}")
+        lines += [f"{r.name:<{width}}  {r.gradient:>8.1e}  {r.value:>8.1e}  {r.note}".rstrip() for r in rows]
+        if len(self.parameters) > len(rows):
+            lines.append(f"... and {len(self.parameters) - len(rows)} parameters that differ no more than these")
+        first = self.first_difference
+        if first is not None:
+            lines += ["", f"first parameter outside the bound: {first.name} ({first.note})"]
+        if self.unequal_ranks:
+            lines += ["", f"ranks that are not bit-identical to rank 0: {list(self.unequal_ranks)}"]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        return "\n".join(lines)
+
+
+def _write_infinities(value: Any) -> Any:
+    # JSON has no infinity and no NaN; Python writes ones that other readers refuse.
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _write_infinities(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_write_infinities(item) for item in value]
+    return value
+
+
+def _read_infinities(fields: dict[str, Any]) -> dict[str, Any]:
+    numbers = ("gradient", "value", "bound", "loss_difference", "grad_norm_difference")
+    return {key: float(item) if key in numbers else item for key, item in fields.items()}

@@ -1,0 +1,115 @@
+"""Run steps under a plan and keep what the optimizer saw, to be compared with the oracle's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.measure.oracle import StepRecord, copy_gradients, to_dtype
+from meshwright.run.batch import split_batch
+from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What both sides of a comparison share."""
+
+    num_steps: int | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    seed: int = 0
+    max_grad_norm: float | None = None
+    dtype: torch.dtype | None = None
+    before_step: Callable[[int, nn.Module], None] | None = None
+
+
+def plan_steps(
+    build_model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    batches: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    options: StepOptions | None = None,
+    shares: Sequence[Any] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> list[StepRecord]:
+    """Train under a plan and record every step; call it on every rank.
+
+    Args:
+        build_model: As for `apply_plan`.
+        plan: The plan.
+        batches: Global batches; step i uses batch i, starting over at the end.
+        loss_fn: As for `apply_plan`.
+        options: Steps, optimizer, seed, clipping, dtype of the batches.
+        shares: This rank's own share of each batch instead of `split_batch`'s; None stands for an empty one.
+        devices: For the plans of one process.
+
+    Returns:
+        One record for each step, with this rank's view of gradients and parameters.
+    """
+    options = options or StepOptions()
+    make = options.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    if options.dtype is not None:
+        batches = [to_dtype(batch, options.dtype) for batch in batches]
+    model = apply_plan(
+        build_model,
+        plan,
+        loss_fn=loss_fn,
+        optimizer=make,
+        seed=options.seed,
+        max_grad_norm=options.max_grad_norm,
+        devices=devices,
+    )
+    try:
+        seen = GradientRecorder(model)
+        records = []
+        for step in range(len(batches) if options.num_steps is None else options.num_steps):
+            if options.before_step is not None:
+                options.before_step(step, model.module)
+            share = split_batch(batches[step % len(batches)], model) if shares is None else shares[step % len(shares)]
+            seen.gradients = {}
+            result = model.step(share)
+            records.append(
+                StepRecord(
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    gradients=seen.gradients,
+                    parameters={name: p.detach().clone().cpu() for name, p in model.module.named_parameters()},
+                    buffers={name: b.detach().clone().cpu() for name, b in model.module.named_buffers()},
+                    skipped=result.skipped,
+                )
+            )
+        return records
+    finally:
+        model.close()
+
+
+class GradientRecorder:
+    """Keeps what the optimizer sees: clones of the gradients, taken as its step begins."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.gradients: dict[str, Tensor | None] = {}
+        self._module = model.module
+        if model.optimizer is not None:
+            model.optimizer.register_step_pre_hook(self._record)
+
+    def _record(self, *_: Any) -> None:
+        self.gradients = copy_gradients(self._module)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors that the model creates by itself have this dtype too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

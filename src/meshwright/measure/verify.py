@@ -1,0 +1,257 @@
+"""Prove that a plan computes what one plain process computes: run both side by side and compare every parameter."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.launch import launch
+from meshwright.comm.world import current_world
+from meshwright.errors import ConfigError
+from meshwright.measure.oracle import StepRecord, oracle_steps, to_dtype, whole_batch_loss
+from meshwright.measure.parity import ParameterParity, ParityReport, compare_tensors, relative_difference
+from meshwright.measure.recording import StepOptions, default_dtype, plan_steps
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+_BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5}
+
+
+def verify_plan(
+    build_model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    batches: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    num_steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    bound: float | None = None,
+    devices: Sequence[Any] | None = None,
+) -> ParityReport:
+    """Train under a plan and in one plain process, and compare losses, gradients and parameters.
+
+    The plan's ranks are started on this host; inside ranks that were started already (`launch`, torchrun), all of them call
+    this together and each returns the same report. Gradients are compared before the optimizer, which is plain SGD by
+    default: Adam hides a constant factor. Dropout is switched off on both sides.
+
+    Args:
+        build_model: A module or a callable that returns one; for a plan with several ranks it has to be importable.
+        plan: The plan to verify.
+        batches: Global batches; step i uses batch i, starting over at the end.
+        loss_fn: As for `apply_plan`.
+        num_steps: Optimizer steps.
+        dtype: What both sides compute in. In float64 a wrong scale and a rounding cannot be mistaken for each other.
+        optimizer: Factory from parameters to an optimizer; None: SGD with a learning rate of 0.1.
+        seed: Seed of the model's initialisation.
+        max_grad_norm: Clip the gradients to this global 2-norm; None: do not clip.
+        bound: Largest relative difference that counts as equal; None: 1e-11 in float64, 1e-5 in float32.
+        devices: For the plans of one process: the devices to use.
+
+    Returns:
+        The report; `report.equal` is the verdict.
+
+    Raises:
+        ConfigError: No batches, no bound known for this dtype, or the plan has another size than the running world.
+    """
+    if not batches:
+        raise ConfigError("verify needs at least one batch", fix="pass batches=[batch]")
+    if bound is None:
+        if dtype not in _BOUNDS:
+            raise ConfigError(
+                f"no bound is known for {dtype}: it is 1e-11 for float64, 1e-5 for float32", fix="pass bound="
+            )
+        bound = _BOUNDS[dtype]
+    build = PreparedModel(build_model, dtype)
+    with default_dtype(dtype):
+        notes = _explain(build, plan, dtype, batches[0], loss_fn)
+    options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
+    job = _Job(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
+    records, unequal_ranks = _run_job(job)
+    with default_dtype(dtype):
+        reference = oracle_steps(build, batches, loss_fn, **vars(options))
+    report = _compare(job, records, reference, bound)
+    return dataclasses.replace(
+        report, equal=report.equal and not unequal_ranks, unequal_ranks=unequal_ranks, notes=notes
+    )
+
+
+class PreparedModel:
+    """Builds the model in a given dtype and with dropout off; importable, so that it can be sent to ranks."""
+
+    def __init__(self, build_model: nn.Module | Callable[[], nn.Module], dtype: torch.dtype) -> None:
+        self.build_model = build_model
+        self.dtype = dtype
+
+    def __call__(self) -> nn.Module:
+        model = copy.deepcopy(self.build_model) if isinstance(self.build_model, nn.Module) else self.build_model()
+        turn_off_dropout(model)
+        return model.to(self.dtype)
+
+
+def turn_off_dropout(model: nn.Module) -> list[str]:
+    """Set every dropout probability of a model to 0: Dropout modules, and attributes that say dropout.
+
+    Returns:
+        The FQNs of the modules that had one above 0.
+    """
+    found = []
+    for name, module in model.named_modules():
+        words = [word for word in vars(module) if "dropout" in word]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            words.append("p")
+        active = [word for word in words if isinstance(vars(module)[word], float) and vars(module)[word] > 0]
+        for word in active:
+            setattr(module, word, 0.0)
+        if active:
+            found.append(name or type(module).__name__)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is run under the plan; importable, so that it can be sent to ranks."""
+
+    build: PreparedModel
+    plan: Plan
+    batches: list[Any]
+    loss_fn: Any
+    options: StepOptions
+    devices: Sequence[Any] | None
+
+    def run(self) -> list[StepRecord]:
+        with default_dtype(self.build.dtype):
+            return plan_steps(
+                self.build, self.plan, self.batches, self.loss_fn, options=self.options, devices=self.devices
+            )
+
+
+def _run_job(job: _Job) -> tuple[list[StepRecord], tuple[int, ...]]:
+    """Return the records of rank 0, or of this rank, and the ranks that differ from rank 0."""
+    world = current_world()
+    world_size = 1 if world is None else world.world_size
+    if job.plan.num_ranks == world_size == 1:
+        return job.run(), ()
+    if world is None or world_size == 1:
+        results = launch(_rank_result, job.plan.num_ranks, job)
+        records, digests = results[0][0], [digest for _, digest in results]
+    elif world_size == job.plan.num_ranks:
+        records = job.run()
+        digests = world.default_group.all_gather_json(_digest(records))
+    else:
+        raise ConfigError(
+            f"the plan {job.plan} has {job.plan.num_ranks} ranks, this job has {world_size}: they have to be the same",
+            fix=f"start {job.plan.num_ranks} ranks, or verify outside of the job",
+        )
+    return records, tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
+
+
+def _rank_result(job: _Job) -> tuple[list[StepRecord] | None, str]:
+    # One rank's tensors cross to the parent; of the others a digest is enough to see that they are the same bits.
+    records = job.run()
+    world = current_world()
+    return (records if world is None or world.rank == 0 else None), _digest(records)
+
+
+def _digest(records: Sequence[StepRecord]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(struct.pack("<dd?", record.loss, record.grad_norm, record.skipped))
+        for group in (record.gradients, record.parameters, record.buffers):
+            _add_tensors(digest, group)
+    return digest.hexdigest()
+
+
+def _add_tensors(digest: Any, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        if tensor is not None:
+            dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).contiguous()
+            digest.update(dense.reshape(-1).view(torch.uint8).numpy())
+
+
+def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, loss_fn: Any) -> tuple[str, ...]:
+    original = build.build_model if isinstance(build.build_model, nn.Module) else build.build_model()
+    model = copy.deepcopy(original)
+    notes = []
+    dropped = turn_off_dropout(model)
+    if dropped:
+        notes.append(
+            f"dropout is switched off here ({_some(dropped)}): in training every rank draws its own mask, so runs with"
+            " dropout agree in distribution, not number by number"
+        )
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if batch_norms:
+        notes.append(
+            f"batch normalisation ({_some(batch_norms)}): each rank normalises its own micro-batch and the running"
+            " statistics follow rank 0, so equality with one device is not to be expected"
+        )
+    if _draws_random_numbers(model.to(dtype), to_dtype(batch, dtype), loss_fn):
+        notes.append(
+            "the model or its loss draws random numbers in forward that could not be switched off: every rank draws its own"
+        )
+    if plan.precision != "fp32":
+        notes.append(
+            f"the plan trains in {plan.precision}, which changes numbers; this compares both sides in {dtype}"
+            if dtype == torch.float64
+            else f"the plan computes in {plan.precision}, one process in {dtype}: differences are to be expected"
+        )
+    if plan.compress != "none":
+        notes.append(f"the plan compresses gradients ({plan.compress}), which changes numbers")
+    return tuple(notes)
+
+
+def _draws_random_numbers(model: nn.Module, batch: Any, loss_fn: Any) -> bool:
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            whole_batch_loss(model, batch, loss_fn)
+        return not torch.equal(before, torch.get_rng_state())
+    finally:
+        torch.set_rng_state(before)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _compare(job: _Job, records: Sequence[StepRecord], reference: Sequence[StepRecord], bound: float) -> ParityReport:
+    pairs = list(zip(records, reference, strict=True))
+    gradients: dict[str, float] = {}
+    values: dict[str, float] = {}
+    places: dict[str, str] = {}
+    for step, (record, expected) in enumerate(pairs):
+        for kind, worst, got, wanted in (
+            ("gradient", gradients, record.gradients, expected.gradients),
+            ("value", values, record.parameters, expected.parameters),
+        ):
+            for row in compare_tensors(got, wanted):
+                worst[row.name] = max(worst.get(row.name, 0.0), row.relative)
+                if not row.relative <= bound:
+                    places.setdefault(row.name, f"step {step}, {kind}: {row.note}")
+    loss = max(relative_difference(a.loss, b.loss) for a, b in pairs)
+    norm = max(relative_difference(a.grad_norm, b.grad_norm) for a, b in pairs)
+    return ParityReport(
+        plan=str(job.plan),
+        num_steps=len(pairs),
+        dtype=str(job.build.dtype).removeprefix("torch."),
+        bound=bound,
+        equal=not places and loss <= bound and norm <= bound,
+        losses=tuple((a.loss, b.loss) for a, b in pairs),
+        loss_difference=loss,
+        grad_norm_difference=norm,
+        parameters=tuple(
+            ParameterParity(name=name, gradient=gradients.get(name, 0.0), value=value, note=places.get(name, ""))
+            for name, value in values.items()
+        ),
+    )

@@ -1,0 +1,69 @@
+"""Count the exchanges that a piece of code makes, from the model's ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+from meshwright.comm.ledger import Ledger, LedgerEntry
+
+__all__: list[str] = []
+
+
+class HasLedger(Protocol):
+    """A model under a plan, or a world."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that its exchanges are counted in."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class CollectiveCounts:
+    """The exchanges of one rank between entering and leaving `count_collectives`."""
+
+    entries: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
+    """(collective, axis) to calls and bytes; filled when the block ends."""
+
+    def calls(self, collective: str | None = None) -> int:
+        """Return how often a collective, or any of them, was called."""
+        return sum(entry.num_calls for entry in self._of(collective))
+
+    def tensor_bytes(self, collective: str | None = None) -> int:
+        """Return the bytes of the tensors handed to it [bytes]."""
+        return sum(entry.tensor_bytes for entry in self._of(collective))
+
+    def sent_bytes(self, collective: str | None = None) -> float:
+        """Return the bytes that this rank sent for it, by the ring's count [bytes]."""
+        return sum(entry.sent_bytes for entry in self._of(collective))
+
+    def _of(self, collective: str | None) -> list[LedgerEntry]:
+        return [entry for (name, _), entry in self.entries.items() if collective in (None, name)]
+
+
+@contextlib.contextmanager
+def count_collectives(model: HasLedger) -> Iterator[CollectiveCounts]:
+    """Count what a block of code exchanges on this rank.
+
+    Args:
+        model: A `ParallelModel`, or anything with a ledger.
+
+    Returns:
+        Counts that are filled when the block ends.
+
+    >>> from types import SimpleNamespace
+    >>> model = SimpleNamespace(ledger=Ledger())
+    >>> with count_collectives(model) as counts:
+    ...     _ = model.ledger.record("all_reduce", "dp", 100, 2)
+    >>> counts.calls("all_reduce"), counts.sent_bytes()
+    (1, 100.0)
+    """
+    counts = CollectiveCounts()
+    before = model.ledger.snapshot()
+    try:
+        yield counts
+    finally:
+        counts.entries = model.ledger.since(before)

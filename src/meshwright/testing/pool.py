@@ -1,0 +1,137 @@
+"""Ranks that stay alive between tests: starting them costs more than what most tests do with them."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from meshwright.comm.launch import RankGroup
+
+__all__: list[str] = []
+
+_TIMEOUT_S = 60.0  # for one collective: far beyond any test's work, well below what a test may take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """How a call ended on one rank: a result, or an exception."""
+
+    result: Any = None
+    """What the function returned."""
+    error: BaseException | None = None
+    """What it raised, or None."""
+    traceback_text: str = ""
+    """The traceback of that."""
+
+
+class RankPool:
+    """One group of rank processes for each world size, started when first needed."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, RankGroup] = {}
+        self._pids: dict[int, set[int]] = {}
+
+    def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        """Call `fn(*args)` on every rank and return the results in rank order."""
+        group = self._groups.get(num_ranks)
+        if group is None:
+            before = _child_pids()
+            group = RankGroup(num_ranks, threads_per_rank=1, timeout_s=_TIMEOUT_S)
+            self._groups[num_ranks], self._pids[num_ranks] = group, _child_pids() - before
+        try:
+            return group.submit(_call, list(sys.path), pickle.dumps((fn, args)))
+        except BaseException:
+            # A group that has failed is in no known state: the next call gets a fresh one.
+            self._groups.pop(num_ranks)
+            self._pids.pop(num_ranks)
+            group.close()
+            raise
+
+    def pids(self) -> set[int]:
+        """Return the processes that belong to the pool now."""
+        return set().union(*self._pids.values())
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        while self._groups:
+            num_ranks, group = self._groups.popitem()
+            self._pids.pop(num_ranks)
+            group.close()
+
+
+_POOL = RankPool()
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """Call an importable function on every rank of a pool that outlives the call.
+
+    The ranks are those of `meshwright.launch`, but they are kept for the next call with the same number of ranks, so a
+    test costs milliseconds instead of seconds. After a failure they are thrown away and started afresh. The import path
+    of the caller is passed on, so that functions and classes of test modules are found.
+
+    Args:
+        fn: An importable function.
+        num_ranks: How many ranks.
+        args: Its arguments; they are pickled.
+
+    Returns:
+        The results, in rank order.
+
+    Raises:
+        MeshwrightError: What the first guilty rank raised, as `launch` reports it.
+    """
+    return _POOL.run(fn, num_ranks, *args)
+
+
+def run_outcomes(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[RankOutcome]:
+    """Call a function on every rank where some or all of them are expected to raise.
+
+    The exceptions are caught on their ranks and the ranks stay alive, so every rank has to come out by itself.
+
+    Args:
+        fn: An importable function.
+        num_ranks: How many ranks.
+        args: Its arguments; they are pickled.
+
+    Returns:
+        For each rank its result or its exception.
+    """
+    return run_ranks(_outcome, num_ranks, fn, *args)
+
+
+def pool_pids() -> set[int]:
+    """Return the processes that `run_ranks` keeps, for checks that a test leaves nothing behind."""
+    return _POOL.pids()
+
+
+def close_pools() -> None:
+    """Stop all ranks that `run_ranks` has kept; also done when the interpreter leaves."""
+    _POOL.close()
+
+
+atexit.register(close_pools)
+
+
+def _child_pids() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _call(paths: list[str], payload: bytes) -> Any:
+    sys.path.extend(path for path in paths if path not in sys.path)
+    # The bytes are those that this pool's own parent pickled a moment ago; unpickled here because the path comes first.
+    fn, args = pickle.loads(payload)  # noqa: S301
+    return fn(*args)
+
+
+def _outcome(fn: Callable[..., Any], *args: Any) -> RankOutcome:
+    try:
+        return RankOutcome(result=fn(*args))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the caller wants to look at
+        return RankOutcome(error=error, traceback_text=traceback.format_exc())

@@ -1,0 +1,123 @@
+"""Run a case under a plan and in plain PyTorch; functions that ranks import."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils._pytree import tree_map
+
+import meshwright as mw
+from meshwright import testing
+from parity import cases
+from tolerances import FLOAT64
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a case is run with."""
+
+    num_samples: int = 7
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    num_steps: int = 3
+
+    def __str__(self) -> str:
+        clip = "" if self.max_grad_norm is None else f"-clip{self.max_grad_norm}"
+        return f"n{self.num_samples}-mb{self.micro_batches}{clip}"
+
+
+def split_sizes(num_samples: int, parts: int) -> list[int]:
+    """Return the documented sizes of contiguous shares: the first n % parts get one more."""
+    return [num_samples // parts + (index < num_samples % parts) for index in range(parts)]
+
+
+def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch along dim 0; None for an empty piece."""
+    pieces, start = [], 0
+    for size in sizes:
+        stop = start + size
+        pieces.append(tree_map(lambda t, a=start, b=stop: t[a:b], batch) if size else None)
+        start = stop
+    return pieces
+
+
+def pieces_of(batch: Any, num_samples: int, num_ranks: int, micro_batches: int) -> list[list[Any]]:
+    """Return each rank's micro-batches, by the documented rule, never an empty one."""
+    ranks = []
+    for size, share in zip(
+        split_sizes(num_samples, num_ranks), cut(batch, split_sizes(num_samples, num_ranks)), strict=True
+    ):
+        ranks.append(
+            [] if share is None else [p for p in cut(share, split_sizes(size, micro_batches)) if p is not None]
+        )
+    return ranks
+
+
+def pieces_of_replicas(batch: Any, num_samples: int, num_ranks: int, micro_batches: int) -> list[list[Any]]:
+    """Return each replica's chunks of the micro-batches: one process cuts micro-batches first, then chunks of each."""
+    sizes = split_sizes(num_samples, micro_batches)
+    chunks = [
+        cut(piece, split_sizes(size, num_ranks)) for size, piece in zip(sizes, cut(batch, sizes), strict=True) if size
+    ]
+    return [[row[replica] for row in chunks if row[replica] is not None] for replica in range(num_ranks)]
+
+
+def options_of(case: cases.Case, setting: Setting) -> testing.StepOptions:
+    return testing.StepOptions(
+        num_steps=setting.num_steps, optimizer=case.optimizer, max_grad_norm=setting.max_grad_norm
+    )
+
+
+def run_case(name: str, plan_text: str, setting: Setting, devices: Any = None) -> list[testing.StepRecord]:
+    """Train a case under a plan, on every rank."""
+    case = cases.find(name)
+    plan = mw.Plan.parse(f"{plan_text},micro_batches={setting.micro_batches}")
+    return testing.plan_steps(
+        case.build,
+        plan,
+        case.batches(setting.num_samples, setting.num_steps),
+        case.loss_fn,
+        options=options_of(case, setting),
+        devices=devices,
+    )
+
+
+def reference(
+    name: str, setting: Setting, num_ranks: int | None = None, *, cutting: Any = pieces_of
+) -> list[testing.StepRecord]:
+    """Train a case in plain PyTorch: on whole batches, or in the pieces of `num_ranks` ranks."""
+    case = cases.find(name)
+    shares = None
+    if num_ranks is not None:
+        shares = functools.partial(
+            cutting, num_samples=setting.num_samples, num_ranks=num_ranks, micro_batches=setting.micro_batches
+        )
+    return testing.oracle_steps(
+        case.build,
+        case.batches(setting.num_samples, setting.num_steps),
+        case.loss_fn,
+        num_steps=setting.num_steps,
+        optimizer=case.optimizer,
+        max_grad_norm=setting.max_grad_norm,
+        shares=shares,
+    )
+
+
+def assert_ranks_agree(per_rank: Sequence[Sequence[testing.StepRecord]]) -> None:
+    """Fail where ranks differ by as much as a bit."""
+    for records in per_rank[1:]:
+        testing.assert_parity(records, per_rank[0], 0.0, buffers=True)
+
+
+def assert_distributed_parity(
+    name: str, num_ranks: int, setting: Setting, *, tolerance: float = FLOAT64, piecewise: bool = False
+) -> list[list[testing.StepRecord]]:
+    """Train a case on ranks of the pool, compare all of them, and one of them with the oracle."""
+    per_rank = testing.run_ranks(run_case, num_ranks, name, f"dp={num_ranks}", setting)
+    expected = reference(name, setting, num_ranks if piecewise else None)
+    testing.assert_parity(per_rank[0], expected, tolerance, buffers=piecewise)
+    assert_ranks_agree(per_rank)
+    return per_rank

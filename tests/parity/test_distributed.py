@@ -1,0 +1,60 @@
+"""Data parallelism over processes against one plain process: every model, 2, 3 and 4 ranks, in float64.
+
+Shares are unequal in all settings; with 2 samples on 3 or 4 ranks, some are empty.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parity import cases
+from parity.harness import Setting, assert_distributed_parity
+
+# (samples, micro-batches, clipping) so that every pair of values meets; each case gets two of them for each world size.
+SETTINGS = (
+    Setting(num_samples=7, micro_batches=1),
+    Setting(num_samples=7, micro_batches=3, max_grad_norm=0.05),
+    Setting(num_samples=2, micro_batches=3),
+    Setting(num_samples=5, micro_batches=1, max_grad_norm=0.05),
+    Setting(num_samples=11, micro_batches=3),
+    Setting(num_samples=2, micro_batches=1, max_grad_norm=0.05),
+)
+
+
+def _matrix() -> list[tuple[str, int, Setting]]:
+    rows = []
+    for index, name in enumerate(cases.CASES):
+        for num_ranks in (2, 3, 4):
+            first = (2 * index + num_ranks) % len(SETTINGS)
+            rows += [(name, num_ranks, SETTINGS[first]), (name, num_ranks, SETTINGS[(first + 3) % len(SETTINGS)])]
+    return rows
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "setting"), _matrix(), ids=str)
+def test_equals_one_process(name: str, num_ranks: int, setting: Setting) -> None:
+    if name == "own_loss" and setting.num_samples == 2:
+        setting = Setting(num_samples=3, micro_batches=setting.micro_batches, max_grad_norm=setting.max_grad_norm)
+    assert_distributed_parity(name, num_ranks, setting)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", cases.PIECEWISE)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_equals_one_process_that_takes_the_same_pieces(name: str, num_ranks: int, micro_batches: int) -> None:
+    # E018, E019, E020, E106, E118: what is normalised together, or branches on values, depends on the cutting; the
+    # reference cuts likewise, and keeps the buffers that rank 0's pieces leave behind.
+    setting = Setting(num_samples=18, micro_batches=micro_batches)
+    assert_distributed_parity(name, num_ranks, setting, piecewise=True)
+
+
+def test_batch_normalisation_differs_from_one_process() -> None:
+    # The control of the test above: cut or not is a difference that these comparisons see.
+    with pytest.raises(AssertionError, match="step 0 loss"):
+        assert_distributed_parity("batch_norm", 2, Setting(num_samples=18))
+
+
+@pytest.mark.parametrize("name", ["branches", "gpt", "lora"])
+def test_an_empty_step_leaves_no_state_behind(name: str) -> None:
+    # E075: 3 samples on 4 ranks, then a normal batch, and again.
+    assert_distributed_parity(name, 4, Setting(num_samples=3, num_steps=4))
+    assert_distributed_parity(name, 4, Setting(num_samples=8))

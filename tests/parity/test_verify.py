@@ -1,0 +1,152 @@
+"""`verify_plan`: the report is right where a plan is equal, and where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright import testing
+from meshwright.measure.verify import ParityReport, verify_plan
+from parity import cases, losses, models
+
+
+def _with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.5), nn.LSTM(13, 5, 2, dropout=0.3), _First())
+
+
+class _First(nn.Module):
+    def forward(self, outputs: tuple[torch.Tensor, Any]) -> torch.Tensor:
+        return outputs[0]
+
+
+def _noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5), _Noise())
+
+
+class _Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+def _batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 5))
+
+
+def _plain_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
+
+
+def _verify(build: Any, line: str, **options: Any) -> ParityReport:
+    batches = cases.CASES["mlp"].batches(6, 2)
+    return verify_plan(build, mw.Plan.parse(line), batches, losses.square, **options)
+
+
+def test_a_plan_with_ranks_is_equal() -> None:
+    report = _verify(_plain_mlp, "dp=2,micro_batches=2", max_grad_norm=0.5)
+    assert report.equal
+    assert (report.plan, report.num_steps, report.dtype, report.bound) == ("dp=2,micro_batches=2", 3, "float64", 1e-11)
+    assert [row.name for row in report.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(row.gradient <= 1e-11 and row.value <= 1e-11 for row in report.parameters)
+    assert (report.unequal_ranks, report.notes, report.first_difference) == ((), (), None)
+    expected = testing.oracle_steps(
+        _plain_mlp, cases.CASES["mlp"].batches(6, 2), losses.square, dtype=torch.float64, num_steps=1
+    )
+    del expected  # the initial values depend on the default dtype; the losses of both sides are compared above
+    assert all(math.isfinite(a) and math.isfinite(b) for a, b in report.losses)
+
+
+@pytest.mark.parametrize("line", ["single", "mode=data_parallel,dp=2", "mode=model_parallel,pp=2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_plans_of_one_process_are_equal(line: str, dtype: torch.dtype) -> None:
+    report = _verify(_plain_mlp, line, dtype=dtype, devices=None if line == "single" else ["cpu", "cpu"])
+    assert report.equal, report.to_text()
+    assert report.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_dropout_is_switched_off_and_said_so() -> None:
+    report = _verify(_with_dropout, "mode=data_parallel,dp=2", devices=["cpu", "cpu"])
+    # LSTMs take [time, ...]: here the samples of one share follow each other, so shares are not the whole batch.
+    assert any("dropout is switched off" in note and "1, 2" in note for note in report.notes)
+    assert not any("random numbers" in note for note in report.notes)
+
+
+def test_batch_normalisation_is_reported_and_not_equal() -> None:
+    report = _verify(_batch_norm, "mode=data_parallel,dp=2", devices=["cpu", "cpu"])
+    assert not report.equal
+    assert report.first_difference is not None
+    assert report.first_difference.name == "0.weight"
+    assert "step 0, gradient" in report.first_difference.note
+    assert any("batch normalisation (1)" in note for note in report.notes)
+    assert "NOT equal to one process" in report.to_text()
+    assert "first parameter outside the bound: 0.weight" in report.to_text()
+
+
+def test_random_numbers_that_cannot_be_switched_off_are_reported() -> None:
+    state = torch.get_rng_state()
+    report = _verify(_noisy, "single")
+    torch.set_rng_state(state)
+    assert any("draws random numbers" in note for note in report.notes)
+
+
+def test_what_changes_numbers_is_said() -> None:
+    report = _verify(_plain_mlp, "single,precision=bf16", dtype=torch.float32)
+    assert not report.equal
+    assert any("bf16" in note for note in report.notes)
+
+
+def test_the_report_round_trips_through_json() -> None:
+    report = _verify(_plain_mlp, "single")
+    assert ParityReport.from_json(report.to_json()) == report
+    broken = dataclasses.replace(report, loss_difference=math.inf, losses=((math.inf, 1.0),), equal=False)
+    assert ParityReport.from_json(broken.to_json()) == broken
+    assert "Infinity" not in broken.to_json()
+    for text in ("{}", "[]", "no", report.to_json().replace('"version": 1', '"version": 2')):
+        with pytest.raises(mw.ConfigError):
+            ParityReport.from_json(text)
+
+
+def test_the_text_lists_the_worst_parameters_first() -> None:
+    report = _verify(_plain_mlp, "single")
+    rows = tuple(dataclasses.replace(row, gradient=float(i)) for i, row in enumerate(report.parameters))
+    text = dataclasses.replace(report, parameters=rows, unequal_ranks=(1,)).to_text(max_rows=2)
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("parameter"))
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["2.bias", "2.weight"]
+    assert lines[start + 3] == "... and 2 parameters that differ no more than these"
+    assert "not bit-identical to rank 0: [1]" in text
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    plan = mw.Plan.parse("single")
+    with pytest.raises(mw.ConfigError, match="at least one batch"):
+        verify_plan(_plain_mlp, plan, [], losses.square)
+    with pytest.raises(mw.ConfigError, match="no bound is known"):
+        verify_plan(_plain_mlp, plan, [cases.regression(3, 0)], losses.square, dtype=torch.bfloat16)
+
+
+def _verify_inside(line: str) -> ParityReport:
+    return _verify(models.build_mlp, line)
+
+
+def test_ranks_that_run_already_are_used() -> None:
+    first, second = testing.run_ranks(_verify_inside, 2, "dp=2")
+    assert first == second
+    assert first.equal, first.to_text()
+    outcomes = testing.run_outcomes(_verify_inside, 2, "dp=3")
+    assert all(isinstance(outcome.error, mw.ConfigError) for outcome in outcomes)
+
+
+def _weights_drift_on_rank_1(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1 + 1e-9 * mw.current_world().rank if mw.current_world() else 0.1)
+
+
+def test_ranks_that_drift_apart_are_named() -> None:
+    report = _verify(_plain_mlp, "dp=2", optimizer=_weights_drift_on_rank_1)
+    assert not report.equal
+    assert report.unequal_ranks == (1,)
