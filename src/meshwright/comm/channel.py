@@ -1,0 +1,155 @@
+"""Messages between the launching process and one rank, over an inherited socket pair.
+
+The pair is private: it has no name, and only the two processes hold it. Both run as one user, and the launching process
+chose the code that the rank runs, so the messages are pickles. Plain ones: the pickler of `multiprocessing` would send a
+tensor as a handle to memory that is gone once its rank is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pickle
+import socket
+import struct
+import threading
+from typing import Any
+
+__all__: list[str] = []
+
+_HEADER = struct.Struct("<Q")
+_READ_BYTES = 1 << 18
+
+
+def pack(message: tuple[Any, ...]) -> bytes:
+    """Return a message as the bytes that cross the channel."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(payload)) + payload
+
+
+class ParentEnd:
+    """The launching process's end. It never blocks: a stopped rank must not stop the one who watches it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._incoming = bytearray()
+        self._outgoing: collections.deque[memoryview] = collections.deque()
+        self.closed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a selector."""
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes wait for room in the channel."""
+        return bool(self._outgoing) and not self.closed
+
+    def send(self, packed: bytes) -> None:
+        """Queue a packed message and send what fits now; the rest goes out with `flush`."""
+        self._outgoing.append(memoryview(packed))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what fits now. A rank that is gone is no error here: its death is noticed elsewhere."""
+        while self._outgoing and not self.closed:
+            head = self._outgoing[0]
+            try:
+                sent = self._socket.send(head)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()
+                return
+            if sent == len(head):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = head[sent:]
+
+    def receive(self) -> list[tuple[Any, ...]]:
+        """Return the messages that have come in whole; sets `closed` at the end of the stream.
+
+        A message that cannot be rebuilt here comes as ``("unreadable", reason)``.
+        """
+        while not self.closed:
+            try:
+                part = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                part = b""
+            if part:
+                self._incoming += part
+            else:
+                self.closed = True
+        return self._take_whole()
+
+    def _take_whole(self) -> list[tuple[Any, ...]]:
+        messages = []
+        start = 0
+        while len(self._incoming) - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._incoming, start)
+            end = start + _HEADER.size + length
+            if len(self._incoming) < end:
+                break
+            with memoryview(self._incoming) as view, view[start + _HEADER.size : end] as payload:
+                messages.append(_unpickle(payload))
+            start = end
+        if start:
+            del self._incoming[:start]
+        return messages
+
+    def close(self) -> None:
+        """Close this end; the rank reads the end of the stream."""
+        self.closed = True
+        self._socket.close()
+
+
+def _unpickle(payload: memoryview) -> tuple[Any, ...]:
+    try:
+        return pickle.loads(payload)  # noqa: S301 - see the module's docstring
+    except Exception as error:  # noqa: BLE001 - rebuilding runs the classes' own code, which may raise anything
+        return ("unreadable", f"{type(error).__name__}: {error}")
+
+
+class RankEnd:
+    """The rank's end: blocking, and safe to send from several threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self.muted = False
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Send a message.
+
+        Raises:
+            Exception: Whatever pickling raises where the message cannot be pickled; nothing was sent then.
+        """
+        packed = pack(message)
+        # With the other end gone this process is about to be ended; there is nobody to tell.
+        with self._lock, contextlib.suppress(OSError):
+            if not self.muted:
+                self._socket.sendall(packed)
+
+    def receive(self) -> tuple[Any, ...] | None:
+        """Return the next message, or None at the end of the stream."""
+        header = self._read_exactly(_HEADER.size)
+        if header is None:
+            return None
+        payload = self._read_exactly(_HEADER.unpack(header)[0])
+        return None if payload is None else pickle.loads(payload)  # noqa: S301 - see the module's docstring
+
+    def _read_exactly(self, length: int) -> bytearray | None:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._socket.recv_into(view)
+            except OSError:
+                return None
+            if count == 0:
+                return None
+            view = view[count:]
+        return data

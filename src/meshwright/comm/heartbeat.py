@@ -1,0 +1,153 @@
+"""What each rank is doing, in memory that the launching process and all ranks share.
+
+One record per rank, written only by that rank: step, phase, the collective it waits in and since when, its memory. A
+write costs about a microsecond and no system call, so it is done at every collective; it survives the rank's death, so
+an error can say what a rank was doing when it was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import struct
+import threading
+import time
+
+__all__: list[str] = []
+
+RECORD_BYTES = 512
+
+# A record is four parts with a fixed place each, so that writers of one part do not touch another.
+_PROGRESS = struct.Struct("<qd32s")  # step, when, phase
+_WAITING = struct.Struct("<dQQ32s")  # since (0: not waiting), collectives entered, left, name
+_MEMORY = struct.Struct("<dQQq")  # when, resident bytes, limit bytes (0: none), out-of-memory kills seen
+_GROUP = struct.Struct("<256s")  # path of the memory control group's directory
+_PROGRESS_AT = 0
+_WAITING_AT = 64
+_MEMORY_AT = 128
+_GROUP_AT = 192
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beat:
+    """What one rank was doing when its record was read. Times are `time.monotonic()` [s]."""
+
+    step: int
+    phase: str
+    progress_at: float
+    waiting_since: float
+    collective: str
+    num_entered: int
+    num_left: int
+    beat_at: float
+    rss_bytes: int
+    memory_limit_bytes: int
+    num_oom_kills: int
+    memory_group: str
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits in a collective."""
+        return self.waiting_since > 0.0
+
+    def where(self) -> str:
+        """Return "step 3, phase backward", or only the phase before the first step."""
+        return f"phase {self.phase}" if self.step < 0 else f"step {self.step}, phase {self.phase}"
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode(errors="replace")
+
+
+class Board:
+    """All ranks' records.
+
+    Args:
+        descriptor: A file of at least `num_ranks * RECORD_BYTES` bytes.
+        num_ranks: How many ranks share it [count].
+    """
+
+    def __init__(self, descriptor: int, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._memory = mmap.mmap(descriptor, num_ranks * RECORD_BYTES)
+
+    def read(self, rank: int) -> Beat:
+        """Return what a rank last wrote. Text may be torn for an instant; numbers are whole."""
+        base = rank * RECORD_BYTES
+        step, progress_at, phase = _PROGRESS.unpack_from(self._memory, base + _PROGRESS_AT)
+        since, entered, left, name = _WAITING.unpack_from(self._memory, base + _WAITING_AT)
+        beat_at, rss, limit, kills = _MEMORY.unpack_from(self._memory, base + _MEMORY_AT)
+        (group,) = _GROUP.unpack_from(self._memory, base + _GROUP_AT)
+        return Beat(
+            step=step,
+            phase=_text(phase),
+            progress_at=progress_at,
+            waiting_since=since,
+            collective=_text(name),
+            num_entered=entered,
+            num_left=left,
+            beat_at=beat_at,
+            rss_bytes=rss,
+            memory_limit_bytes=limit,
+            num_oom_kills=kills,
+            memory_group=_text(group),
+        )
+
+    def write(self, rank: int, offset: int, packed: bytes) -> None:
+        """Put packed bytes into a rank's record."""
+        start = rank * RECORD_BYTES + offset
+        self._memory[start : start + len(packed)] = packed
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._memory.close()
+
+
+class Pulse:
+    """The writing side of one rank's record."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._entered = 0
+        self._left = 0
+        self._since = 0.0
+        self.progress(-1, "start")
+
+    def progress(self, step: int, phase: str) -> None:
+        """Note the step and the phase that the rank is in; step -1 is "before the first"."""
+        packed = _PROGRESS.pack(step, time.monotonic(), phase.encode()[:31])
+        self._board.write(self._rank, _PROGRESS_AT, packed)
+
+    def enter(self, name: str) -> None:
+        """Note that a thread begins to wait in a collective."""
+        with self._lock:
+            self._depth += 1
+            self._entered += 1
+            if self._depth == 1:
+                self._since = time.monotonic()
+                self._write_waiting(name)
+
+    def leave(self) -> None:
+        """Note that a thread waits no more."""
+        with self._lock:
+            self._depth -= 1
+            self._left += 1
+            if self._depth == 0:
+                self._since = 0.0
+                self._write_waiting("")
+
+    def _write_waiting(self, name: str) -> None:
+        packed = _WAITING.pack(self._since, self._entered, self._left, name.encode()[:31])
+        self._board.write(self._rank, _WAITING_AT, packed)
+
+    def memory(self, rss_bytes: int, limit_bytes: int, num_oom_kills: int) -> None:
+        """Note the memory that the rank holds and may hold; doubles as the sign that its interpreter runs."""
+        packed = _MEMORY.pack(time.monotonic(), rss_bytes, limit_bytes, num_oom_kills)
+        self._board.write(self._rank, _MEMORY_AT, packed)
+
+    def memory_group(self, path: str) -> None:
+        """Note the directory of the control group that limits the rank's memory."""
+        self._board.write(self._rank, _GROUP_AT, _GROUP.pack(path.encode()[:255]))

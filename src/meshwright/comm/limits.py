@@ -1,0 +1,95 @@
+"""How many cores and how much memory this process may use: affinity, control groups (v1 and v2), the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+__all__: list[str] = []
+
+_ROOT = Path("/sys/fs/cgroup")
+# A v1 group without a limit shows the largest multiple of the page size; anything near it is "none".
+_NO_LIMIT_BYTES = 1 << 60
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may keep busy, at least 1.
+
+    The smaller of the affinity mask and the control group's quota, rounded up.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, cores if quota is None else min(cores, int(quota + 0.999)))
+
+
+def _cpu_quota() -> float | None:
+    for directory in _group_directories("cpu"):
+        words = _read(directory / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            return int(words[0]) / int(words[1])
+        quota, period = _read(directory / "cpu.cfs_quota_us"), _read(directory / "cpu.cfs_period_us")
+        if quota and period and int(quota) > 0:
+            return int(quota) / int(period)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """The control group that limits a process's memory."""
+
+    directory: str
+    limit_bytes: int
+    """0 where there is none [bytes]."""
+
+    def num_oom_kills(self) -> int:
+        """Return how often the kernel has killed in this group for want of memory; -1 where it cannot be read."""
+        directory = Path(self.directory)
+        for name in ("memory.events", "memory.oom_control"):
+            for line in _read(directory / name).splitlines():
+                words = line.split()
+                if len(words) == 2 and words[0] == "oom_kill":
+                    return int(words[1])
+        return -1
+
+
+def memory_group() -> MemoryGroup | None:
+    """Return the control group of this process that sets the lowest memory limit, or the nearest one without a limit."""
+    found: MemoryGroup | None = None
+    for directory in _group_directories("memory"):
+        text = _read(directory / "memory.max") or _read(directory / "memory.limit_in_bytes")
+        if not text:
+            continue
+        limit = 0 if text == "max" or int(text) > _NO_LIMIT_BYTES else int(text)
+        if found is None or (limit and (not found.limit_bytes or limit < found.limit_bytes)):
+            found = MemoryGroup(str(directory), limit)
+    return found
+
+
+def _group_directories(controller: str) -> list[Path]:
+    """Return the directories of this process's group and of its parents, nearest first, v1's before v2's."""
+    directories: list[Path] = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _ROOT / controllers if controllers else _ROOT
+        if not root.is_dir():
+            root = _ROOT / controller
+        relative = Path(path.lstrip("/"))
+        nearest = [root / relative, *(root / parent for parent in relative.parents)]
+        directories += [directory for directory in nearest if directory.is_dir()] or [root]
+    return directories
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
+    words = _read(Path("/proc/self/statm")).split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0

@@ -1,0 +1,400 @@
+"""Start ranks, watch them, decide who is guilty, leave nothing behind.
+
+Everything happens in the calling thread, in one loop over one selector: the ranks' channels, their process descriptors
+and a socket for signals. Times are `time.monotonic()`, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.comm import guardian
+from meshwright.comm.channel import pack
+from meshwright.comm.heartbeat import RECORD_BYTES, Board
+from meshwright.comm.processes import Guardian, RankProcess, rank_environment, scratch_file
+from meshwright.comm.signals import StopSignals
+from meshwright.comm.verdict import Sign, death_error, guilty, hang_error, rebuild_error, summarise
+from meshwright.errors import InternalError, LostPeerError, StoppedOnRequest, UserCodeError
+
+__all__: list[str] = []
+
+# How long to listen for an earlier cause after the first sign: a cause is at hand, or only "connection closed by peer".
+_GRACE_S = 0.15
+_GRACE_SECONDARY_S = 1.0
+_TICK_S = 0.2
+_QUICK_TICK_S = 0.02
+_EXIT_PATIENCE_S = 10.0
+_DUMP_PATIENCE_S = 0.5
+
+# A real-time signal: users and cluster managers give meaning to SIGUSR1 and SIGUSR2.
+STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+
+class Supervisor:
+    """The ranks of one group, from the launching process.
+
+    Args:
+        num_ranks: How many [count].
+        threads: Threads per rank [count].
+        timeout_s: How long a rank may wait in one collective [s].
+        start_timeout_s: How long the ranks may take to find each other [s].
+        stop_grace_s: How long they may take to end after a signal asked for it [s].
+        env: More environment variables.
+        on_event: Called as ``on_event(rank, event)``.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        threads: int | None,
+        timeout_s: float,
+        start_timeout_s: float,
+        stop_grace_s: float,
+        env: dict[str, str] | None,
+        on_event: Callable[[int, dict[str, Any]], None] | None,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.run_id = secrets.token_hex(16)
+        self.signals = StopSignals()
+        self.is_closed = False
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._stop_grace_s = stop_grace_s
+        self._on_event = on_event
+        self._owner = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[RankProcess] = []
+        self._signs: list[Sign] = []
+        self._stopped: list[Sign] = []
+        self._verdict_at = float("inf")
+        self._is_leaving = False
+        self._results: dict[int, Any] = {}
+        self._stop_told: str | None = None
+        self._stop_deadline: float | None = None
+        self._directory: str | None = None
+        self._guardian: Guardian | None = None
+        self._descriptors = [scratch_file(num_ranks * RECORD_BYTES)]
+        self._board = Board(self._descriptors[0], num_ranks)
+        self._environment = rank_environment(self.run_id, threads, env)
+        self._threads = threads
+
+    # -- the three things that are done with ranks ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the ranks and wait until all have found each other."""
+        try:
+            with self.signals:
+                self._spawn()
+                deadline = time.monotonic() + self._start_timeout_s
+                self._watch(lambda: all(rank.is_ready for rank in self._ranks), deadline)
+        except BaseException:
+            self.kill()
+            raise
+
+    def call(self, payload: bytes, main: str | None) -> list[Any]:
+        """Have every rank make one call and return the results in rank order.
+
+        Args:
+            payload: The pickled (function, arguments).
+            main: How to load the caller's main script where the call needs it, see `launch.py`.
+        """
+        if self.is_closed:
+            raise InternalError("the ranks are gone: this group was closed, or failed before")
+        self._results = {}
+        for rank in self._ranks:
+            rank.is_accounted = False
+        packed = pack(("call", payload, main, self._stop_told is not None))
+        try:
+            with self.signals:
+                for rank in self._ranks:
+                    rank.channel.send(packed)
+                    self._listen_for_room(rank)
+                self._watch(lambda: len(self._results) == self.num_ranks, None)
+        except BaseException:
+            self.kill()
+            raise
+        if self._stopped:
+            self.kill()
+            raise guilty(self._stopped).error
+        return [self._results[rank] for rank in range(self.num_ranks)]
+
+    def close(self) -> None:
+        """Let the ranks leave by themselves, then make sure that nothing is left."""
+        if self.is_closed:
+            return
+        self._is_leaving = True
+        packed = pack(("exit",))
+        deadline = time.monotonic() + _EXIT_PATIENCE_S
+        try:
+            for rank in self._ranks:
+                rank.channel.send(packed)
+                self._listen_for_room(rank)
+            while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
+                self._turn(_QUICK_TICK_S if self._ranks[0].pidfd is None else _TICK_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End every process of the run and free what it held. Safe to call at any time, and twice."""
+        if self.is_closed or os.getpid() != self._owner:
+            return
+        self.is_closed = True
+        sessions = {rank.pid for rank in self._ranks}
+        try:
+            guardian.sweep(self.run_id, sessions)
+            for rank in self._ranks:
+                rank.reap(1.0)
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        self._selector.close()
+        for rank in self._ranks:
+            rank.close()
+        self._board.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self.signals.close()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        self._selector.register(self.signals.wake_socket(), selectors.EVENT_READ, self._drain_wake)
+        start = self._start_message()
+        self._guardian = Guardian(self.run_id, self._directory)
+        for number in range(self.num_ranks):
+            rank = RankProcess(number, self._environment, start, tuple(self._descriptors))
+            self._ranks.append(rank)
+            self._guardian.tell(str(rank.pid))
+            self._selector.register(rank.channel, selectors.EVENT_READ, lambda rank=rank: self._hear(rank))
+            if rank.pidfd is not None:
+                self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda rank=rank: self._look_at(rank))
+
+    def _start_message(self) -> dict[str, Any]:
+        if sys.platform == "linux":
+            # Reopened through /proc by each rank: a store in memory, which leaves nothing on a disk.
+            self._descriptors.append(scratch_file())
+            store = f"/proc/self/fd/{self._descriptors[-1]}"
+        else:
+            self._directory = tempfile.mkdtemp(prefix="meshwright-")
+            store = os.path.join(self._directory, "store")
+        return {
+            "world_size": self.num_ranks,
+            "sys_path": list(sys.path),
+            "store": store,
+            "board": self._descriptors[0],
+            "threads": self._threads,
+            "timeout_s": self._timeout_s,
+            "start_timeout_s": self._start_timeout_s,
+            "parent_pid": self._owner,
+            # The kernel's parent-death signal follows the thread that started the child, not the process.
+            "die_with_thread": threading.current_thread() is threading.main_thread(),
+            "stack_signal": STACK_SIGNAL,
+        }
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, is_done: Callable[[], bool], deadline: float | None) -> None:
+        """Turn the loop until the work is done.
+
+        Raises:
+            BaseException: The guilty rank's error, or KeyboardInterrupt at a second SIGINT.
+        """
+        while not is_done():
+            self._turn(_QUICK_TICK_S if self._signs else _TICK_S)
+            now = time.monotonic()
+            self._heed_signals(now)
+            self._find_hang(now)
+            if deadline is not None and now > deadline:
+                raise self._late_start()
+            if self._stop_deadline is not None and now > self._stop_deadline:
+                raise self._unheeded_stop()
+            if self._signs and (now >= self._verdict_at or all(rank.is_accounted for rank in self._ranks)):
+                raise self._verdict()
+
+    def _turn(self, timeout_s: float) -> None:
+        for key, events in self._selector.select(timeout_s):
+            if events & selectors.EVENT_WRITE:
+                self._send_more(key.fileobj)
+            if events & selectors.EVENT_READ:
+                key.data()
+        for rank in self._ranks:
+            if rank.pidfd is None:
+                self._look_at(rank)
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(OSError):
+            while self.signals.wake_socket().recv(64):
+                pass
+
+    def _listen_for_room(self, rank: RankProcess) -> None:
+        if rank.channel.has_unsent:
+            key = self._selector.get_key(rank.channel)
+            self._selector.modify(rank.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, key.data)
+
+    def _send_more(self, channel: Any) -> None:
+        channel.flush()
+        if not channel.has_unsent:
+            self._selector.modify(channel, selectors.EVENT_READ, self._selector.get_key(channel).data)
+
+    def _hear(self, rank: RankProcess) -> None:
+        for message in rank.channel.receive():
+            self._take(rank, message)
+        if rank.channel.closed:
+            # Its death, which says more, is on its way; where only the channel broke, `_look_at` waits for that too.
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(rank.channel)
+
+    def _take(self, rank: RankProcess, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind == "result":
+            self._results[rank.rank] = message[1]
+            rank.is_accounted = True
+        elif kind == "event":
+            if self._on_event is not None:
+                self._on_event(rank.rank, message[1])
+        elif kind == "ready":
+            rank.is_ready = True
+        elif kind == "error":
+            self._take_error(rank, message[1])
+        elif kind == "stop":
+            self._stop_asked_by(rank, message[1])
+        else:
+            reason = message[1] if len(message) > 1 else kind
+            error = UserCodeError(
+                f"rank {rank.rank} sent back a value that cannot be rebuilt here: {reason}",
+                rank=rank.rank,
+                fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
+            )
+            self._sign(rank, Sign(rank.rank, time.monotonic(), secondary=False, error=error))
+
+    def _take_error(self, rank: RankProcess, info: dict[str, Any]) -> None:
+        error = rebuild_error(info, rank.rank, self.num_ranks)
+        sign = Sign(rank.rank, info["at"], secondary=info["secondary"], error=error)
+        if isinstance(error, StoppedOnRequest):
+            # Not a failure: the others are on their way to the same end, and may still be writing.
+            self._results[rank.rank] = None
+            self._stopped.append(sign)
+            rank.is_accounted = True
+        else:
+            self._sign(rank, sign)
+
+    def _sign(self, rank: RankProcess, sign: Sign) -> None:
+        rank.is_accounted = True
+        self._signs.append(sign)
+        grace = _GRACE_SECONDARY_S if sign.secondary else _GRACE_S
+        self._verdict_at = min(self._verdict_at, time.monotonic() + grace)
+
+    def _look_at(self, rank: RankProcess) -> None:
+        ending = None if rank.has_died else rank.ending()
+        if ending is None:
+            return
+        rank.has_died = True
+        if rank.pidfd is not None:
+            self._selector.unregister(rank.pidfd)
+        self._hear(rank)  # what it said before it died
+        if self._is_leaving:
+            return
+        error = death_error(
+            rank.rank,
+            self.num_ranks,
+            rank.pid,
+            signal_number=ending[0],
+            status=ending[1],
+            beat=self._board.read(rank.rank),
+        )
+        self._sign(rank, Sign(rank.rank, time.monotonic(), secondary=False, error=error))
+
+    # -- what goes wrong --------------------------------------------------------------------------------------------
+
+    def _verdict(self) -> BaseException:
+        error = guilty(self._signs).error
+        remark = summarise(self._signs)
+        if remark:
+            error.add_note(remark)
+        return error
+
+    def _heed_signals(self, now: float) -> None:
+        if self.signals.interrupted_again:
+            raise KeyboardInterrupt
+        if self.signals.first is not None and self._stop_deadline is None:
+            self._tell_stop(self.signals.first)
+            self._stop_deadline = now + self._stop_grace_s
+
+    def _stop_asked_by(self, rank: RankProcess, signal_name: str | None) -> None:
+        """Pass on that one rank was asked to stop: by a signal, which sets the deadline, or by its own code, which does not."""
+        self._tell_stop(f"rank {rank.rank}" if signal_name is None else f"{signal_name} at rank {rank.rank}")
+        if signal_name is not None and self._stop_deadline is None:
+            self._stop_deadline = time.monotonic() + self._stop_grace_s
+
+    def _tell_stop(self, name: str) -> None:
+        if self._stop_told is not None:
+            return
+        self._stop_told = name
+        packed = pack(("stop",))
+        for rank in self._ranks:
+            rank.channel.send(packed)
+            self._listen_for_room(rank)
+
+    def _unheeded_stop(self) -> StoppedOnRequest:
+        late = [rank for rank in self._ranks if not rank.is_accounted]
+        stacks = self._stacks(late)
+        lines = [f"{self._stop_told} asked for a stop; killed after {self._stop_grace_s:g} s, since these did not end:"]
+        lines += [f"  rank {rank.rank}, {self._board.read(rank.rank).where()}; {stacks[rank.rank]}" for rank in late]
+        return StoppedOnRequest("\n".join(lines), fix="poll world.stop_requested() in the loop, or raise stop_grace_s")
+
+    def _late_start(self) -> LostPeerError:
+        late = [rank for rank in self._ranks if not rank.is_ready]
+        stacks = self._stacks(late)
+        names = ", ".join(str(rank.rank) for rank in late)
+        lines = [f"ranks {names} of {self.num_ranks} did not start within {self._start_timeout_s:g} s:"]
+        lines += [f"  rank {rank.rank}, {self._board.read(rank.rank).where()}; {stacks[rank.rank]}" for rank in late]
+        return LostPeerError(
+            "\n".join(lines), peer=late[0].rank, fix="raise start_timeout_s if the machine is that busy"
+        )
+
+    def _find_hang(self, now: float) -> None:
+        if self._signs:
+            return
+        beats = [self._board.read(rank.rank) for rank in self._ranks]
+        since, number = min((beat.waiting_since or float("inf"), number) for number, beat in enumerate(beats))
+        if now - since > self._timeout_s:
+            doing = self._stacks(self._ranks)
+            error = hang_error(number, beats, [doing[rank.rank] for rank in self._ranks], now, self._timeout_s)
+            self._sign(self._ranks[number], Sign(number, now, secondary=False, error=error))
+
+    def _stacks(self, ranks: list[RankProcess]) -> dict[int, str]:
+        """Return, for each of these ranks, where its main thread stands, as far as it can say within half a second."""
+        texts: dict[int, str] = {}
+        for rank in ranks:
+            rank.read_stack()
+            if rank.has_died:
+                texts[rank.rank] = "it has ended"
+            elif rank.state_letter() in ("T", "t"):
+                texts[rank.rank] = "it is stopped (SIGSTOP)"
+            else:
+                with contextlib.suppress(OSError):
+                    os.kill(rank.pid, STACK_SIGNAL)
+        deadline = time.monotonic() + _DUMP_PATIENCE_S
+        while len(texts) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(_QUICK_TICK_S)
+            for rank in ranks:
+                if rank.rank not in texts and (text := rank.read_stack()):
+                    texts[rank.rank] = "it stands in:\n    " + text.replace("\n", "\n    ")
+        return {rank.rank: texts.get(rank.rank, "it gives no sign of life") for rank in ranks}
