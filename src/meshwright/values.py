@@ -146,7 +146,7 @@ class Value:
         """Read what ``to_json`` wrote.
 
         Raises:
-            ConfigError: The text is no JSON, of another format or a newer version, has an unknown key, or breaks a rule.
+            ConfigError: The text is no JSON, is of another format or a newer version, or breaks a rule.
         """
         try:
             loaded: object = json.loads(text)

@@ -185,8 +185,8 @@ class ModelSpec(Value):
             parameters   h q + 2 h k + q h  (attention)  +  2 h i, or 3 h i where gated  (MLP)  + biases + 2 norms
             FLOPs        2 s * (its matrix elements)  +  4 s^2 q  (scores and values, the causal half not left out)
             activations  s * (4 h + 2 q + 2 k  +  2 i, or 4 i where gated)  elements: the inputs of both norms, of QKV
-                         and of the MLP; q, k, v; the attention's output; the MLP's inner values. No dropout, and a fused
-                         attention that keeps no s x s scores.
+                         and of the MLP; q, k, v; the attention's output; the MLP's inner values. No dropout, and
+                         a fused attention that keeps no s x s scores.
 
         and the head 2 s h vocab FLOPs. For multi-head attention with i = 4 h this is 24 s h^2 + 4 s^2 h FLOPs a block
         and 16 s h activation elements.

@@ -1,0 +1,6 @@
+"""Devices, links and clusters, and a table of well-known ones in which every number has a source."""
+
+from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from meshwright.hardware.table import known_devices, load_cluster
+
+__all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "known_devices", "load_cluster"]

@@ -1,0 +1,145 @@
+"""What the planner knows of the machines: one kind of device, so many to a host, and two kinds of links."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.units import format_bandwidth, format_bytes
+from meshwright.values import FrozenMap, Problems, Value
+
+__all__: list[str] = []
+
+DTYPES: Final = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec(Value):
+    """One device: a GPU, or a rank's share of a CPU.
+
+    Args:
+        name: What to call it, such as "h100-sxm".
+        memory_bytes: Its memory [bytes].
+        memory_bytes_per_s: How fast it reads that memory; None where nobody knows [bytes/s].
+        peak_flops_per_s: dtype -> dense peak, without structured sparsity [FLOP/s].
+        sources: Field, or field and dtype -> where the number is from: a document and its date, or "measured".
+
+    Raises:
+        ConfigError: A number is not positive, or a dtype unknown.
+    """
+
+    FORMAT: ClassVar[str] = "device"
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float | None = None
+    peak_flops_per_s: Mapping[str, float] = dataclasses.field(default_factory=FrozenMap[float])
+    sources: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str], compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"device '{self.name}'")
+        problems.require(self.memory_bytes >= 1, f"memory_bytes={self.memory_bytes} (rule: it is positive)")
+        rate = self.memory_bytes_per_s
+        problems.require(rate is None or rate > 0, f"memory_bytes_per_s={rate} (rule: it is positive)")
+        for dtype, peak in self.peak_flops_per_s.items():
+            known = f"{did_you_mean(dtype, DTYPES)}; known: {', '.join(DTYPES)}"
+            problems.require(dtype in DTYPES, f"unknown dtype '{dtype}'{known}")
+            problems.require(peak > 0, f"peak_flops_per_s['{dtype}']={peak} (rule: it is positive)")
+        problems.check()
+
+    def __str__(self) -> str:
+        return f"{self.name}, {format_bytes(self.memory_bytes)}"
+
+    def peak(self, dtype: str) -> float:
+        """Return the dense peak for a dtype [FLOP/s].
+
+        Raises:
+            ConfigError: It is not known for this device.
+        """
+        if dtype not in self.peak_flops_per_s:
+            known = ", ".join(self.peak_flops_per_s) or "none"
+            raise ConfigError(f"device '{self.name}': the peak for {dtype} is not known; known: {known}")
+        return self.peak_flops_per_s[dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec(Value):
+    """What one device can exchange with others.
+
+    Args:
+        name: What to call it, such as "nvlink4".
+        bytes_per_s: What one device can send, one direction [bytes/s].
+        latency_s: Fixed cost of one message; None where nobody measured it [s].
+        sources: Field -> where the number is from: a document and its date, or "measured".
+
+    Raises:
+        ConfigError: A number is not positive.
+    """
+
+    FORMAT: ClassVar[str] = "link"
+
+    name: str
+    bytes_per_s: float
+    latency_s: float | None = None
+    sources: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str], compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"link '{self.name}'")
+        problems.require(self.bytes_per_s > 0, f"bytes_per_s={self.bytes_per_s} (rule: it is positive)")
+        latency = self.latency_s
+        problems.require(latency is None or latency >= 0, f"latency_s={latency} (rule: it is not negative)")
+        problems.check()
+
+    def __str__(self) -> str:
+        return f"{self.name}, {format_bandwidth(self.bytes_per_s)} one way"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec(Value):
+    """Hosts with the same devices.
+
+    Args:
+        name: What to call it, such as "2x8xh100-sxm".
+        device: The device.
+        devices_per_host: Devices in one host [count].
+        num_hosts: Hosts [count].
+        link: What connects devices of one host; None where nothing does or nobody knows.
+        network: What connects a device to other hosts; needed with more than one.
+
+    Raises:
+        ConfigError: A count is below 1, or there are several hosts and no network.
+    """
+
+    FORMAT: ClassVar[str] = "cluster"
+
+    name: str
+    device: DeviceSpec
+    devices_per_host: int
+    num_hosts: int = 1
+    link: LinkSpec | None = None
+    network: LinkSpec | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"cluster '{self.name}'")
+        for name in ("devices_per_host", "num_hosts"):
+            number = getattr(self, name)
+            problems.require(number >= 1, f"{name}={number} (rule: it is at least 1)", fix=f"{name}=1")
+        problems.require(
+            self.num_hosts <= 1 or self.network is not None,
+            f"{self.num_hosts} hosts and no network (rule: several hosts need one)",
+            fix="give it a LinkSpec as network",
+        )
+        problems.check()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_hosts} x {self.devices_per_host} x {self.device}"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all hosts [count]."""
+        return self.num_hosts * self.devices_per_host

@@ -1,0 +1,182 @@
+"""The order of work on each rank, for every kind of schedule.
+
+[Note: stages of a rank] ``interleaved`` deals the stages out like cards (rank r has r, r + p, r + 2 p, ...); ``zbv``
+lays them as a V (rank r has r and 2 p - 1 - r), so the last stage's rank is the first's and the loss is computed where
+the data is.
+
+Sources: GPipe, Huang et al. 2019, arXiv:1811.06965. 1F1B, Narayanan et al. 2019 (PipeDream) and 2021, arXiv:2104.04473,
+which also has the interleaved order. ZB-H1 and I/W, Qi et al. 2023, arXiv:2401.10241; ZB-V, Qi et al. 2024,
+arXiv:2405.15362.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from meshwright.schedule.action import Action, ActionKind
+from meshwright.schedule.simulate import walk
+
+__all__: list[str] = []
+
+F: Final = ActionKind.FORWARD
+B: Final = ActionKind.BACKWARD
+I: Final = ActionKind.INPUT_GRAD  # noqa: E741 - the field's letter
+W: Final = ActionKind.WEIGHT_GRAD
+
+Order = list[list[Action]]
+
+
+def gpipe_order(num_ranks: int, num_micro_batches: int) -> Order:
+    """All forwards, then all backwards."""
+    return [
+        [Action(rank, kind, index) for kind in (F, B) for index in range(num_micro_batches)]
+        for rank in range(num_ranks)
+    ]
+
+
+def one_f_one_b_order(num_ranks: int, num_micro_batches: int) -> Order:
+    """As many forwards as there are stages behind, then one backward and one forward in turn."""
+    order: Order = []
+    for rank in range(num_ranks):
+        forwards = [Action(rank, F, index) for index in range(num_micro_batches)]
+        backwards = [Action(rank, B, index) for index in range(num_micro_batches)]
+        order.append(_alternate(forwards, backwards, warmup=num_ranks - rank - 1))
+    return order
+
+
+def interleaved_order(num_ranks: int, num_micro_batches: int, virtual: int) -> Order:
+    """1F1B over virtual stages: micro-batches pass in groups, each group through one chunk after the other.
+
+    Groups have ``num_ranks`` micro-batches; where that does not divide, they are a little larger. Should the published
+    warm-up, in such a case, wait for itself, it is made longer until nothing does; a warm-up of everything is GPipe.
+    """
+    num_groups = max(1, num_micro_batches // num_ranks)
+    cuts = [index * num_micro_batches // num_groups for index in range(num_groups + 1)]
+    groups = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
+    largest = max(len(group) for group in groups)
+    chunks = range(virtual)
+    longer = 0
+    while True:
+        order: Order = []
+        for rank in range(num_ranks):
+            forwards = [Action(c * num_ranks + rank, F, index) for group in groups for c in chunks for index in group]
+            backwards = [
+                Action(c * num_ranks + rank, B, index) for group in groups for c in reversed(chunks) for index in group
+            ]
+            warmup = 2 * (num_ranks - rank - 1) + (virtual - 1) * largest + longer
+            order.append(_alternate(forwards, backwards, warmup=warmup))
+        if walk(order, num_ranks * virtual, _unit_cost).first_stuck(order) is None:
+            return order
+        longer += 1
+
+
+def zb_h1_order(num_ranks: int, num_micro_batches: int) -> Order:
+    """1F1B with backward in halves; rank r does W r micro-batches late, so the halves fill what was bubble.
+
+    No rank holds more than ``num_ranks`` micro-batches, the peak of 1F1B. With F = I = W = 1 and at least as many
+    micro-batches as ranks, a step takes ``3 m + p - 1``; 1F1B takes ``3 m + 3 (p - 1)``.
+    """
+    order: Order = []
+    for rank in range(num_ranks):
+        warmup = min(num_micro_batches, num_ranks - rank)
+        actions = [Action(rank, F, index) for index in range(warmup)]
+        for index in range(num_micro_batches):
+            actions.append(Action(rank, I, index))
+            if index >= rank:
+                actions.append(Action(rank, W, index - rank))
+            if warmup + index < num_micro_batches:
+                actions.append(Action(rank, F, warmup + index))
+        late = range(max(num_micro_batches - rank, 0), num_micro_batches)
+        actions.extend(Action(rank, W, index) for index in late)
+        order.append(actions)
+    return order
+
+
+def zbv_order(num_ranks: int, num_micro_batches: int) -> Order:
+    """Two stages a rank as a V, backward in halves, and no more activations than 1F1B.
+
+    Made by letting all ranks choose greedily, with F, I and W of equal length: the gradient that a neighbour waits for
+    first, then a forward if there is room for its activations, then a W. A rank holds at most ``2 p`` stages'
+    activations, each half as large as those of 1F1B. A forward of the first half may have to leave the last place to
+    one of the second, or not: the shorter of the two schedules is taken.
+
+    With equal stages and ``m >= p`` a step takes ``6 m + p - 1`` or a little more; 1F1B takes ``6 m + 6 (p - 1)``.
+    """
+    candidates = (_greedy_v(num_ranks, num_micro_batches, spare=spare) for spare in (1, 0))
+    finished = [candidate for candidate in candidates if candidate is not None]
+    return min(finished, key=lambda order: _makespan(order, 2 * num_ranks))
+
+
+def _greedy_v(num_ranks: int, num_micro_batches: int, *, spare: int) -> Order | None:
+    ranks = [_RankOfV(rank, num_ranks, num_micro_batches, spare) for rank in range(num_ranks)]
+    done: dict[Action, int] = {}
+    slot = 0
+    while any(len(rank.actions) < 6 * num_micro_batches for rank in ranks):
+        chosen: list[Action] = []
+        for rank in ranks:
+            action = next((action for action in rank.candidates() if _is_ready(action, done, 2 * num_ranks)), None)
+            if action is not None:
+                rank.take(action)
+                chosen.append(action)
+        if not chosen:
+            return None
+        slot += 1
+        done.update((action, slot) for action in chosen)
+    return [rank.actions for rank in ranks]
+
+
+class _RankOfV:
+    """One rank of a V: what it has done and what it would like to do next."""
+
+    def __init__(self, rank: int, num_ranks: int, num_micro_batches: int, spare: int) -> None:
+        self.actions: list[Action] = []
+        self._stages = (2 * num_ranks - 1 - rank, rank)
+        self._num_micro_batches = num_micro_batches
+        self._room = {self._stages[0]: 2 * num_ranks, self._stages[1]: 2 * num_ranks - spare}
+        self._count = {(stage, kind): 0 for stage in self._stages for kind in (F, I, W)}
+
+    def candidates(self) -> Iterator[Action]:
+        """Yield what could come next if its inputs were there, best first; the V's second half before its first."""
+        for stage in self._stages:
+            if self._count[stage, I] < self._count[stage, F]:
+                yield Action(stage, I, self._count[stage, I])
+        held = sum(self._count[stage, F] - self._count[stage, W] for stage in self._stages)
+        for stage in self._stages:
+            if held < self._room[stage] and self._count[stage, F] < self._num_micro_batches:
+                yield Action(stage, F, self._count[stage, F])
+        for stage in self._stages:
+            if self._count[stage, W] < self._count[stage, I]:
+                yield Action(stage, W, self._count[stage, W])
+
+    def take(self, action: Action) -> None:
+        """Do it."""
+        self._count[action.stage, action.kind] += 1
+        self.actions.append(action)
+
+
+def _is_ready(action: Action, done: dict[Action, int], num_stages: int) -> bool:
+    stage, kind, index = action
+    if kind is F:
+        return stage == 0 or Action(stage - 1, F, index) in done
+    if kind is I:
+        return stage == num_stages - 1 or Action(stage + 1, I, index) in done
+    return True
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> list[Action]:
+    """Return ``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    actions = list(forwards[:warmup])
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        actions += (forward, backward)
+    return actions + list(backwards[len(forwards) - warmup :])
+
+
+def _unit_cost(action: Action) -> float:
+    return 2.0 if action.kind is B else 1.0
+
+
+def _makespan(order: Order, num_stages: int) -> float:
+    return max(times[-1][1] for times in walk(order, num_stages, _unit_cost).times)
