@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from meshwright.comm.environment import read_place
+from meshwright.comm.limits import usable_cores
 from meshwright.errors import ConfigError, MissingDependencyError
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_text import PRESETS, parse_line
@@ -68,9 +70,9 @@ def resolve_plan(
     plan = _merge(plan, train, given)
     notes = []
     if text.split(",")[0].strip() == "auto":
-        notes.append(f"plan auto: '{plan}', data parallel over {plan.num_devices} of this machine's {count} {kind}s")
+        notes.append(f"plan auto: '{plan}', data parallel over {plan.num_devices} of {count} {kind}s")
     if plan.num_devices > count:
-        notes.append(f"warning: the plan '{plan}' uses {plan.num_devices} devices, this machine has {count} {kind}s")
+        notes.append(f"warning: the plan '{plan}' uses {plan.num_devices} devices, there are {count} {kind}s")
     return ResolvedPlan(plan_json=plan.to_json(), notes=tuple(notes))
 
 
@@ -80,13 +82,16 @@ def safe_name(text: str) -> str:
 
 
 def visible_devices() -> tuple[int, str]:
-    """Count this machine's GPUs, or where there is none the cores that this process may use."""
+    """Count the ranks of the job that this process belongs to, else this machine's GPUs, else the cores it may use."""
+    place = read_place(os.environ)
+    if place.world_size > 1:
+        return place.world_size, "rank"
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = Path("/proc/driver/nvidia/gpus")
     num_gpus = len(list(gpus.iterdir())) if gpus.is_dir() else 0
     if num_gpus and chosen is not None:
         num_gpus = min(num_gpus, len([entry for entry in chosen.split(",") if entry.strip() not in ("", "-1")]))
-    return (num_gpus, "GPU") if num_gpus else (len(os.sched_getaffinity(0)), "core")
+    return (num_gpus, "GPU") if num_gpus else (usable_cores(), "core")
 
 
 def check_config(config: TrainConfig) -> TrainConfig:

@@ -1,0 +1,117 @@
+"""The command line: one function for each command, no logic. torch is imported only where ranks run.
+
+Exit codes: see `errors.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.errors import ConfigError, MeshwrightError
+
+__all__: list[str] = []
+
+app = typer.Typer(
+    name="meshwright",
+    help="Train any PyTorch model on any set of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
+PlanOption = Annotated[str | None, typer.Option("--plan", help='A plan, as in "dp=2,tp=2", a preset, or "auto".')]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")]
+StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Steps for each plan.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from meshwright import __version__
+
+        print(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    plan: PlanOption = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many devices a preset is spread over.")] = None,
+    settings: SetOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+) -> None:
+    """Train a model: runs/NAME/ gets events.jsonl and record.json."""
+    from meshwright.train.config import load_config
+    from meshwright.train.launcher import run_training
+
+    if resume:
+        raise ConfigError("--resume: checkpoints are not in this version", fix="leave out --resume")
+    loaded = load_config(config, settings or [], plan=plan, devices=devices)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    raise typer.Exit(run_training(loaded))
+
+
+@app.command()
+def compare(
+    config: ConfigArgument,
+    plans: Annotated[str, typer.Option(help='Plans with ";" between them: "single; dp=2".', show_default=False)],
+    settings: SetOption = None,
+    json_path: JsonOption = None,
+    steps: StepsOption = None,
+) -> None:
+    """Run the same training under several plans and compare them."""
+    from meshwright.train.comparison import run_comparison
+
+    raise typer.Exit(run_comparison(config, plans, settings or [], json_path, steps))
+
+
+@app.command()
+def verify(
+    config: ConfigArgument,
+    plan: Annotated[str, typer.Option(help="The plan to verify.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
+    json_path: JsonOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Prove that a plan computes what one device does; exit 0 only then."""
+    from meshwright.train.verification import run_verification
+
+    raise typer.Exit(run_verification(config, plan, steps, json_path, settings or []))
+
+
+@app.command()
+def schedule(
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one step.")] = 8,
+    kind: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1 or zbv.")] = "1f1b",
+) -> None:
+    """Draw a pipeline schedule."""
+    from meshwright.schedule import PipelineSchedule
+
+    print(PipelineSchedule.build(kind, num_ranks=stages, num_micro_batches=micro_batches).draw())
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code: an error of ours is one message, without a traceback."""
+    try:
+        app()
+    except MeshwrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,52 @@
+"""What a model target names, as a function that builds the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import MissingDependencyError
+from meshwright.train.checks import hf_config_path
+from meshwright.train.config import TrainConfig
+from meshwright.train.imports import import_callable
+
+__all__: list[str] = []
+
+
+def make_build_model(config: TrainConfig) -> Callable[[], nn.Module]:
+    """Return a function without arguments that builds the configuration's model.
+
+    Raises:
+        ConfigError: The target cannot be imported.
+        MissingDependencyError: It needs a package that is not installed.
+    """
+    target, kwargs = config.model.target, config.model.kwargs
+    if target.startswith("hf:"):
+        return functools.partial(build_hf_model, str(hf_config_path(config)), kwargs)
+    return functools.partial(import_callable(target, config.import_roots), **kwargs)
+
+
+def build_hf_model(config_path: str, changes: dict[str, Any]) -> nn.Module:
+    """Build a Hugging Face causal language model with random weights.
+
+    Args:
+        config_path: Its config.json.
+        changes: Fields of the config to replace.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise MissingDependencyError(
+            "a Hugging Face model needs the package transformers", fix="pip install 'meshwright[hf]'"
+        ) from None
+    config = AutoConfig.from_pretrained(config_path)
+    # The cache of keys and values is for generating; in training it only costs memory.
+    for name, value in {"use_cache": False, **changes}.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config)

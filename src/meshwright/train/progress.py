@@ -1,0 +1,154 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere. The launching process draws it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from meshwright.units import format_bytes, format_seconds
+
+__all__: list[str] = []
+
+LINE_EVERY_S = 2.0
+
+# Whole escape sequences first, then what is left of control characters, and what turns the direction of text.
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def clean(text: object) -> str:
+    r"""Return text without control characters, so that a name or a message from outside cannot steer the terminal.
+
+    Line breaks and tabs stay.
+
+    >>> clean("a\x1b[31mb\x07")
+    'ab'
+    """
+    return _CONTROL.sub("", _ESCAPE.sub("", str(text)))
+
+
+class ProgressView:
+    """Shows a run's events.
+
+    Args:
+        stream: Where to; None is the standard output.
+        clock: Seconds, for the rate of plain lines.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._console = Console(file=self._stream, highlight=False)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._eval_loss: float | None = None
+        self._last_line_at: float | None = None
+        self._unshown: dict[str, Any] | None = None
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        if self._bar is not None:
+            self._bar.console.print(escape(clean(text)))
+        else:
+            print(clean(text), file=self._stream, flush=True)
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Show an event."""
+        handler = getattr(self, f"_on_{event.get('event')}", None)
+        if handler is not None:
+            handler(event)
+
+    def close(self) -> None:
+        """Show what was held back, and leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._flush()
+
+    def __enter__(self) -> ProgressView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _on_run_started(self, event: dict[str, Any]) -> None:
+        ranks = event["num_ranks"]
+        self.note(
+            f"{event['name']}: {event['num_parameters']:,} parameters, plan '{event['plan']}' on {ranks} "
+            f"{'process' if ranks == 1 else 'processes'} ({event['device']}, {event['threads']} "
+            f"{'thread' if event['threads'] == 1 else 'threads'} each), {event['steps']} steps of "
+            f"{event['global_batch_size']} samples"
+        )
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(escape(clean(event["name"])), total=event["steps"], numbers="")
+            self._bar.start()
+
+    def _on_step(self, event: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=event["step"], numbers=escape(self._numbers(event, " ")))
+            return
+        now = self._clock()
+        is_edge = event["step"] in (1, event["steps"])
+        if is_edge or self._last_line_at is None or now - self._last_line_at >= LINE_EVERY_S:
+            self._print_step(event, now)
+        else:
+            self._unshown = event
+
+    def _on_evaluated(self, event: dict[str, Any]) -> None:
+        self._eval_loss = event["loss"]
+        self._flush()
+        self.note(
+            f"step {event['step']}: held-out loss {event['loss']:.4f} on {event['num_samples']:,} samples "
+            f"({format_seconds(event['seconds'])})"
+        )
+
+    def _on_stopped(self, event: dict[str, Any]) -> None:
+        self.close()
+        self.note(f"stopped after step {event['step']} of {event['steps']}")
+
+    def _on_finished(self, event: dict[str, Any]) -> None:
+        self.close()
+        why = " (max_seconds)" if event.get("reason") == "max_seconds" else ""
+        self.note(f"finished {event['step']} steps in {format_seconds(event['seconds'])}{why}")
+
+    def _print_step(self, event: dict[str, Any], now: float) -> None:
+        self._last_line_at, self._unshown = now, None
+        self.note(f"step {event['step']}/{event['steps']}  {self._numbers(event, '  ')}")
+
+    def _flush(self) -> None:
+        if self._unshown is not None:
+            self._print_step(self._unshown, self._clock())
+
+    def _numbers(self, event: dict[str, Any], gap: str) -> str:
+        held_out = [] if self._eval_loss is None else [f"held-out {self._eval_loss:.4f}"]
+        is_text = event["num_tokens"] != event["num_samples"]
+        rate = f"{event['tokens_per_s']:,.0f} tokens/s" if is_text else f"{event['samples_per_s']:,.0f} samples/s"
+        parts = [
+            f"loss {event['loss']:.4f}" + (" (skipped)" if event["skipped"] else ""),
+            *held_out,
+            rate,
+            f"{format_seconds(event['seconds'])}/step",
+            format_bytes(event["peak_memory_bytes"]),
+            f"{_clock_text(event['eta_s'])} left",
+        ]
+        return gap.join(parts)
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,287 @@
+"""The training loop, as every rank runs it."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from meshwright.comm.world import World, join_world
+from meshwright.errors import ConfigError, StoppedOnRequest
+from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.result import StepResult
+from meshwright.spec.plan import Plan
+from meshwright.train.config import TrainConfig
+from meshwright.train.data import load_data, make_collate
+from meshwright.train.imports import add_to_path
+from meshwright.train.loader import make_loader
+from meshwright.train.losses import make_loss
+from meshwright.train.models import make_build_model
+from meshwright.train.optim import LRSchedule, OptimizerFactory
+
+__all__: list[str] = []
+
+
+def train(config: TrainConfig, world: World | None = None) -> dict[str, Any]:
+    """Train as the configuration says; every rank of its plan calls this.
+
+    Rank 0 hands out events (see `events.py`); a rank that fails hands out one that says where it was.
+
+    Args:
+        config: The configuration.
+        world: This process's place; None joins the world that it was started in.
+
+    Returns:
+        What this rank did: its last step, whether it was asked to stop, its peak memory, what it sent.
+
+    Raises:
+        ConfigError: The data or the model cannot be loaded, or a parameter rule fits no parameter.
+        NonFiniteError: The loss or a gradient is not finite, with non_finite = "stop".
+        Exception: Whatever the user's code raises.
+    """
+    world = world or join_world()
+    add_to_path(config.import_roots)
+    session = _Session(config, world)
+    with world.catching_stop_signals():
+        try:
+            return session.run()
+        except StoppedOnRequest:
+            raise
+        except Exception as error:
+            world.emit(session.failure(error))
+            raise
+
+
+class _Session:
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.step = 0
+        """Steps that are done [count]."""
+        self.phase = "build"
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.eval_loss: float | None = None
+        self.stop_reason: str | None = None
+        self.began_at = time.perf_counter()
+
+    def run(self) -> dict[str, Any]:
+        self._enter("build")
+        model = apply_plan(
+            make_build_model(self.config),
+            Plan.from_json(self.config.plan_json),
+            loss_fn=make_loss(self.config),
+            optimizer=OptimizerFactory(self.config),
+            seed=self.config.train.seed,
+            max_grad_norm=self.config.train.max_grad_norm,
+            non_finite=self.config.train.non_finite,
+        )
+        with model:
+            self._enter("data")
+            train_loader, eval_loader = self._make_loaders(model)
+            self._emit_start(model, train_loader, eval_loader)
+            self._train(model, train_loader, eval_loader)
+            return self._summary(model)
+
+    def failure(self, error: Exception) -> dict[str, Any]:
+        """Return the event of a rank that fails."""
+        return {
+            "event": "failed",
+            "rank": self.world.rank,
+            "step": self.step,
+            "phase": self.phase,
+            "type": type(error).__name__,
+            "text": str(error),
+            "traceback": traceback.format_exc(),
+        }
+
+    # -- before the first step --------------------------------------------------------------------------------------
+
+    def _make_loaders(self, model: ParallelModel) -> tuple[Any, Any]:
+        data, train = self.config.data, self.config.train
+        common: dict[str, Any] = {
+            "seed": train.seed,
+            "global_batch_size": train.global_batch_size,
+            "num_workers": data.num_workers,
+            "prefetch": data.prefetch,
+            "collate_fn": make_collate(self.config),
+            "sample_rng": data.sample_rng,
+        }
+        dataset = load_data(self.config, "train")
+        train_loader = make_loader(dataset, model, shuffle=data.shuffle, drop_last=data.drop_last, **common)
+        if train.eval_batches == 0:
+            return train_loader, None
+        # Each held-out sample counts once: nothing is repeated to fill the last batch, and nothing is dropped. A part of
+        # them is a random one, and the same one every time.
+        held_out = load_data(self.config, "eval")
+        return train_loader, make_loader(held_out, model, shuffle=train.eval_batches is not None, **common)
+
+    def _emit_start(self, model: ParallelModel, train_loader: Any, eval_loader: Any) -> None:
+        self._emit(
+            "run_started",
+            name=self.config.run_name,
+            plan=str(model.plan),
+            num_ranks=self.world.world_size,
+            device=str(self.world.device),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            steps=self.config.train.steps,
+            global_batch_size=self.config.train.global_batch_size,
+            train_samples=_length(train_loader),
+            eval_samples=_length(eval_loader),
+            build_seconds=time.perf_counter() - self.began_at,
+        )
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def _train(self, model: ParallelModel, train_loader: Any, eval_loader: Any) -> None:
+        train = self.config.train
+        if model.optimizer is None:
+            raise ConfigError("the model has no optimizer")
+        schedule = LRSchedule(model.optimizer, self.config)
+        batches = self._endless(train_loader)
+        loop_began = step_began = time.perf_counter()
+        try:
+            while self.step < train.steps and self.stop_reason is None:
+                self._enter("load")
+                batch = next(batches)
+                lr = schedule.set_step(self.step)
+                self._enter("step")
+                result = model.step(batch)
+                self.step += 1
+                now = time.perf_counter()
+                self._note_step(result, lr, now - step_began, now - loop_began)
+                self.stop_reason = self._why_stop(model, now - loop_began)
+                is_last = self.step == train.steps or self.stop_reason == "max_seconds"
+                if eval_loader is not None and (is_last or self._evaluates_now()):
+                    self._evaluate(model, eval_loader)
+                step_began = time.perf_counter()
+        finally:
+            batches.close()
+        self._enter("end")
+        kind = "stopped" if self.stop_reason == "request" else "finished"
+        seconds = time.perf_counter() - loop_began
+        self._emit(kind, step=self.step, steps=train.steps, seconds=seconds, reason=self.stop_reason)
+
+    def _endless(self, loader: Any) -> Any:
+        """Yield one epoch after the other."""
+        while True:
+            is_empty = True
+            for batch in loader:
+                is_empty = False
+                yield batch
+            if is_empty:
+                raise ConfigError(f"data.source = {self.config.data.source!r} gave no batch in an epoch")
+
+    def _evaluates_now(self) -> bool:
+        every = self.config.train.eval_every
+        return self.stop_reason is None and every > 0 and self.step % every == 0
+
+    def _why_stop(self, model: ParallelModel, seconds: float) -> str | None:
+        """Return why all ranks stop after this step, or None; the same on every rank."""
+        if model.stop_requested:
+            return "request"
+        limit = self.config.train.max_seconds
+        if limit is None:
+            return None
+        # The ranks' clocks differ by a little, which is enough to disagree on the step.
+        over = torch.tensor([seconds >= limit], dtype=torch.int32, device=self.world.device)
+        self.world.default_group.all_reduce(over, "max")
+        return "max_seconds" if int(over) else None
+
+    def _evaluate(self, model: ParallelModel, loader: Any) -> None:
+        """Evaluate on held-out data; the loss is exact whatever the batches' sizes."""
+        self._enter("evaluate")
+        began = time.perf_counter()
+        loss_sum = weight_sum = 0.0
+        num_samples = num_tokens = 0
+        loader.set_epoch(0)
+        for batch in _first(loader, self.config.train.eval_batches):
+            metrics = model.evaluate(batch)
+            # A mean over samples weighs by samples; a loss that knows its own weight says so.
+            weight = float(metrics.get("weight", metrics["num_samples"]))
+            loss_sum += metrics["loss"] * weight
+            weight_sum += weight
+            num_samples += metrics["num_samples"]
+            num_tokens += metrics["num_tokens"]
+        self.eval_loss = loss_sum / weight_sum if weight_sum else math.nan
+        self._emit(
+            "evaluated",
+            step=self.step,
+            loss=self.eval_loss,
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            seconds=time.perf_counter() - began,
+        )
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self.world.report_progress(self.step if phase not in ("build", "data") else -1, phase)
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        if self.world.rank == 0:
+            self.world.emit({"event": event, "time": time.time(), **fields})
+
+    def _note_step(self, result: StepResult, lr: float, seconds: float, elapsed: float) -> None:
+        self.num_samples += result.num_samples
+        self.num_tokens += result.num_tokens
+        self._emit(
+            "step",
+            step=self.step,
+            steps=self.config.train.steps,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            skipped=result.skipped,
+            num_samples=result.num_samples,
+            num_tokens=result.num_tokens,
+            seconds=seconds,
+            step_seconds=result.seconds,
+            samples_per_s=result.num_samples / seconds,
+            tokens_per_s=result.num_tokens / seconds,
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
+            eta_s=elapsed / self.step * (self.config.train.steps - self.step),
+        )
+
+    def _summary(self, model: ParallelModel) -> dict[str, Any]:
+        sent: dict[str, float] = {}
+        for (_, axis), entry in model.ledger.entries.items():
+            sent[axis] = sent.get(axis, 0.0) + entry.sent_bytes
+        return {
+            "rank": self.world.rank,
+            "step": self.step,
+            "stopped": self.stop_reason == "request",
+            "eval_loss": self.eval_loss,
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "sent_bytes": {axis: round(amount) for axis, amount in sent.items()},
+        }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most this process has held so far: on its GPU, or resident on the CPU [bytes]."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _length(loader: Any) -> int | None:
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if dataset is not None else None
+
+
+def _first(loader: Any, num_batches: int | None) -> Iterator[Any]:
+    """Yield the first batches of an epoch, all of them where no number is given."""
+    for number, batch in enumerate(loader, start=1):
+        yield batch
+        if number == num_batches:
+            return
