@@ -7,6 +7,8 @@ import datetime
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,8 @@ __all__: list[str] = []
 
 # The launching process names the ranks that hang at timeout_s; gloo's own limit is only behind that.
 _BEHIND_S = 30.0
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
 DEVICE_VARIABLE = "MESHWRIGHT_DEVICE"
 
 
@@ -152,21 +156,23 @@ def _place_of_default_group() -> Place:
 def _open_store(place: Place, join_timeout_s: float) -> Store:
     """Open the store at the master's address; rank 0 hosts it unless torchrun's agent does."""
     host, port = place.address or ("", 0)
-    limit = datetime.timedelta(seconds=join_timeout_s)
+    deadline = time.monotonic() + join_timeout_s
     listener = None
-    if place.rank == 0 and not place.has_agent_store:
-        listener = _listen(host, port, one_host=place.is_one_host)
     try:
+        if place.rank == 0 and not place.has_agent_store:
+            listener = _listen(host, port, one_host=place.is_one_host)
+        else:
+            _await_master(host, port, deadline)
         store: Store = TCPStore(
             "127.0.0.1" if listener is not None and place.is_one_host else host,
             port,
             place.world_size,
             is_master=listener is not None,
-            timeout=limit,
+            timeout=datetime.timedelta(seconds=max(1.0, deadline - time.monotonic())),
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
-    except (RuntimeError, dist.DistError) as error:
+    except (RuntimeError, OSError) as error:
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LostPeerError(
             f"rank {place.rank} of {place.world_size} could not reach the master at {host}:{port} ({place.source}) "
@@ -177,6 +183,27 @@ def _open_store(place: Place, join_timeout_s: float) -> Store:
         ) from error
     prefix = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return PrefixStore(prefix, store)
+
+
+def _await_master(host: str, port: int, deadline: float) -> None:
+    """Return once somebody listens at the master's address.
+
+    The store's own client would do, but it may take twice its timeout, and says neither "refused" nor "no such name".
+
+    Raises:
+        OSError: Nobody did until the deadline; the last reason.
+    """
+    pause = threading.Event()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(left, _CONNECT_S))).close()
+        except OSError:
+            if left < _RETRY_S:
+                raise
+            pause.wait(_RETRY_S)
+        else:
+            return
 
 
 def _listen(host: str, port: int, *, one_host: bool) -> socket.socket:
@@ -238,7 +265,7 @@ def _await_all(store: Store, place: Place, join_timeout_s: float) -> None:
         names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         raise LostPeerError(
             f"rank {place.rank} of {place.world_size} ({place.source}): "
-            + (f"ranks {names} did not come" if missing else "the master is gone")
+            + (f"rank{'s' if len(missing) > 1 else ''} {names} did not come" if missing else "the master is gone")
             + f" within {join_timeout_s:g} s",
             rank=place.rank,
             peer=missing[0] if len(missing) == 1 else None,

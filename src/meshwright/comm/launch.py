@@ -99,6 +99,11 @@ class RankGroup:
         """The random id that every process of this group carries in its environment, as MESHWRIGHT_RUN_ID."""
         return self._supervisor.run_id
 
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, in rank order."""
+        return self._supervisor.pids
+
     def close(self) -> None:
         """Let the ranks leave, and make sure that nothing of them is left."""
         self._supervisor.close()

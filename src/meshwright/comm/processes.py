@@ -75,6 +75,7 @@ class RankProcess:
     def __init__(
         self, rank: int, environment: dict[str, str], start: dict[str, Any], descriptors: tuple[int, ...]
     ) -> None:
+        label = f"{rank}/{start['world_size']}"  # for people who look at `ps`
         ours, theirs = socket.socketpair()
         self.rank = rank
         self.stack_file = scratch_file()
@@ -86,7 +87,7 @@ class RankProcess:
         self.has_died = False
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.comm.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "meshwright.comm.worker", str(theirs.fileno()), label],
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=(theirs.fileno(), self.stack_file, *descriptors),

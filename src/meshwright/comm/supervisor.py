@@ -11,7 +11,6 @@ import os
 import secrets
 import selectors
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -21,11 +20,13 @@ from typing import Any
 
 from meshwright.comm import guardian
 from meshwright.comm.channel import pack
+from meshwright.comm.exceptions import rebuild_error
 from meshwright.comm.heartbeat import RECORD_BYTES, Board
 from meshwright.comm.processes import Guardian, RankProcess, rank_environment, scratch_file
 from meshwright.comm.signals import StopSignals
-from meshwright.comm.verdict import Sign, death_error, guilty, hang_error, rebuild_error, summarise
-from meshwright.errors import InternalError, LostPeerError, StoppedOnRequest, UserCodeError
+from meshwright.comm.stuck import STACK_SIGNAL, hang_error, late_start_error, unheeded_stop_error
+from meshwright.comm.verdict import Sign, death_error, guilty, summarise
+from meshwright.errors import InternalError, StoppedOnRequest, UserCodeError
 
 __all__: list[str] = []
 
@@ -35,10 +36,6 @@ _GRACE_SECONDARY_S = 1.0
 _TICK_S = 0.2
 _QUICK_TICK_S = 0.02
 _EXIT_PATIENCE_S = 10.0
-_DUMP_PATIENCE_S = 0.5
-
-# A real-time signal: users and cluster managers give meaning to SIGUSR1 and SIGUSR2.
-STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
 class Supervisor:
@@ -90,6 +87,11 @@ class Supervisor:
         self._environment = rank_environment(self.run_id, threads, env)
         self._threads = threads
 
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, in rank order."""
+        return [rank.pid for rank in self._ranks]
+
     # -- the three things that are done with ranks ------------------------------------------------------------------
 
     def start(self) -> None:
@@ -115,6 +117,7 @@ class Supervisor:
         self._results = {}
         for rank in self._ranks:
             rank.is_accounted = False
+        self._stop_deadline = None
         packed = pack(("call", payload, main, self._stop_told is not None))
         try:
             with self.signals:
@@ -137,27 +140,31 @@ class Supervisor:
         self._is_leaving = True
         packed = pack(("exit",))
         deadline = time.monotonic() + _EXIT_PATIENCE_S
-        try:
-            for rank in self._ranks:
-                rank.channel.send(packed)
-                self._listen_for_room(rank)
-            while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
-                self._turn(_QUICK_TICK_S if self._ranks[0].pidfd is None else _TICK_S)
-        finally:
-            self.kill()
+        with self.signals:
+            already = self.signals.first
+            try:
+                for rank in self._ranks:
+                    rank.channel.send(packed)
+                    self._listen_for_room(rank)
+                while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
+                    self._turn(_QUICK_TICK_S if self._ranks[0].pidfd is None else _TICK_S)
+                    if self.signals.first != already or self.signals.interrupted_again:
+                        raise KeyboardInterrupt
+            finally:
+                self.kill()
 
     def kill(self) -> None:
         """End every process of the run and free what it held. Safe to call at any time, and twice."""
         if self.is_closed or os.getpid() != self._owner:
             return
         self.is_closed = True
-        sessions = {rank.pid for rank in self._ranks}
-        try:
-            guardian.sweep(self.run_id, sessions)
-            for rank in self._ranks:
-                rank.reap(1.0)
-        finally:
-            self._free()
+        with self.signals:  # an interrupt must not cut this short: the ranks would live on
+            try:
+                guardian.sweep(self.run_id, {rank.pid for rank in self._ranks})
+                for rank in self._ranks:
+                    rank.reap(1.0)
+            finally:
+                self._free()
 
     def _free(self) -> None:
         self._selector.close()
@@ -222,9 +229,9 @@ class Supervisor:
             self._heed_signals(now)
             self._find_hang(now)
             if deadline is not None and now > deadline:
-                raise self._late_start()
+                raise late_start_error(self._ranks, self._board, self._start_timeout_s)
             if self._stop_deadline is not None and now > self._stop_deadline:
-                raise self._unheeded_stop()
+                raise unheeded_stop_error(self._ranks, self._board, self._stop_told or "somebody", self._stop_grace_s)
             if self._signs and (now >= self._verdict_at or all(rank.is_accounted for rank in self._ranks)):
                 raise self._verdict()
 
@@ -352,49 +359,11 @@ class Supervisor:
             rank.channel.send(packed)
             self._listen_for_room(rank)
 
-    def _unheeded_stop(self) -> StoppedOnRequest:
-        late = [rank for rank in self._ranks if not rank.is_accounted]
-        stacks = self._stacks(late)
-        lines = [f"{self._stop_told} asked for a stop; killed after {self._stop_grace_s:g} s, since these did not end:"]
-        lines += [f"  rank {rank.rank}, {self._board.read(rank.rank).where()}; {stacks[rank.rank]}" for rank in late]
-        return StoppedOnRequest("\n".join(lines), fix="poll world.stop_requested() in the loop, or raise stop_grace_s")
-
-    def _late_start(self) -> LostPeerError:
-        late = [rank for rank in self._ranks if not rank.is_ready]
-        stacks = self._stacks(late)
-        names = ", ".join(str(rank.rank) for rank in late)
-        lines = [f"ranks {names} of {self.num_ranks} did not start within {self._start_timeout_s:g} s:"]
-        lines += [f"  rank {rank.rank}, {self._board.read(rank.rank).where()}; {stacks[rank.rank]}" for rank in late]
-        return LostPeerError(
-            "\n".join(lines), peer=late[0].rank, fix="raise start_timeout_s if the machine is that busy"
-        )
-
     def _find_hang(self, now: float) -> None:
         if self._signs:
             return
         beats = [self._board.read(rank.rank) for rank in self._ranks]
         since, number = min((beat.waiting_since or float("inf"), number) for number, beat in enumerate(beats))
         if now - since > self._timeout_s:
-            doing = self._stacks(self._ranks)
-            error = hang_error(number, beats, [doing[rank.rank] for rank in self._ranks], now, self._timeout_s)
+            error = hang_error(self._ranks, self._board, number, now, self._timeout_s)
             self._sign(self._ranks[number], Sign(number, now, secondary=False, error=error))
-
-    def _stacks(self, ranks: list[RankProcess]) -> dict[int, str]:
-        """Return, for each of these ranks, where its main thread stands, as far as it can say within half a second."""
-        texts: dict[int, str] = {}
-        for rank in ranks:
-            rank.read_stack()
-            if rank.has_died:
-                texts[rank.rank] = "it has ended"
-            elif rank.state_letter() in ("T", "t"):
-                texts[rank.rank] = "it is stopped (SIGSTOP)"
-            else:
-                with contextlib.suppress(OSError):
-                    os.kill(rank.pid, STACK_SIGNAL)
-        deadline = time.monotonic() + _DUMP_PATIENCE_S
-        while len(texts) < len(ranks) and time.monotonic() < deadline:
-            time.sleep(_QUICK_TICK_S)
-            for rank in ranks:
-                if rank.rank not in texts and (text := rank.read_stack()):
-                    texts[rank.rank] = "it stands in:\n    " + text.replace("\n", "\n    ")
-        return {rank.rank: texts.get(rank.rank, "it gives no sign of life") for rank in ranks}

@@ -18,6 +18,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from meshwright.comm.exceptions import WORKER_FILE, describe_error
 from meshwright.comm.limits import memory_group, resident_bytes
 
 if TYPE_CHECKING:
@@ -91,13 +92,19 @@ class _Watchdog:
         return any(beat.is_waiting and now - beat.waiting_since > _PATIENCE_S for beat in peers)
 
     def _tell(self, error: BaseException, frame: FrameType | None) -> None:
-        from meshwright.comm.worker import describe_error
-
         info = describe_error(error)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        stack = "".join(_users_stack(frame))
         info["traceback"] += f"\n\nIt cannot get out: cleanup on its way is still running:\n{stack}".rstrip()
         info["at"] = self._seen_at
         self._channel.send(("error", info))
+
+
+def _users_stack(frame: FrameType | None) -> list[str]:
+    summary = [] if frame is None else traceback.extract_stack(frame)
+    names = [entry.filename for entry in summary]
+    # What stands above the user's function is this package's worker and the interpreter's start.
+    first = max((index + 1 for index, name in enumerate(names) if name == WORKER_FILE), default=0)
+    return traceback.format_list(summary[first:])
 
 
 def _handled_exception(thread: int) -> BaseException | None:

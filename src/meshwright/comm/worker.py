@@ -1,4 +1,4 @@
-"""What runs in a rank that `launch` started: ``python -m meshwright.comm.worker DESCRIPTOR``.
+"""What runs in a rank that `launch` started: ``python -m meshwright.comm.worker DESCRIPTOR RANK/RANKS``.
 
 The main thread does the user's calls. One thread reads the channel, another watches the main thread. Messages come as
 ("start", ...), ("call", payload, main, stop), ("stop",), ("exit",); they go as ("ready",), ("result", value),
@@ -18,12 +18,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.channel import RankEnd
+from meshwright.comm.exceptions import describe_error, users_part
 from meshwright.comm.heartbeat import Board, Pulse
 from meshwright.comm.signals import STOP_SIGNALS
 from meshwright.errors import ConfigError, MeshwrightError, UserCodeError
@@ -62,53 +62,6 @@ class RankLink:
         """Note a stop signal. Nothing is sent here: the handler may have interrupted a send."""
         self.stop = True
         self.signal_name = signal.Signals(number).name
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return what the launching process needs to raise an exception again.
-
-    `secondary` tells that all of it comes from a peer that is gone. A lost peer on top of an earlier exception of our
-    own (a collective in a `finally`) is not: then the earlier one is described.
-    """
-    from meshwright.comm.communicator import is_lost_peer
-
-    chain = [error]
-    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None and earlier not in chain:
-        chain.append(earlier)
-    secondary = is_lost_peer(chain[-1])
-    if not secondary and is_lost_peer(error):
-        error = next(link for link in chain if not is_lost_peer(link))
-    text = _safe_text(error)
-    return {
-        "type": type(error).__qualname__,
-        "text": text,
-        "traceback": "".join(traceback.format_exception(type(error), error, _users_part(error))).rstrip(),
-        "pickled": _pickled(error),
-        "secondary": secondary,
-        "at": time.monotonic(),
-    }
-
-
-def _users_part(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the first frame that is not this file's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
-
-
-def _safe_text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # noqa: BLE001 - the class's own code
-        return f"(its text cannot be made: {type(broken).__name__})"
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        return pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - the class's own code
-        return None
 
 
 def die_with_parent(parent_pid: int, *, die_with_thread: bool) -> None:
@@ -189,7 +142,7 @@ class Rank:
         except MeshwrightError as error:
             self._channel.send(("error", describe_error(error)))
         except (SystemExit, KeyboardInterrupt) as error:
-            self._channel.send(("error", describe_error(self._as_user_error(error))))
+            self._channel.send(("error", describe_error(self._as_user_error(error), shown=error)))
         except BaseException as error:  # noqa: BLE001 - everything that a call can raise must be told
             self._channel.send(("error", describe_error(error)))
         else:
@@ -201,12 +154,12 @@ class Rank:
         result = function(*args)
         try:
             self._channel.send(("result", result))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - pickling runs the result's own code
             raise UserCodeError(
                 f"rank {self._start['rank']} returned a {type(result).__qualname__} that cannot be sent back: {error}",
                 rank=self._start["rank"],
                 fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
-            ) from error
+            ) from None  # its text says all; its traceback is ours
 
     def _unpack(self, payload: bytes, main: str | None) -> tuple[Any, Any]:
         if main is not None:
@@ -225,13 +178,11 @@ class Rank:
     def _as_user_error(self, error: BaseException) -> BaseException:
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
         rank, size = self._start["rank"], self._start["world_size"]
-        told = UserCodeError(
+        return UserCodeError(
             f"rank {rank} of {size} {what} before its work was done",
             rank=rank,
-            traceback_text="".join(traceback.format_exception(error)),
+            traceback_text="".join(traceback.format_exception(type(error), error, users_part(error))),
         )
-        told.__cause__ = error
-        return told
 
 
 def main() -> None:

@@ -134,6 +134,17 @@ class World:
         elif self.on_event is not None:
             self.on_event(self.rank, event)
 
+    def sharing_failures(self) -> contextlib.AbstractContextManager[None]:
+        """Have joined ranks learn whose error it was. Put the rank's whole work inside.
+
+        A rank that raises tells the others through the store; a rank that only sees a lost peer waits up to two seconds
+        for such news, and then raises a `LostPeerError` that has the guilty rank's error in it. Launched ranks need
+        none of this, their launching process knows.
+        """
+        from meshwright.comm import failures
+
+        return failures.sharing(self)
+
     @contextlib.contextmanager
     def catching_stop_signals(self) -> Iterator[None]:
         """Let SIGINT, SIGTERM and SIGHUP ask this rank to stop; a second SIGINT raises KeyboardInterrupt.

@@ -1,0 +1,100 @@
+"""An exception on its way from a rank to the launching process: described there, rebuilt here."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshwright.errors import UserCodeError
+
+__all__: list[str] = []
+
+WORKER_FILE = str(Path(__file__).with_name("worker.py"))
+"""The file whose frames stand above the user's function in every rank; nobody wants to read them."""
+
+
+def describe_error(error: BaseException, shown: BaseException | None = None) -> dict[str, Any]:
+    """Return what the launching process needs to raise an exception again.
+
+    Args:
+        error: The exception.
+        shown: The one whose traceback is shown, where that is another.
+
+    `secondary` tells that all of it comes from a peer that is gone. A lost peer on top of an earlier exception of our
+    own (a collective in a `finally`) is not: then the earlier one is described.
+    """
+    from meshwright.comm.communicator import is_lost_peer
+
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None and earlier not in chain:
+        chain.append(earlier)
+    secondary = is_lost_peer(chain[-1])
+    if not secondary and is_lost_peer(error):
+        error = next(link for link in chain if not is_lost_peer(link))
+    text = _safe_text(error)
+    shown = error if shown is None else shown
+    return {
+        "type": type(error).__qualname__,
+        "text": text,
+        "traceback": "".join(traceback.format_exception(type(shown), shown, users_part(shown))).rstrip(),
+        "pickled": _pickled(error),
+        "secondary": secondary,
+        "at": time.monotonic(),
+    }
+
+
+def users_part(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the first frame that is not the worker's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == WORKER_FILE:
+        trace = trace.tb_next
+    return trace
+
+
+def _safe_text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - the class's own code
+        return f"(its text cannot be made: {type(broken).__name__})"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        return pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - the class's own code
+        return None
+
+
+def rebuild_error(info: dict[str, Any], rank: int, world_size: int) -> BaseException:
+    """Return a rank's exception: the object itself where it survives the way here, else a `UserCodeError`.
+
+    Args:
+        info: What the rank sent, see `describe_error`.
+        rank: The rank that raised.
+        world_size: Number of ranks [count].
+    """
+    traceback_text = info["traceback"]
+    error = _unpickled(info)
+    if error is None:
+        return UserCodeError(
+            f"rank {rank} of {world_size} raised {info['type']}: {info['text']}\n\n{traceback_text}",
+            rank=rank,
+            traceback_text=traceback_text,
+        )
+    error.add_note(f"rank {rank} of {world_size}; its traceback:\n{traceback_text}")
+    return error
+
+
+def _unpickled(info: dict[str, Any]) -> Exception | None:
+    if info["pickled"] is None:
+        return None
+    try:
+        error = pickle.loads(info["pickled"])  # noqa: S301 - from our own rank, over the private channel
+        same = isinstance(error, Exception) and str(error) == info["text"]
+    except Exception:  # noqa: BLE001 - rebuilding runs the class's own code, which may raise anything
+        return None
+    return error if same else None
