@@ -129,6 +129,7 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(lambda: models.Checkpointed(use_reentrant=False).double(), regression, losses.square),
     "reentrant": Case(lambda: models.Checkpointed(use_reentrant=True).double(), regression, losses.square),
     "hooked": Case(models.build_hooked, regression, losses.square),
+    "old_weight_norm": Case(models.build_old_weight_norm, regression, losses.square),
     "penalty": Case(models.build_mlp, regression, losses.with_penalty),
     **{
         f"output_{kind}": Case(
@@ -142,7 +143,7 @@ CASES: dict[str, Case] = {
 PIECEWISE: dict[str, Case] = {
     "batch_norm": Case(models.build_resnet_batch_norm, images, classes),
     "discriminator": Case(lambda: models.Discriminator().double(), pairs_of_images, losses.difference_of_scores),
-    "normed": Case(models.build_normed, regression, losses.square),
+    "parametrized": Case(models.build_parametrized, regression, losses.square),
     "data_dependent": Case(lambda: models.DataDependent().double(), data_dependent, losses.square),
 }
 

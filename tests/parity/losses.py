@@ -67,6 +67,7 @@ def with_penalty(outputs: Tensor, batch: Any) -> Tensor:
 
 
 def not_finite_where_marked(outputs: Tensor, batch: Any) -> Tensor:
-    """Becomes NaN for samples whose target is marked by 1e9."""
+    """Becomes NaN where a sample's target is marked by 1e9."""
     marked = (batch[1] == 1e9).any(1, keepdim=True)
-    return torch.where(marked, outputs * torch.nan, outputs - batch[1].clamp(max=10)).square().mean()
+    factor = torch.where(marked, torch.nan, 1.0).to(outputs.dtype)
+    return (outputs * factor - batch[1].clamp(max=10)).square().mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import typing
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -264,7 +265,7 @@ class GraphNetwork(nn.Module):
         self.message = nn.Linear(7, 7)
         self.head = nn.Linear(7, 5)
 
-    def forward(self, x: Tensor, edge_index: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, **_: Tensor) -> Tensor:
         received = torch.zeros_like(x).index_add(0, edge_index[1], self.message(x)[edge_index[0]])
         return self.head(torch.tanh(x + received))
 
@@ -312,9 +313,10 @@ class Discriminator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 5, 3)
+        # Without biases: before a normalisation their gradient is zero, and what is computed for it is rounding.
+        self.conv = nn.Conv2d(2, 5, 3, bias=False)
         self.norm = nn.BatchNorm2d(5)
-        self.cell = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+        self.cell = nn.Sequential(nn.Linear(5, 5, bias=False), nn.BatchNorm1d(5))
         self.head = nn.Linear(5, 1)
 
     def score(self, images: Tensor) -> Tensor:
@@ -327,14 +329,18 @@ class Discriminator(nn.Module):
         return self.score(real), self.score(fake)
 
 
-def build_normed() -> nn.Module:
-    """Weight norm, old and new style, and a spectral norm whose power iteration moves a buffer in each forward."""
-    with_old = nn.utils.weight_norm(nn.Linear(7, 9))
-    with_new = nn.utils.parametrizations.weight_norm(nn.Linear(9, 9))
+def build_parametrized() -> nn.Module:
+    """Weight norm as a parametrization, and a spectral norm whose power iteration moves buffers in each forward."""
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(7, 9))
     spectral = nn.utils.parametrizations.spectral_norm(nn.Conv1d(1, 3, 3))
-    return nn.Sequential(
-        with_old, nn.Tanh(), with_new, nn.Unflatten(1, (1, 9)), spectral, nn.Flatten(), nn.Linear(21, 5)
-    ).double()
+    return nn.Sequential(normed, nn.Tanh(), nn.Unflatten(1, (1, 9)), spectral, nn.Flatten(), nn.Linear(21, 5)).double()
+
+
+def build_old_weight_norm() -> nn.Module:
+    """Weight norm by a hook that keeps the computed weight as a plain attribute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and in many models that people have
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(7, 9)), nn.Tanh(), nn.Linear(9, 5)).double()
 
 
 class TaggedParameter(nn.Parameter):

@@ -96,7 +96,7 @@ def _add_module(model: mw.ParallelModel) -> None:
         (_toggle_on_rank_0, "0.weight"),
         (_replace_parameter, "0.weight"),
         (_replace_on_rank_1, "0.weight"),
-        (_add_module, "3."),
+        (_add_module, "3 children"),
     ],
 )
 def test_changes_that_would_go_unnoticed_are_refused_on_every_rank(change: Any, word: str) -> None:
@@ -330,7 +330,8 @@ def _build_tied() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "build", [models.build_gpt, _build_tied, models.build_normed, _build_odd_names, models.build_resnet_batch_norm]
+    "build",
+    [models.build_gpt, _build_tied, models.build_parametrized, _build_odd_names, models.build_resnet_batch_norm],
 )
 def test_names_are_those_of_the_plain_model_in_its_order(build: Any) -> None:
     # E021; a tied weight stands there under both names, as in the plain model's state_dict.

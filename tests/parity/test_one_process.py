@@ -20,6 +20,9 @@ SETTINGS = (
     Setting(num_samples=11, micro_batches=3),
 )
 
+# Models with fewer pieces than three, which cannot be spread over more devices than that.
+NUM_LAYERS = {"tiny": 1, "own_loss": 2, "recurrent": 2, "output": 2}
+
 
 def _matrix() -> list[tuple[str, int, Setting]]:
     return [
@@ -31,8 +34,13 @@ def _matrix() -> list[tuple[str, int, Setting]]:
 
 @pytest.mark.parametrize(("name", "num_devices", "setting"), _matrix(), ids=str)
 def test_data_parallel_equals_one_device(name: str, num_devices: int, setting: Setting) -> None:
-    records = run_case(name, f"mode=data_parallel,dp={num_devices}", setting, devices=["cpu"] * num_devices)
-    testing.assert_parity(records, reference(name, setting), FLOAT64)
+    line, devices = f"mode=data_parallel,dp={num_devices}", ["cpu"] * num_devices
+    if name == "old_weight_norm":
+        # The hook's computed weight is no leaf, which torch cannot copy: refused, with the way out.
+        with pytest.raises(mw.ApplyError, match=r"copy\.deepcopy failed.*weight_norm(.|\n)*use the plan 'distributed'"):
+            run_case(name, line, setting, devices=devices)
+        return
+    testing.assert_parity(run_case(name, line, setting, devices=devices), reference(name, setting), FLOAT64)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
@@ -54,8 +62,13 @@ def test_data_parallel_equals_one_device_that_takes_the_same_pieces(name: str) -
 @pytest.mark.parametrize(("index", "name"), list(enumerate(cases.CASES)))
 def test_model_parallel_equals_one_device(index: int, name: str, num_devices: int) -> None:
     setting = SETTINGS[(index + num_devices) % len(SETTINGS)]
-    records = run_case(name, f"mode=model_parallel,pp={num_devices}", setting, devices=["cpu"] * num_devices)
-    testing.assert_parity(records, reference(name, setting), FLOAT64)
+    line, devices = f"mode=model_parallel,pp={num_devices}", ["cpu"] * num_devices
+    num_layers = NUM_LAYERS.get(name.split("_", maxsplit=1)[0] if name.startswith("output_") else name, num_devices)
+    if num_layers < num_devices:
+        with pytest.raises(mw.ApplyError, match=f"{num_layers} layers cannot be spread over {num_devices} devices"):
+            run_case(name, line, setting, devices=devices)
+        return
+    testing.assert_parity(run_case(name, line, setting, devices=devices), reference(name, setting), FLOAT64)
 
 
 @pytest.mark.parametrize("name", cases.PIECEWISE)
@@ -66,8 +79,10 @@ def test_model_parallel_equals_one_device_that_takes_the_same_pieces(name: str) 
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-# AdamW has no update for sparse gradients.
-@pytest.mark.parametrize("name", sorted({*cases.CASES, *cases.PIECEWISE} - {"sparse"}))
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize(
+    "name", sorted({*cases.CASES, *cases.PIECEWISE} - {"sparse"})
+)  # AdamW takes no sparse gradients
 def test_single_is_plain_pytorch_bit_for_bit(name: str, max_grad_norm: float | None) -> None:
     # E072: with one device the same code runs, and not a bit changes, in float32 and with AdamW too.
     case = cases.find(name)
@@ -78,7 +93,8 @@ def test_single_is_plain_pytorch_bit_for_bit(name: str, max_grad_norm: float | N
     records = testing.plan_steps(build, mw.Plan.parse("single"), batches, case.loss_fn, options=options)
     expected = testing.oracle_steps(build, batches, case.loss_fn, optimizer=adamw, max_grad_norm=max_grad_norm)
     for record, plain in zip(records, expected, strict=True):
-        assert record.loss == plain.loss
+        # Our loss is the quotient in float64, torch's the one in float32.
+        assert torch.tensor(record.loss, dtype=torch.float32) == torch.tensor(plain.loss, dtype=torch.float32)
         for name_, value in plain.parameters.items():
             assert torch.equal(record.parameters[name_], value), name_
         for name_, value in plain.buffers.items():

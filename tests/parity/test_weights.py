@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import meshwright as mw
 from meshwright import testing
 from parity import cases, losses, models
-from parity.harness import Setting, assert_ranks_agree, cut, reference
+from parity.harness import Setting, assert_ranks_agree, cut, reference, split_sizes
 from tolerances import FLOAT64
 
 
@@ -107,38 +109,68 @@ def test_every_rank_returns_the_same_result() -> None:
     assert dict(evaluated)["num_samples"] == 5
 
 
-def _graph_steps(graphs: list[Any]) -> list[testing.StepRecord]:
-    share = graphs[mw.current_world().rank]
-    plan = mw.Plan.parse(f"dp={len(graphs)}")
-    return testing.plan_steps(_build_graph_network, plan, [None], losses.nodes, shares=[share])
+class Graphs(dict[str, Tensor]):
+    """A union of graphs: `x` and `targets` have a row for each node, `edge_index` a column for each edge."""
+
+    @property
+    def num_samples(self) -> int:
+        return int(self["graph_id"].max()) + 1
+
+    @classmethod
+    def union(cls, graphs: Sequence[dict[str, Tensor]]) -> Graphs:
+        offsets = torch.tensor([0, *(g["x"].shape[0] for g in graphs)]).cumsum(0)
+        return cls(
+            x=torch.cat([g["x"] for g in graphs]),
+            edge_index=torch.cat([g["edge_index"] + o for g, o in zip(graphs, offsets, strict=False)], dim=1),
+            targets=torch.cat([g["targets"] for g in graphs]),
+            graph_id=torch.cat([torch.full(g["x"].shape[:1], i) for i, g in enumerate(graphs)]),
+        )
+
+    def graph(self, index: int) -> dict[str, Tensor]:
+        nodes = (self["graph_id"] == index).nonzero().squeeze(1)
+        edges = self["edge_index"][:, torch.isin(self["edge_index"][0], nodes)] - nodes[0]
+        return {"x": self["x"][nodes], "edge_index": edges, "targets": self["targets"][nodes]}
+
+
+def _split_graphs(graphs: Graphs, num_parts: int) -> list[Graphs]:
+    parts, start = [], 0
+    for size in split_sizes(graphs.num_samples, num_parts):
+        if size:
+            parts.append(Graphs.union([graphs.graph(i) for i in range(start, start + size)]))
+        start += size
+    return parts
+
+
+def _graph_steps(batch: Graphs, line: str, split: Any) -> list[testing.StepRecord]:
+    return testing.plan_steps(_build_graph_network, mw.Plan.parse(line), [batch], losses.nodes, split=split)
 
 
 def _build_graph_network() -> torch.nn.Module:
     return models.GraphNetwork().double()
 
 
-def _graph(num_nodes: int, seed: int) -> dict[str, torch.Tensor]:
-    x, targets = cases.regression(num_nodes, seed)
-    edges = torch.randint(num_nodes, (2, 2 * num_nodes), generator=torch.Generator().manual_seed(seed))
-    return {"x": x, "edge_index": edges, "targets": targets}
+def _graphs() -> Graphs:
+    graphs = []
+    for seed, num_nodes in enumerate([3, 5, 1, 9]):
+        x, targets = cases.regression(num_nodes, seed)
+        edges = torch.randint(num_nodes, (2, 2 * num_nodes), generator=torch.Generator().manual_seed(seed))
+        graphs.append({"x": x, "edge_index": edges, "targets": targets})
+    return Graphs.union(graphs)
 
 
-def test_graphs_are_weighted_by_nodes() -> None:
-    # E105: a rank has graphs with 3 and 5 nodes, the other with 1 and 9, and no input has the sample as dim 0.
-    def union(*graphs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        offsets = torch.tensor([0, *(g["x"].shape[0] for g in graphs)]).cumsum(0)
-        return {
-            "x": torch.cat([g["x"] for g in graphs]),
-            "edge_index": torch.cat([g["edge_index"] + o for g, o in zip(graphs, offsets, strict=False)], dim=1),
-            "targets": torch.cat([g["targets"] for g in graphs]),
-        }
-
-    graphs = [_graph(n, seed) for seed, n in enumerate([3, 5, 1, 9])]
-    shares = [union(*graphs[:2]), union(*graphs[2:])]
-    per_rank = testing.run_ranks(_graph_steps, 2, shares)
-    expected = testing.oracle_steps(_build_graph_network, [union(*graphs)], losses.nodes)
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,micro_batches=2", "dp=3"])
+def test_graphs_are_weighted_by_nodes(line: str) -> None:
+    # E105: graphs of 3, 5, 1 and 9 nodes, and no input has the sample as dim 0: the user's splitter cuts.
+    per_rank = testing.run_ranks(_graph_steps, mw.Plan.parse(line).num_ranks, _graphs(), line, _split_graphs)
+    expected = testing.oracle_steps(_build_graph_network, [_graphs()], losses.nodes)
     testing.assert_parity(per_rank[0], expected, FLOAT64)
     assert_ranks_agree(per_rank)
+
+
+def test_graphs_are_not_cut_without_a_splitter() -> None:
+    for outcome in testing.run_outcomes(_graph_steps, 2, _graphs(), "dp=2", None):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.result
+        assert "split=" in str(outcome.error)
 
 
 def _own_loop(share_counts: list[int]) -> list[testing.StepRecord]:

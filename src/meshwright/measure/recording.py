@@ -39,6 +39,7 @@ def plan_steps(
     options: StepOptions | None = None,
     shares: Sequence[Any] | None = None,
     devices: Sequence[Any] | None = None,
+    split: Callable[[Any, int], list[Any]] | None = None,
 ) -> list[StepRecord]:
     """Train under a plan and record every step; call it on every rank.
 
@@ -50,6 +51,7 @@ def plan_steps(
         options: Steps, optimizer, seed, clipping, dtype of the batches.
         shares: This rank's own share of each batch instead of `split_batch`'s; None stands for an empty one.
         devices: For the plans of one process.
+        split: As for `apply_plan`.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -66,6 +68,7 @@ def plan_steps(
         seed=options.seed,
         max_grad_norm=options.max_grad_norm,
         devices=devices,
+        split=split,
     )
     try:
         seen = GradientRecorder(model)
