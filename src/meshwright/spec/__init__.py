@@ -1,6 +1,6 @@
 """The values that pass between describe, plan, apply, run, measure and report: frozen, versioned, JSON both ways."""
 
-from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.model import LayerSpec, ModelSpec, SharedParameter
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
 from meshwright.spec.record import Measurement, RunRecord
@@ -14,6 +14,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "RunRecord",
+    "SharedParameter",
     "TimeBreakdown",
     "TrainSpec",
 ]
