@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ def _find_module(module: str, key: str, roots: Sequence[str]) -> importlib.machi
     first, *rest = module.split(".")
     spec = importlib.machinery.PathFinder.find_spec(first, list(roots)) or _find_installed(first)
     if spec is None:
-        local = [path.stem for root in roots for path in Path(root).glob("*.py")]
+        local = [found.name for found in pkgutil.iter_modules(roots)]
         raise ConfigError(
             f"{key}: there is no module '{first}'{did_you_mean(first, local)}; looked in {', '.join(roots)} and in "
             "what is installed"
@@ -102,7 +103,7 @@ def _find_module(module: str, key: str, roots: Sequence[str]) -> importlib.machi
         places = list(spec.submodule_search_locations or ())
         inner = importlib.machinery.PathFinder.find_spec(part, places) if places else None
         if inner is None:
-            near = [path.stem for place in places for path in Path(place).glob("*.py")]
+            near = [found.name for found in pkgutil.iter_modules(places)]
             raise ConfigError(f"{key}: '{name}' has no module '{part}'{did_you_mean(part, near)}")
         spec, name = inner, f"{name}.{part}"
     return spec
