@@ -1,0 +1,81 @@
+"""train/events.py: lines that can be read back, a record that is never half there, one run for each folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.errors import DirectoryInUseError, StorageError
+from meshwright.spec import Measurement, Plan, RunRecord
+from meshwright.train.events import RunDirectory, read_events
+
+
+def test_events_are_lines_that_are_there_at_once(tmp_path):
+    with RunDirectory(tmp_path / "runs" / "a") as directory:
+        directory.write_event({"event": "run_started", "name": "zwei\nZeilen"})
+        directory.write_event({"event": "step", "loss": float("nan"), "grad_norm": float("inf"), "extra": (1, 2)})
+        lines = (tmp_path / "runs" / "a" / "events.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[1]) == {"event": "step", "loss": None, "grad_norm": None, "extra": [1, 2]}
+
+
+def test_a_second_run_is_appended_and_read_alone(tmp_path):
+    for loss in (1.0, 2.0):
+        with RunDirectory(tmp_path) as directory:
+            directory.write_event({"event": "run_started"})
+            directory.write_event({"event": "step", "loss": loss})
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 4
+    assert [event.get("loss") for event in read_events(tmp_path)] == [None, 2.0]
+
+
+def test_an_unfinished_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "run_started"}\n{"event": "st')
+    assert [event["event"] for event in read_events(path)] == ["run_started"]
+    path.write_text('{"event": "run_started"}\n{"ev\n{"event": "step"}\n')
+    with pytest.raises(StorageError, match="line 2 is damaged"):
+        read_events(path)
+    with pytest.raises(StorageError, match="No such file"):
+        read_events(tmp_path / "missing.jsonl")
+
+
+def test_the_record_reads_back_and_leaves_no_part_behind(tmp_path):
+    record = RunRecord(plan=Plan.parse("dp=2"), config={"a": [1]}, measurement=Measurement(step_seconds=(0.1,)))
+    with RunDirectory(tmp_path) as directory:
+        directory.write_record(record)
+    assert RunRecord.from_json((tmp_path / "record.json").read_text()) == record
+    assert sorted(os.listdir(tmp_path)) == [".lock", "events.jsonl", "record.json"]
+
+
+def test_two_runs_in_one_folder_are_refused_with_the_holders_number(tmp_path):
+    with RunDirectory(tmp_path):
+        with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}, is using") as caught:
+            RunDirectory(tmp_path)
+        assert caught.value.exit_code == 16
+    RunDirectory(tmp_path).close()
+
+
+def test_the_lock_of_a_dead_run_does_not_hold(tmp_path):
+    code = "import os, sys; from pathlib import Path; from meshwright.train.events import RunDirectory\n"
+    code += "RunDirectory(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    assert done.returncode == -9
+    RunDirectory(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        RunDirectory(tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    directory = RunDirectory(tmp_path)
+    with pytest.raises(StorageError, match="No space left"):
+        directory.write_event({"event": "step"})
+    with pytest.raises(OSError, match="No space left"):
+        directory.close()

@@ -1,0 +1,117 @@
+"""train/progress.py: plain lines at a bearable rate, a bar on a terminal, and nothing that steers the terminal."""
+
+import io
+
+import pytest
+
+from meshwright.train.progress import ProgressView, clean
+
+
+def started(**changes):
+    return {
+        "event": "run_started",
+        "name": "demo",
+        "num_parameters": 1234,
+        "plan": "dp=2",
+        "num_ranks": 2,
+        "device": "cpu",
+        "threads": 1,
+        "steps": 100,
+        "global_batch_size": 8,
+    } | changes
+
+
+def step(number, **changes):
+    return {
+        "event": "step",
+        "step": number,
+        "steps": 100,
+        "loss": 5.0 - number / 100,
+        "skipped": False,
+        "num_samples": 8,
+        "num_tokens": 1024,
+        "tokens_per_s": 2048.0,
+        "samples_per_s": 16.0,
+        "seconds": 0.5,
+        "peak_memory_bytes": 2**30,
+        "eta_s": (100 - number) / 2,
+    } | changes
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def show(*events, seconds_between=0.5):
+    now = [0.0]
+    stream = io.StringIO()
+    with ProgressView(stream, clock=lambda: now[0]) as view:
+        for event in events:
+            view.show(event)
+            now[0] += seconds_between
+    return stream.getvalue().splitlines()
+
+
+def test_plain_lines_come_every_two_seconds_first_and_last_always():
+    lines = show(started(), *[step(number) for number in range(1, 101)])
+    numbers = [int(line.split()[1].partition("/")[0]) for line in lines if line.startswith("step")]
+    assert numbers[0] == 1
+    assert numbers[-1] == 100
+    assert numbers[1:4] == [5, 9, 13]
+
+
+def test_a_line_has_every_number_of_the_bar():
+    lines = show(started(), step(1), {"event": "evaluated", "step": 1, "loss": 4.25, "num_samples": 3, "seconds": 0.1})
+    assert lines[0] == "demo: 1,234 parameters, plan 'dp=2' on 2 processes (cpu, 1 thread each), 100 steps of 8 samples"
+    for word in ("step 1/100", "loss 4.9900", "2,048 tokens/s", "500 ms/step", "1 GiB", "0:50 left"):
+        assert word in lines[1].replace("1.00 GiB", "1 GiB")
+    assert "held-out loss 4.2500 on 3 samples" in lines[2]
+
+
+def test_the_last_step_before_a_stop_is_shown():
+    lines = show(started(), step(1), step(2), step(3), {"event": "stopped", "step": 3, "steps": 100}, seconds_between=0)
+    assert lines[-2].startswith("step 3/100")
+    assert lines[-1] == "stopped after step 3 of 100"
+
+
+def test_losses_that_are_missing_are_shown_as_such():
+    lines = show(started(), step(1, loss=float("nan"), skipped=True))
+    assert "loss nan (skipped)" in lines[1]
+
+
+def test_models_without_tokens_show_samples():
+    assert "16 samples/s" in show(started(), step(1, num_tokens=8))[1]
+
+
+def test_a_terminal_gets_a_bar():
+    stream = Terminal()
+    with ProgressView(stream) as view:
+        view.show(started())
+        view.show(step(50))
+        view.show(step(100))
+    text = stream.getvalue()
+    assert "━" in text
+    assert "100/100" in text
+    assert "\x1b[?25h" in text  # the cursor is back
+
+
+def test_control_characters_and_markup_from_outside_do_nothing():
+    name = "\x1b]0;title\x07a\x1b[31mb\r\x08[bold]c\u202e"
+    assert clean(name) == "ab[bold]c"
+    assert clean("line\n\ttab") == "line\n\ttab"
+    plain = show(started(name=name))
+    assert plain[0].startswith("ab[bold]c: ")
+    stream = Terminal()
+    with ProgressView(stream) as view:
+        view.show(started(name=name))
+        view.note(f"{name} again")
+    assert "\x1b]0" not in stream.getvalue()
+    assert "[bold]c again" in stream.getvalue()
