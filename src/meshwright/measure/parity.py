@@ -204,6 +204,9 @@ class ParityReport:
         lines += [f"{r.name:<{width}}  {r.gradient:>8.1e}  {r.value:>8.1e}  {r.note}".rstrip() for r in rows]
         if len(self.parameters) > len(rows):
             lines.append(f"... and {len(self.parameters) - len(rows)} parameters that differ no more than these")
+        for kind, difference in (("loss", self.loss_difference), ("gradient norm", self.grad_norm_difference)):
+            if not difference <= self.bound:
+                lines += ["", f"outside the bound: {kind}, {difference:.1e}"]
         first = self.first_difference
         if first is not None:
             lines += ["", f"first parameter outside the bound: {first.name} ({first.note})"]
