@@ -1,0 +1,249 @@
+"""What ranks do in these tests. Each prints nothing and needs no data."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.comm.world import World, current_world, join_world
+
+
+def world() -> World:
+    found = current_world()
+    assert found is not None
+    return found
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def place() -> dict[str, Any]:
+    here = world()
+    assert join_world() is here
+    total = torch.full((3,), float(here.rank))
+    here.default_group.all_reduce(total)
+    return {
+        "rank": here.rank,
+        "sum": total.tolist(),
+        "threads": torch.get_num_threads(),
+        "launched": here.is_launched,
+        "distributed": torch.distributed.get_rank(),
+        "stop": here.stop_requested(),
+    }
+
+
+def chatter(count: int) -> None:
+    for number in range(count):
+        world().emit({"number": number})
+
+
+def nothing() -> None:
+    return None
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
+def train(steps: int, events: bool = False) -> list[float]:
+    """A little training run: the same numbers on every rank, and the same in every run."""
+    here = world()
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, requires_grad=True)
+    losses = []
+    generator = torch.Generator().manual_seed(here.rank)
+    for step in range(steps):
+        if events:
+            here.emit({"step": step, "pid": os.getpid()})
+        here.report_progress(step, "forward")
+        loss = (torch.randn(8, 64, generator=generator) @ weight).square().mean()
+        here.report_progress(step, "backward")
+        (gradient,) = torch.autograd.grad(loss, weight)
+        here.default_group.all_reduce(gradient)
+        with torch.no_grad():
+            weight -= 0.01 * gradient / here.world_size
+        losses.append(float(weight.sum()))
+    return losses
+
+
+def loop_until_stopped(grandchildren: bool = False) -> int:
+    """Exchange until all agree that somebody was asked to stop; return the step."""
+    here = world()
+    started = start_grandchildren() if grandchildren else []
+    step = 0
+    while True:
+        here.report_progress(step, "forward")
+        asked = torch.tensor([float(here.stop_requested())])
+        here.default_group.all_reduce(asked, "max")
+        if step == 3:
+            here.emit({"running": here.rank, "pid": os.getpid(), "grandchildren": started})
+        if asked.item():
+            return step
+        step += 1
+
+
+def _sleep() -> None:
+    threading.Event().wait()
+
+
+def start_grandchildren() -> list[int]:
+    """Start what a DataLoader starts, a forked child, and one that leads a session of its own."""
+    forked = multiprocessing.get_context("fork").Process(target=_sleep, daemon=True)
+    forked.start()
+    own_session = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True
+    )
+    return [forked.pid or 0, own_session.pid]
+
+
+def deaf(deaf_rank: int) -> None:
+    """Never look at the stop request; one rank ignores SIGTERM, too."""
+    here = world()
+    if here.rank == deaf_rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    here.emit({"running": here.rank, "pid": os.getpid()})
+    if here.rank != deaf_rank:
+        while not here.stop_requested():
+            threading.Event().wait(0.01)
+        return
+    while True:
+        threading.Event().wait(1)
+
+
+def die(rank: int, how: str) -> None:
+    """One rank dies in step 2; the others wait for it."""
+    here = world()
+    here.report_progress(2, "forward")
+    if here.rank == rank:
+        if how in ("SIGKILL", "SIGSEGV"):
+            os.kill(os.getpid(), getattr(signal, how))
+        elif how == "abort":
+            os.abort()
+        elif how == "exit 0":
+            os._exit(0)
+        else:
+            sys.exit(3)
+    here.default_group.all_reduce(torch.ones(4))
+
+
+def wait_inside(victim: int) -> None:
+    """The victim waits in an all-reduce that the others never enter."""
+    here = world()
+    here.default_group.all_reduce(torch.ones(4))
+    here.report_progress(5, "backward")
+    here.emit({"pid": os.getpid(), "victim": here.rank == victim})
+    if here.rank == victim:
+        here.default_group.all_reduce(torch.ones(4))
+    else:
+        wait_forever()
+
+
+class OddError(Exception):
+    """Pickles, but cannot be built again."""
+
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(f"{left} and {right}")
+
+
+def fail(ranks: list[int], kind: str) -> None:
+    """Some ranks raise, each its own text; the others wait for them."""
+    here = world()
+    here.default_group.all_reduce(torch.ones(4))
+    if here.rank in ranks:
+        text = f"broken on {here.rank}"
+        if kind == "value":
+            raise ValueError(text)
+        if kind == "odd":
+            raise OddError("this", "that")
+        if kind == "blocked":
+            try:
+                raise ValueError(text)
+            finally:
+                wait_forever()
+        if kind == "barrier":
+            try:
+                raise ValueError(text)
+            finally:
+                here.default_group.barrier()
+        if kind == "lambda":
+            return lambda: None  # type: ignore[return-value]
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+    try:
+        here.default_group.all_reduce(torch.ones(4))
+    except Exception as error:
+        raise RuntimeError("training failed") from error  # looks first-hand, and is not
+
+
+def handle_slowly(seconds: float) -> str:
+    """Rank 0 handles an error for a while, which is no fault, while the others wait."""
+    here = world()
+    if here.rank == 0:
+        try:
+            raise FileNotFoundError("no data yet")
+        except FileNotFoundError:
+            threading.Event().wait(seconds)
+            here.default_group.barrier()
+    else:
+        here.default_group.barrier()
+    return "fine"
+
+
+def hang() -> None:
+    here = world()
+    here.report_progress(4, "optimizer")
+    if here.rank == 0:
+        here.default_group.all_reduce(torch.ones(4))
+    else:
+        wait_forever()
+
+
+def stop_self() -> None:
+    here = world()
+    if here.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    here.default_group.all_reduce(torch.ones(4))
+
+
+def exhaust_address_space(num_bytes: int) -> None:
+    here = world()
+    if here.rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))
+        torch.ones(num_bytes, dtype=torch.uint8)
+    here.default_group.barrier()
+
+
+def exhaust_memory_group(directory: str) -> None:
+    """Rank 1 moves into a memory group and takes more than that allows."""
+    here = world()
+    here.report_progress(7, "forward")
+    if here.rank == 1:
+        Path(directory, "cgroup.procs").write_text(str(os.getpid()))
+        held = []
+        while True:
+            held.append(torch.ones(4 << 20, dtype=torch.uint8))
+    here.default_group.barrier()
+
+
+def launch_again() -> None:
+    from meshwright.comm.launch import launch
+
+    launch(nothing, 2)
+
+
+def fill(num_bytes: int) -> int:
+    return len(bytes(num_bytes)) if num_bytes < 0 else num_bytes
+
+
+def big(num_bytes: int) -> torch.Tensor:
+    return torch.full((num_bytes,), world().rank, dtype=torch.uint8)

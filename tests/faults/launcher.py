@@ -1,0 +1,38 @@
+"""A launching process of its own: ``python -m tests.faults.launcher JSON``. Prints a JSON line per event and at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from tests.faults import jobs
+
+from meshwright.comm.launch import launch
+from meshwright.errors import exit_code_of
+
+
+def say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    say(started=True)
+    try:
+        results = launch(
+            getattr(jobs, request["job"]),
+            request.get("num", 2),
+            *request.get("args", []),
+            on_event=lambda rank, event: say(rank=rank, event=event),
+            **request.get("options", {}),
+        )
+    except BaseException as error:
+        say(error=type(error).__name__, text=str(error), notes=getattr(error, "__notes__", []))
+        return exit_code_of(error)
+    say(results=results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

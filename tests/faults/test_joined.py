@@ -1,0 +1,169 @@
+"""Ranks that something else started: torchrun, srun, Kubernetes, nobody; and F16, a port that is taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.faults.command import Command
+
+PROGRAM = """
+import json, sys, time
+import torch
+from meshwright.comm.world import join_world
+from meshwright.errors import exit_code_of
+import meshwright.comm.join
+def say(**line): print(json.dumps(line), flush=True)
+start = time.monotonic()
+try:
+    world = join_world(join_timeout_s=float(sys.argv[2]))
+    assert join_world() is world
+    with world.sharing_failures():
+        total = torch.full((2,), world.rank + 1.0)
+        world.default_group.all_reduce(total)
+        say(rank=world.rank, size=world.world_size, sum=total.tolist(), local=world.local_rank,
+            distributed=torch.distributed.is_initialized(), launched=world.is_launched)
+        if sys.argv[1] == f"raise {world.rank}":
+            raise ValueError("mine")
+        world.default_group.barrier()
+except Exception as error:
+    say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - start)
+    sys.exit(exit_code_of(error))
+"""
+
+CLEAN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "SLURM_PROCID")
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in CLEAN:
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def env_of(rank: int, size: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def run_ranks(program: str, how: str, environments: list[dict[str, str]]) -> list[tuple[int, Command]]:
+    commands = [Command([program, how, "20"], environment) for environment in environments]
+    return [(command.finish(), command) for command in commands]
+
+
+def test_nothing_set_is_a_world_of_one(program: str) -> None:
+    with Command([program, "ok", "5"]) as command:
+        assert command.finish() == 0
+    line = command.lines[0]
+    assert (line["size"], line["sum"], line["distributed"], line["launched"]) == (1, [1.0, 1.0], False, False)
+
+
+def test_torchrun(program: str) -> None:
+    with Command(["-m", "torch.distributed.run", "--nproc-per-node", "2", program, "ok", "20"]) as command:
+        assert command.finish() == 0
+    lines = sorted(command.lines, key=lambda line: line["rank"])
+    assert [(line["rank"], line["size"], line["local"], line["sum"]) for line in lines] == [
+        (0, 2, 0, [3.0, 3.0]),
+        (1, 2, 1, [3.0, 3.0]),
+    ]
+
+
+def test_the_variables_of_kubernetes(program: str) -> None:
+    port = free_port()
+    done = run_ranks(program, "ok", [env_of(rank, 2, port) for rank in (0, 1)])
+    assert [code for code, _ in done] == [0, 0]
+    assert [command.lines[0]["sum"] for _, command in done] == [[3.0, 3.0]] * 2
+
+
+def test_the_variables_of_srun(program: str) -> None:
+    common = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": str(free_port() - 15000 + 16000)}
+    environments = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    done = run_ranks(program, "ok", environments)
+    assert [code for code, _ in done] == [0, 0], [command.lines for _, command in done]
+    assert [command.lines[0]["local"] for _, command in done] == [0, 1]
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_the_guilty_ranks_error_reaches_the_others(program: str, guilty: int) -> None:
+    port = free_port()
+    done = run_ranks(program, f"raise {guilty}", [env_of(rank, 2, port) for rank in (0, 1)])
+    last = [command.lines[-1] for _, command in done]
+    assert last[guilty]["error"] == "ValueError"
+    assert last[1 - guilty]["error"] == "LostPeerError"
+    assert f"rank {guilty} of 2 raised ValueError: mine" in last[1 - guilty]["text"]
+    assert done[guilty][0] == 10
+    assert done[1 - guilty][0] == 12
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are missing"),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT are missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT is missing"),
+        ({"SLURM_PROCID": "0"}, "SLURM_NTASKS, SLURM_LOCALID are missing"),
+    ],
+)
+def test_a_partial_environment_lists_what_is_missing(program: str, environment: dict[str, str], missing: str) -> None:
+    with Command([program, "ok", "5"], environment) as command:
+        assert command.finish() == 2
+    line = command.lines[0]
+    assert line["error"] == "ConfigError"
+    assert missing in line["text"]
+    assert line["seconds"] < 2.0
+
+
+def test_a_taken_port_names_its_holder(program: str) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        with Command([program, "ok", "20"], env_of(0, 2, holder.getsockname()[1])) as command:
+            assert command.finish() == 2
+    line = command.lines[0]
+    assert line["error"] == "ConfigError"
+    assert f"held by process {os.getpid()} (" in line["text"]
+    assert Path(psutil.Process().cmdline()[0]).name in line["text"]
+    assert "export MASTER_PORT=" in line["text"]
+    assert line["seconds"] < 2.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_never_come_are_named_in_time(program: str, rank: int) -> None:
+    port = free_port()
+    with Command([program, "ok", "1.5"], env_of(rank, 2, port)) as command:
+        start = time.monotonic()
+        assert command.finish() == 12
+        assert time.monotonic() - start < 20
+    line = command.lines[0]
+    assert line["error"] == "LostPeerError"
+    expected = "rank 1 did not come" if rank == 0 else f"could not reach the master at 127.0.0.1:{port}"
+    assert expected in line["text"]
+    assert line["seconds"] < 5.0
+
+
+def test_a_group_that_the_caller_made_is_used(program: str, tmp_path: Path) -> None:
+    text = f"""
+import json, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
+from meshwright.comm.world import join_world
+world = join_world()
+print(json.dumps({{"same": world.default_group.process_group is dist.group.WORLD, "size": world.world_size}}))
+dist.destroy_process_group()
+"""
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    with Command([str(path)]) as command:
+        assert command.finish() == 0, sys.stderr
+    assert command.lines == [{"same": True, "size": 1}]

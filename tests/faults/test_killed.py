@@ -1,0 +1,138 @@
+"""F01, F02, F07: ranks and the launching process die, by every way, at every phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from tests.faults import jobs, leaks
+from tests.faults.command import launching
+
+from meshwright.comm.launch import RankGroup, launch
+from meshwright.errors import WorkerKilledError, exit_code_of
+
+SEEDS = 20
+LIMIT_S = 3.0
+
+
+def find_rank(watch: leaks.Watch, rank: int, num: int, until: float) -> int | None:
+    """Return the process id of a rank as soon as it exists."""
+    while time.monotonic() < until:
+        for pid, command in watch.processes().items():
+            if command.strip().endswith(f" {rank}/{num}"):
+                return pid
+    return None
+
+
+class Killer(threading.Thread):
+    """Kills a rank a given time after it was born."""
+
+    def __init__(self, watch: leaks.Watch, rank: int, num: int, delay_s: float) -> None:
+        super().__init__(daemon=True)
+        self._watch, self._rank, self._num, self._delay_s = watch, rank, num, delay_s
+        self.killed_at = 0.0
+
+    def run(self) -> None:
+        pid = find_rank(self._watch, self._rank, self._num, time.monotonic() + 30)
+        if pid is not None:
+            threading.Event().wait(self._delay_s)
+            self.killed_at = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
+    # Instants from the interpreter's start over the import of torch and the rendezvous into the training loop.
+    source = random.Random(seed)
+    num = source.choice([2, 2, 3])
+    rank = source.choice([0, 1, num - 1])
+    delay_s = source.uniform(0.0, 2.5)
+    print(f"seed {seed}: rank {rank} of {num}, {delay_s:.3f} s after its birth")
+    killer = Killer(watch, rank, num, delay_s)
+    killer.start()
+    with pytest.raises(WorkerKilledError) as caught:
+        launch(jobs.loop_until_stopped, num)
+    took_s = time.monotonic() - killer.killed_at
+    killer.join()
+    assert (caught.value.rank, caught.value.signal_name) == (rank, "SIGKILL"), str(caught.value)
+    assert f"rank {rank} of {num} (pid " in str(caught.value)
+    assert took_s < LIMIT_S
+    assert exit_code_of(caught.value) == 11
+
+
+@pytest.mark.parametrize(("num", "victim"), [(2, 0), (2, 1), (3, 2)])
+def test_kill_a_rank_inside_an_all_reduce(num: int, victim: int) -> None:
+    killed_at: list[float] = []
+
+    def kill(rank: int, event: dict[str, object]) -> None:
+        if event["victim"]:
+            # The victim has said that it goes in; its record shows when it is in.
+            until = time.monotonic() + 10
+            while not group._supervisor._board.read(rank).is_waiting and time.monotonic() < until:
+                pass
+            killed_at.append(time.monotonic())
+            os.kill(group.pids[rank], signal.SIGKILL)
+
+    with RankGroup(num, on_event=kill) as group:
+        with pytest.raises(WorkerKilledError) as caught:
+            group.submit(jobs.wait_inside, victim)
+        assert time.monotonic() - killed_at[0] < LIMIT_S
+        assert group.is_closed
+    assert caught.value.rank == victim
+    assert "step 5, phase backward" in str(caught.value)
+    assert "likely out of memory" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "signal_name", "status", "code"),
+    [
+        ("SIGKILL", "SIGKILL", None, 11),
+        ("SIGSEGV", "SIGSEGV", None, 11),
+        ("abort", "SIGABRT", None, 11),
+        ("exit 0", None, 0, 11),
+    ],
+)
+def test_a_rank_dies_in_its_first_call(
+    rank: int, how: str, signal_name: str | None, status: int | None, code: int
+) -> None:
+    with pytest.raises(WorkerKilledError) as caught:
+        launch(jobs.die, 2, rank, how)
+    error = caught.value
+    assert (error.rank, error.signal_name, error.exit_status) == (rank, signal_name, status)
+    assert "step 2, phase forward" in str(error)
+    assert exit_code_of(error) == code
+
+
+def test_a_rank_that_died_between_two_calls_is_noticed_at_the_next() -> None:
+    with RankGroup(2) as group:
+        assert group.submit(jobs.identity, 5) == [5, 5]
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerKilledError) as caught:
+            group.submit(jobs.train, 100000)
+    assert caught.value.rank == 1
+    assert "phase idle" in str(caught.value) or "phase run" in str(caught.value)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.6, None])
+def test_kill_the_launching_process(watch: leaks.Watch, delay_s: float | None) -> None:
+    # None: in the middle of the run, with a forked child and one in a session of its own under each rank.
+    with launching("loop_until_stopped", 2, True) as command:
+        if delay_s is None:
+            lines = command.read_until(lambda line: "event" in line, 2)
+            pids = [pid for line in lines for pid in [line["event"]["pid"], *line["event"]["grandchildren"]]]
+            assert len(pids) == 6
+            assert all(psutil.pid_exists(pid) for pid in pids)
+        else:
+            assert find_rank(watch, 1, 2, time.monotonic() + 30) is not None
+            threading.Event().wait(delay_s)
+        command.process.kill()
+        command.process.wait()
+    took_s = watch.assert_nothing_left(within_s=2.0)
+    print(json.dumps({"delay_s": delay_s, "gone_after_s": round(took_s, 3)}))

@@ -1,0 +1,94 @@
+"""F08 and hangs: exceptions on one rank, on several, that cannot get out; and ranks that wait for ever."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.faults import jobs
+
+from meshwright.comm.launch import RankGroup, launch
+from meshwright.errors import LostPeerError, UserCodeError, exit_code_of
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_comes_back_as_itself(rank: int) -> None:
+    with RankGroup(2) as group:
+        start = time.monotonic()
+        with pytest.raises(ValueError, match=f"broken on {rank}") as caught:
+            group.submit(jobs.fail, [rank], "value")
+        assert time.monotonic() - start < 1.0
+    notes = "\n".join(caught.value.__notes__)
+    assert f"rank {rank} of 2; its traceback:" in notes
+    assert "jobs.py" in notes
+    assert "in fail" in notes
+    assert "worker.py" not in notes
+    assert exit_code_of(caught.value) == 10
+
+
+def test_two_different_exceptions_give_the_earlier_one() -> None:
+    with pytest.raises(ValueError, match=r"broken on [01]") as caught:
+        launch(jobs.fail, 2, [0, 1], "value")
+    assert str(caught.value)[-1] in caught.value.__notes__[0].split(" of ")[0]
+
+
+@pytest.mark.parametrize("kind", ["blocked", "barrier"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_behind_a_finally_that_blocks(rank: int, kind: str) -> None:
+    with RankGroup(2) as group:
+        start = time.monotonic()
+        with pytest.raises(ValueError, match=f"broken on {rank}") as caught:
+            group.submit(jobs.fail, [rank], kind)
+        assert time.monotonic() - start < 3.0
+    notes = "\n".join(caught.value.__notes__)
+    assert f"rank {rank} of 2" in notes
+    assert "cleanup on its way is still running" in notes
+
+
+def test_a_slow_except_block_is_no_fault() -> None:
+    assert launch(jobs.handle_slowly, 2, 2.5) == ["fine", "fine"]
+
+
+def test_an_exception_that_cannot_be_rebuilt() -> None:
+    with pytest.raises(UserCodeError, match="OddError: this and that") as caught:
+        launch(jobs.fail, 2, [1], "odd")
+    assert caught.value.rank == 1
+    assert "in fail" in caught.value.traceback_text
+
+
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(UserCodeError, match="rank 1 returned a function that cannot be sent back") as caught:
+        launch(jobs.fail, 2, [1], "lambda")
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sys_exit_is_the_users_error(rank: int) -> None:
+    with pytest.raises(UserCodeError, match=rf"rank {rank} of 2 called sys.exit\(3\)") as caught:
+        launch(jobs.die, 2, rank, "sys.exit")
+    assert caught.value.rank == rank
+    assert exit_code_of(caught.value) == 10
+
+
+def test_keyboard_interrupt_in_a_rank_is_the_users_error() -> None:
+    with pytest.raises(UserCodeError, match="rank 0 of 2 raised KeyboardInterrupt"):
+        launch(jobs.fail, 2, [0], "interrupt")
+
+
+def test_a_hang_names_who_waits_where_and_what_the_others_do() -> None:
+    start = time.monotonic()
+    with pytest.raises(LostPeerError) as caught:
+        launch(jobs.hang, 2, timeout_s=1.5)
+    text = str(caught.value)
+    assert "rank 0 of 2 has waited 1." in text
+    assert "in all_reduce" in text
+    assert "step 4, phase optimizer" in text
+    assert "in wait_forever" in text
+    assert (caught.value.rank, caught.value.peer) == (0, 1)
+    assert exit_code_of(caught.value) == 12
+    assert time.monotonic() - start < 15
+
+
+def test_a_stopped_rank_is_called_stopped() -> None:
+    with pytest.raises(LostPeerError, match=r"rank 1 is in no collective.*it is stopped \(SIGSTOP\)"):
+        launch(jobs.stop_self, 2, timeout_s=1.5)
