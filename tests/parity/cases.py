@@ -46,6 +46,18 @@ def regression_by_key(num_samples: int, seed: int) -> Any:
     return {"x": _normal(seed, num_samples, 7), "targets": _normal(seed + 100, num_samples, 5)}
 
 
+def keywords(num_samples: int, seed: int) -> Any:
+    inputs, targets = regression(num_samples, seed)
+    return {
+        "x": inputs,
+        "mask": None if seed % 2 else inputs[:, :5] > 0,
+        "scale": 1.5,
+        "temperature": torch.tensor(2.0, dtype=torch.float64),
+        "settings": models.Settings(factor=0.5 + seed),
+        "targets": targets,
+    }
+
+
 def data_dependent(num_samples: int, seed: int) -> Any:
     inputs = {"x": _normal(seed, num_samples, 7), "depth": 1 + _integers(seed, 3, num_samples)}
     return inputs, _normal(seed + 100, num_samples, 5)
@@ -123,6 +135,8 @@ CASES: dict[str, Case] = {
     "tiny": Case(lambda: models.Tiny().double(), regression, losses.square),
     "sparse": Case(lambda: models.SparseEmbedding().double(), sparse_ids, losses.square),
     "shared": Case(lambda: models.Shared().double(), regression, losses.square),
+    "odd_layouts": Case(lambda: models.OddLayouts().double(), regression, losses.square),
+    "keywords": Case(lambda: models.Keywords().double(), keywords, losses.square_by_key),
     "in_place": Case(lambda: models.InPlace().double(), regression, losses.square),
     "own_loss": Case(lambda: models.OwnLoss().double(), own_loss, None),
     "recurrent": Case(lambda: models.Recurrent().double(), sequences, losses.square),

@@ -343,6 +343,50 @@ def build_old_weight_norm() -> nn.Module:
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(7, 9)), nn.Tanh(), nn.Linear(9, 5)).double()
 
 
+class OddLayouts(nn.Module):
+    """Parameters that are complex, transposed in memory, and channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(7, 7, dtype=torch.complex128))
+        self.transposed = nn.Parameter(torch.randn(7, 6).t())
+        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x.to(torch.complex128) @ self.phase).real.to(x.dtype)
+        images = (turned @ self.transposed.t()).unflatten(1, (2, 3, 1)).expand(-1, -1, -1, 3)
+        return torch.tanh(self.conv(images.contiguous(memory_format=torch.channels_last))).flatten(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """An object that is no tensor and no container."""
+
+    factor: float
+
+
+class Keywords(nn.Module):
+    """Takes what real models take beside tensors: None, numbers, objects, tensors without dims, flags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(7, 5)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        scale: float = 1.0,
+        temperature: Tensor | None = None,
+        settings: Settings | None = None,
+        **ignored: object,
+    ) -> Tensor:
+        y = self.body(x) * scale
+        y = y if mask is None else y.masked_fill(~mask, 0.0)
+        y = y if temperature is None else y / temperature
+        return y if settings is None else y * settings.factor
+
+
 class TaggedParameter(nn.Parameter):
     """A subclass, as tools that mark parameters use it."""
 

@@ -114,6 +114,30 @@ def test_frozen_parameters_have_no_optimizer_state() -> None:
         assert num_elements == 2 * sum(trainable.values()) + len(trainable)  # two moments and a step count
 
 
+def _gradients_only(line: str, devices: Any = None) -> tuple[dict[str, Tensor | None], bool]:
+    case = cases.CASES["branches"]
+    with mw.apply_plan(case.build, mw.Plan.parse(line), loss_fn=case.loss_fn, devices=devices) as model:
+        before = model.full_state_dict()
+        model.step(mw.split_batch(case.batch(7, 0), model))
+        model.step(mw.split_batch(case.batch(7, 1), model))
+        unchanged = all(torch.equal(before[name], t) for name, t in model.full_state_dict().items())
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, unchanged
+
+
+def test_without_an_optimizer_gradients_are_there_to_read() -> None:
+    case = cases.CASES["branches"]
+    expected = testing.oracle_steps(case.build, [case.batch(7, 1)], case.loss_fn)[0]
+    results = [
+        *testing.run_ranks(_gradients_only, 3, "dp=3,micro_batches=2"),
+        _gradients_only("single"),
+        _gradients_only("mode=data_parallel,dp=2", ["cpu", "cpu"]),
+        _gradients_only("mode=model_parallel,pp=2", ["cpu", "cpu"]),
+    ]
+    for gradients, unchanged in results:
+        assert unchanged
+        testing.assert_parity(gradients, expected.gradients, FLOAT64)
+
+
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_optimizers_that_treat_many_tensors_at_once(foreach: bool, fused: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.measure.oracle import to_dtype
 from parity import cases
 from parity.harness import Setting, pieces_of_replicas, reference, run_case
 from tolerances import FLOAT64
@@ -21,7 +22,7 @@ SETTINGS = (
 )
 
 # Models with fewer pieces than three, which cannot be spread over more devices than that.
-NUM_LAYERS = {"tiny": 1, "own_loss": 2, "recurrent": 2, "output": 2}
+NUM_LAYERS = {"tiny": 1, "odd_layouts": 1, "keywords": 1, "own_loss": 2, "recurrent": 2, "output": 2}
 
 
 def _matrix() -> list[tuple[str, int, Setting]]:
@@ -86,7 +87,7 @@ def test_model_parallel_equals_one_device_that_takes_the_same_pieces(name: str) 
 def test_single_is_plain_pytorch_bit_for_bit(name: str, max_grad_norm: float | None) -> None:
     # E072: with one device the same code runs, and not a bit changes, in float32 and with AdamW too.
     case = cases.find(name)
-    batches = [_to_float32(batch) for batch in case.batches(6, 5)]
+    batches = [to_dtype(batch, torch.float32) for batch in case.batches(6, 5)]
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
     options = testing.StepOptions(optimizer=adamw, max_grad_norm=max_grad_norm)
     build = functools.partial(_build_float32, case.build)
@@ -105,10 +106,6 @@ def test_single_is_plain_pytorch_bit_for_bit(name: str, max_grad_norm: float | N
             if gradient is not None:
                 assert got is not None
                 assert torch.equal(got, gradient), name_
-
-
-def _to_float32(batch: object) -> object:
-    return torch.utils._pytree.tree_map(lambda t: t.float() if t.is_floating_point() else t, batch)
 
 
 def _build_float32(build: object) -> torch.nn.Module:

@@ -109,6 +109,29 @@ def test_every_rank_returns_the_same_result() -> None:
     assert dict(evaluated)["num_samples"] == 5
 
 
+def _ignored_samples(line: str, devices: Any = None) -> tuple[float, int]:
+    ids, labels = cases.language(4, 0, vocabulary=11)
+    labels = labels.clone()
+    labels[2:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    case = cases.CASES["own_loss"]
+    with mw.apply_plan(case.build, mw.Plan.parse(line), optimizer=_sgd, devices=devices) as model:
+        result = model.step(mw.split_batch(batch, model))
+        return result.loss, result.num_samples
+
+
+def test_samples_whose_labels_are_all_ignored_are_samples() -> None:
+    # The second rank's labels are all ignored: its mean would be 0 / 0, its samples were still trained on.
+    results = [
+        _ignored_samples("single"),
+        *testing.run_ranks(_ignored_samples, 2, "dp=2,micro_batches=2"),
+        _ignored_samples("mode=data_parallel,dp=2", ["cpu", "cpu"]),
+    ]
+    for loss, num_samples in results:
+        assert loss == pytest.approx(results[0][0], rel=FLOAT64)
+        assert num_samples == 4
+
+
 class Graphs(dict[str, Tensor]):
     """A union of graphs: `x` and `targets` have a row for each node, `edge_index` a column for each edge."""
 

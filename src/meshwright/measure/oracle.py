@@ -195,8 +195,9 @@ def _clip(model: nn.Module, max_grad_norm: float | None) -> float:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if max_grad_norm is not None and not any(g.is_sparse for g in gradients):
         return float(torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_grad_norm))
-    squares = [(g.to_dense() if g.is_sparse else g).double().square().sum() for g in gradients]
-    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+    norms = [torch.linalg.vector_norm(g.to(torch.complex128) if g.is_complex() else g.double()) for g in dense]
+    norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
     if max_grad_norm is not None:
         # torch's own function takes no sparse gradients; this is its rule.
         for gradient in gradients:

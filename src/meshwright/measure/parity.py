@@ -77,7 +77,8 @@ def _largest(tensor: Tensor) -> float:
 
 def _dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _compare(name: str, candidate: Tensor | None, reference: Tensor | None, overall: float) -> TensorDifference:

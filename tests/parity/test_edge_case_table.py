@@ -1,0 +1,37 @@
+"""The table of edge cases names tests and models that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from parity import cases
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = (ROOT / "docs" / "edge_cases.md").read_text(encoding="utf-8")
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", TABLE))
+    assert len(named) > 30
+    missing = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if f"def {test}(" not in (ROOT / "tests" / "parity" / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
+def test_every_model_that_the_table_names_exists() -> None:
+    models = {
+        name for words in re.findall(r"matrix: ((?:`\w+\*?`(?:, )?)+)", TABLE) for name in re.findall(r"`(\w+)", words)
+    }
+    assert len(models) > 15
+    assert [name for name in sorted(models) if not any(case.startswith(name) for case in cases.CASES)] == []
+
+
+def test_every_row_is_a_case_with_an_answer() -> None:
+    rows = [line.split("|")[1:-1] for line in TABLE.splitlines() if re.match(r"\| E\d{3} ", line)]
+    numbers = [row[0].strip() for row in rows]
+    assert numbers == sorted(set(numbers))
+    assert all(len(row) == 3 and len(row[2].strip()) > 10 for row in rows)
