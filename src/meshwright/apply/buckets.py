@@ -133,6 +133,7 @@ class GradientBuckets:
         self._is_armed = False
         self._is_learning = True
         self._arrivals: list[int] = []
+        self._learned_order: list[int] | None = None
         self._num_launched = 0
         self._slots: list[_Slot] = []
         self._fill_buckets(list(reversed(range(len(self.parameters)))))
@@ -164,11 +165,12 @@ class GradientBuckets:
         self._slots = [slots[position] for position in range(len(self.parameters))]
 
     def begin_step(self) -> None:
-        """Forget the gradients, and take over the order that the last step taught."""
+        """Forget the gradients, and take over an order that was learned."""
         for parameter in self.parameters:
             parameter.grad = None
-        if self._is_learning and self._num_launched:
-            self._learn_order()
+        if self._learned_order is not None:
+            self._fill_buckets(self._learned_order)
+            self._learned_order = None
         for bucket in self.buckets:
             bucket.begin_step()
         for slot in self._slots:
@@ -186,7 +188,7 @@ class GradientBuckets:
         num_seen, *order = message.tolist()
         if num_seen:
             self._is_learning = False
-            self._fill_buckets(order)
+            self._learned_order = order  # for the next step: this one's gradients stay where they are
 
     def arm(self) -> None:
         """The next backward is the last: a bucket is reduced as soon as it is complete."""
@@ -234,6 +236,8 @@ class GradientBuckets:
             self._launch_next()
         for bucket in self.buckets:
             bucket.finish(scale)
+        if self._is_learning and self.buckets:
+            self._learn_order()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

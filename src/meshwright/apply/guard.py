@@ -104,30 +104,35 @@ class ModelGuard:
             for prefix, own in module.named_modules()
         ]
         self._trainable = [parameter for _, _, parameter, _ in self._parameters if parameter is not None]
+        self._names = [fqn for _, _, parameter, fqn in self._parameters if parameter is not None]
         self._requires_grad = self._read_requires_grad()
 
     def _read_requires_grad(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._trainable]
 
-    def check_structure(self) -> None:
-        """Raise ApplyError where a parameter was replaced or a module or parameter was added or removed."""
+    def find_change(self) -> ApplyError | None:
+        """Return the error where a parameter was replaced or a module or parameter was added or removed, else None."""
         for owner, name, parameter, fqn in self._parameters:
             if owner.get(name) is not parameter:
-                raise ApplyError(
+                return ApplyError(
                     f"parameter '{fqn}' was replaced after the plan was applied; the new one would not be trained",
                     fix="change its values in place (parameter.data.copy_(...)), or apply the plan again",
                 )
         for modules, num_modules, parameters, num_parameters, prefix in self._counts:
             if len(modules) != num_modules or len(parameters) != num_parameters:
-                raise ApplyError(
+                return ApplyError(
                     f"module '{prefix or '(the model itself)'}' had {num_modules} children and {num_parameters} "
                     f"parameters when the plan was applied, and has {len(modules)} and {len(parameters)} now",
                     fix="change the model before apply_plan, or apply the plan again",
                 )
+        return None
 
-    def trainable_changed(self) -> bool:
-        """Tell whether any `requires_grad` was switched since the last `accept_trainable`."""
-        return self._read_requires_grad() != self._requires_grad
+    def find_switched(self) -> str | None:
+        """Return the FQN of a parameter whose `requires_grad` was switched since the last `accept_trainable`, or None."""
+        now = self._read_requires_grad()
+        if now == self._requires_grad:
+            return None
+        return next(name for name, new, old in zip(self._names, now, self._requires_grad, strict=True) if new != old)
 
     def accept_trainable(self) -> list[bool]:
         """Take the present `requires_grad` of each parameter as the new state, and return it."""

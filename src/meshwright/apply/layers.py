@@ -73,9 +73,13 @@ class LayersEngine(Engine):
 
     def _place(self, order: Sequence[str], costs: Sequence[float]) -> None:
         """Cut the layers, in this order, into stages and move them."""
-        balanced = balance_layers(costs, len(self.devices))
-        self.stage_of = {name: self._given.get(name, stage) for name, stage in zip(order, balanced, strict=True)}
-        self._keep_tied_together()
+        owners = self._owners(order)
+        merged = dict.fromkeys(order, 0.0)
+        for name, cost in zip(order, costs, strict=True):
+            merged[owners[name]] += cost
+        balanced = dict(zip(order, balance_layers(list(merged.values()), len(self.devices)), strict=True))
+        chosen = {name: self._given.get(name, stage) for name, stage in balanced.items()}
+        self.stage_of = {name: chosen[owners[name]] for name in order}
         for name, stage in self.stage_of.items():
             self.layers[name].to(self.devices[stage])
         # What belongs to no layer (a parameter of the model itself) lives where the inputs come in.
@@ -84,14 +88,16 @@ class LayersEngine(Engine):
             if id(tensor) not in in_layers:
                 tensor.data = tensor.data.to(self.devices[0])
 
-    def _keep_tied_together(self) -> None:
-        """Put layers that share a parameter on the stage of the first of them."""
+    def _owners(self, order: Sequence[str]) -> dict[str, str]:
+        """Return, for each layer, the first layer that shares a parameter with it: they lie on one stage."""
         first: dict[int, str] = {}
-        for name in self.stage_of:
+        owners: dict[str, str] = {}
+        for name in order:
+            owners[name] = name
             for parameter in self.layers[name].parameters():
                 owner = first.setdefault(id(parameter), name)
-                if owner != name:
-                    self.stage_of[name] = self.stage_of[owner]
+                owners[name] = owners[owner] if owner != name else owners[name]
+        return owners
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Balance anew from what the layers compute, now that inputs are known."""

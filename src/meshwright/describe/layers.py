@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.comm._torch_private import TorchDispatchMode
 from meshwright.describe.tree import map_tensors, tree_bytes
 
 __all__: list[str] = []

@@ -14,30 +14,41 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample: bool = False) -> Any:
     """Return the same containers with `function` applied to each tensor; anything else stays the object that it was.
 
     Lists, tuples, named tuples, mappings (Hugging Face's ModelOutput among them) and dataclasses are walked. A
     container without tensors is returned as it is, not copied, so that a cache or a configuration keeps its identity.
+
+    Args:
+        tree: The containers.
+        function: What to do with each tensor.
+        by_sample: Whether `function` takes dim 0 for the sample; a PackedSequence has no such dim.
+
+    Raises:
+        ApplyError: `by_sample`, and there is a PackedSequence.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if isinstance(tree, PackedSequence):
+    if isinstance(tree, PackedSequence) and by_sample:
         raise ApplyError(
             "a PackedSequence cannot be split or moved sample by sample: its rows mix the samples",
             fix="pass the padded tensor and the lengths, and call pack_padded_sequence inside forward()",
         )
+    if isinstance(tree, PackedSequence):
+        indices = [None if part is None else function(part) for part in (tree.sorted_indices, tree.unsorted_indices)]
+        return PackedSequence(function(tree.data), tree.batch_sizes, *indices)  # torch keeps batch_sizes on the CPU
     if isinstance(tree, Mapping):
-        values = {key: map_tensors(value, function) for key, value in tree.items()}
+        values = {key: map_tensors(value, function, by_sample=by_sample) for key, value in tree.items()}
         return tree if all(values[key] is tree[key] for key in values) else _like_mapping(tree, values)
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(item, function) for item in tree]
+        items = [map_tensors(item, function, by_sample=by_sample) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
-        values = {name: map_tensors(value, function) for name, value in fields.items()}
+        values = {name: map_tensors(value, function, by_sample=by_sample) for name, value in fields.items()}
         return tree if all(values[name] is fields[name] for name in fields) else dataclasses.replace(tree, **values)
     return tree
 
@@ -49,15 +60,15 @@ def _like_mapping(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     return type(example)(values)  # pyright: ignore[reportCallIssue]
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor inside the containers, in order."""
+def tensors_in(tree: Any, *, by_sample: bool = False) -> Iterator[torch.Tensor]:
+    """Yield every tensor inside the containers, in order; `by_sample` as for `map_tensors`."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         found.append(tensor)
         return tensor
 
-    map_tensors(tree, note)
+    map_tensors(tree, note, by_sample=by_sample)
     yield from found
 
 
@@ -85,7 +96,7 @@ def count_samples(tree: Any) -> int:
         ApplyError: The tensors disagree, or there is none.
     """
     lengths: dict[int, tuple[int, ...]] = {}
-    for tensor in tensors_in(tree):
+    for tensor in tensors_in(tree, by_sample=True):
         if tensor.dim() > 0:
             lengths.setdefault(tensor.shape[0], tuple(tensor.shape))
     if len(lengths) == 1:
@@ -112,7 +123,7 @@ def split_samples(tree: Any, sizes: Sequence[int]) -> list[Any]:
         def cut(tensor: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
             return tensor[start:stop] if tensor.dim() > 0 else tensor
 
-        parts.append(map_tensors(tree, cut))
+        parts.append(map_tensors(tree, cut, by_sample=True))
         start = stop
     return parts
 
@@ -137,8 +148,10 @@ class BatchSplitter:
 
     def cut(self, batch: Any, num_parts: int) -> list[Any]:
         """Return contiguous parts whose sizes differ by at most 1, the larger first; empty ones are left out."""
+        if num_parts == 1:
+            return [batch] if self.count(batch) else []
         if self._split is None:
-            return split_samples(batch, [size for size in split_sizes(self.count(batch), num_parts) if size])
+            return split_samples(batch, [size for size in split_sizes(count_samples(batch), num_parts) if size])
         return [part for part in self._split(batch, num_parts) if self.count(part)]
 
 

@@ -82,7 +82,8 @@ class GradientAccumulation:
         is_last = self.num_accumulated + 1 == self.accumulation_steps
         with self._without_exchange(skip=not is_last):
             if isinstance(loss, Loss):
-                self._weight = self._weight + loss.weight
+                # A count that came as a float32 tensor must not bring a float64 gradient down to its precision.
+                self._weight = self._weight + torch.as_tensor(loss.weight, dtype=torch.float64)
                 loss.sum.backward()
             else:
                 (loss / self.accumulation_steps).backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -28,7 +29,8 @@ class Agreement:
         num_samples: Samples of this rank's share [count].
         num_tokens: Tokens of this rank's share [count].
         wants_stop: Whether this rank was asked to stop.
-        trainable_changed: Whether `requires_grad` was switched on this rank.
+        switched: A parameter whose `requires_grad` was switched on this rank, or None.
+        broken: Why this rank cannot take the step, or None.
     """
 
     def __init__(
@@ -40,33 +42,56 @@ class Agreement:
         num_samples: int,
         num_tokens: int,
         wants_stop: bool,
-        trainable_changed: bool,
+        switched: str | None,
+        broken: ApplyError | None,
     ) -> None:
-        mine = [known_weight, float(num_samples), float(num_tokens), float(wants_stop), float(trainable_changed)]
         self._group = group
-        self._mine = mine
+        self._device = device
+        self._switched = switched
+        self._broken = broken
+        flags = (wants_stop, switched is not None, broken is not None)
+        mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         self._total: list[float] | None = mine if group.size == 1 else None
         if group.size > 1:
             self._vector = torch.tensor(mine, dtype=torch.float64, device=device)
             self._pending: Pending = group.all_reduce(self._vector, async_op=True)
+        elif broken is not None:
+            raise broken
 
     def wait(self) -> list[float]:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: `requires_grad` was switched on some ranks only.
+            ApplyError: A rank cannot take the step, or `requires_grad` was switched on some ranks only; on every rank.
         """
         if self._total is None:
             self._pending.wait()
-            self._total = self._vector.tolist()
-            changed = self._total[4]
-            if 0 < changed < self._group.size:
-                raise ApplyError(
-                    f"requires_grad was switched on {changed:.0f} of {self._group.size} ranks "
-                    f"({'on' if self._mine[4] else 'not on'} this one): the others would not train the same parameters",
-                    fix="switch it on every rank, between the same two steps",
-                )
+            total = self._vector.tolist()
+            if total[5]:
+                self._raise_broken()
+            if 0 < total[4] < self._group.size:
+                self._raise_switched()
+            self._total = total
         return self._total
+
+    def _raise_broken(self) -> NoReturn:
+        reasons = self._group.all_gather_json(self._broken and self._broken.message, device=self._device)
+        if self._broken is not None:
+            raise self._broken
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        raise ApplyError(
+            f"rank {self._group.ranks[rank]} cannot take this step: {reason}",
+            fix="change the model before apply_plan, on every rank",
+        )
+
+    def _raise_switched(self) -> NoReturn:
+        names = self._group.all_gather_json(self._switched, device=self._device)
+        ranks = [self._group.ranks[index] for index, name in enumerate(names) if name is not None]
+        name = next(name for name in names if name is not None)
+        raise ApplyError(
+            f"requires_grad of '{name}' was switched on rank(s) {ranks} and not on the others of {self._group.size}",
+            fix="switch it on every rank, between the same two steps",
+        )
 
     @property
     def known_weight(self) -> float:

@@ -184,7 +184,9 @@ class ParallelModel:
         return result
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
-        """Return ``{"loss", "num_samples", "num_tokens"}`` of a global batch, without training on it.
+        """Return ``{"loss", "weight", "num_samples", "num_tokens"}`` of a global batch, without training on it.
+
+        The loss of several batches is the mean of their losses, weighted by "weight".
 
         The module is in eval mode meanwhile; no gradient, random number or buffer of the training is touched by us.
 
@@ -199,7 +201,9 @@ class ParallelModel:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the plain model's state dict: its own FQNs, full CPU tensors, copies; on every rank."""
-        module = getattr(self.module, "_orig_mod", self.module)  # torch.compile's wrapper is not the user's model
+        module = self.module
+        if type(module).__name__ == "OptimizedModule":  # torch.compile's wrapper is not the user's model
+            module = module.get_submodule("_orig_mod")
         return {
             name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
             for name, value in module.state_dict().items()

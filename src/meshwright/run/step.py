@@ -83,12 +83,13 @@ class Stepper:
         """Take one optimizer step on this rank's share; every rank calls it, also with None for an empty share."""
         start = time.perf_counter()
         engine = self.engine
-        self._guard.check_structure()
         parts = self._micro_batches(batch)
         agreement = self._agree(parts, wants_stop)
         snapshot = _Snapshot(engine, keep_buffers=self.non_finite == "skip")
         engine.begin_step()
         on_phase("forward")
+        # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
+        parts = [part for part in parts if self.rule.known_weight(part)]
         sums = self._forward_backward(parts, agreement, on_phase)
         engine.finish_gradients(sums.gradient_scale)
         gradients = engine.gradient_tensors()
@@ -124,12 +125,11 @@ class Stepper:
         num_parts = self.micro_batches
         if self.micro_batch_size is not None:
             num_parts = max(num_parts, math.ceil(num_samples / self.micro_batch_size))
-        parts = self.splitter.cut(move_to(batch, self.engine.device), num_parts)
-        # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
-        return [part for part in parts if self.rule.known_weight(part)]
+        return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
     def _agree(self, parts: list[Any], wants_stop: bool) -> Agreement:
-        changed = self._guard.trainable_changed()
+        broken = self._guard.find_change()
+        switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
             self.engine.group,
@@ -138,9 +138,11 @@ class Stepper:
             num_samples=sum(counts),
             num_tokens=sum(count_tokens(part, count) for part, count in zip(parts, counts, strict=True)),
             wants_stop=wants_stop,
-            trainable_changed=changed,
+            switched=switched,
+            broken=broken,
         )
-        if changed and agreement.trainable_changed:
+        if broken is not None or (switched is not None and agreement.trainable_changed):
+            agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()
         return agreement
@@ -152,11 +154,14 @@ class Stepper:
         alone = engine.group.size == 1 and len(parts) == 1 and engine.num_replicas == 1
 
         def exchange_sums() -> SumExchange:
+            agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
             return SumExchange(engine.group, engine.device, terms, buffers_changed=engine.buffers_changed())
 
         def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
             nonlocal exchange
-            term = self._loss_term(module, part)
+            term = self._loss_term_if_any(module, part)
+            if term is None:
+                return
             with self._lock:  # replicas come here from several threads
                 terms.append(term)
             if is_last and engine.num_replicas == 1:
@@ -171,7 +176,6 @@ class Stepper:
             engine.forward_backward(part, lambda module, chunk, last=is_last: compute(module, chunk, is_last=last))
         exchange = exchange or exchange_sums()
         sums = exchange.wait()
-        agreement.wait()
         return (
             sums
             if not alone
@@ -185,6 +189,10 @@ class Stepper:
             if first is not None and first.device != self.engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
             return self.rule.term(outputs, part)
+
+    def _loss_term_if_any(self, module: nn.Module, part: Any) -> LossTerm | None:
+        # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
+        return self._loss_term(module, part) if self.rule.known_weight(part) else None
 
     def _backward(self, term: LossTerm, agreement: Agreement, *, alone: bool) -> None:
         if not term.value.requires_grad:
@@ -228,12 +236,19 @@ class Stepper:
             agreement = self._agree(parts, wants_stop=False)
             with torch.no_grad():
                 engine.begin_forward()
-                terms = [term for part in parts for term in engine.forward_backward(part, self._loss_term)]
+                found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
+                agreement.wait()
+                terms = [term for term in found if term is not None]
                 sums = SumExchange(engine.group, engine.device, terms, buffers_changed=False).wait()
         finally:
             for module, mode in modes:
                 module.training = mode
-        return {"loss": sums.loss, "num_samples": agreement.num_samples, "num_tokens": agreement.num_tokens}
+        return {
+            "loss": sums.loss,
+            "weight": sums.weight,
+            "num_samples": agreement.num_samples,
+            "num_tokens": agreement.num_tokens,
+        }
 
 
 class _Snapshot:

@@ -1,0 +1,7 @@
+"""The one place that imports names of torch that are not documented as public. Checked on torch 2.13.0."""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode"]
