@@ -185,7 +185,12 @@ def expand_nodes(text: str) -> list[str]:
             endings = [plain] if plain else _expand_ranges(ranges, text)
             found = [host + ending for host in found for ending in endings]
         hosts += found
-    if not hosts or any(not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or host.startswith("-") for host in hosts):
+    is_whole = text.count("[") == text.count("]") == len(re.findall(r"\[[^\[\]]*\]", text))
+    if (
+        not is_whole
+        or not hosts
+        or any(not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or host.startswith("-") for host in hosts)
+    ):
         raise ConfigError(f"{text!r} is no list of hosts (SLURM_NODELIST)")
     return hosts
 

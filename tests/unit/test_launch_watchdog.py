@@ -1,0 +1,135 @@
+"""Which exceptions are on their way out, and which are being handled."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from meshwright.comm.watchdog import _handled_exception, is_in_flight
+
+Probe = Callable[[], None]
+
+
+def in_finally(probe: Probe) -> None:
+    try:
+        raise ValueError("x")
+    finally:
+        probe()
+
+
+def in_outer_finally(probe: Probe) -> None:
+    try:
+        try:
+            raise ValueError("x")
+        except KeyError:
+            pass
+    finally:
+        probe()
+
+
+def in_with_exit(probe: Probe) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(probe)
+        raise ValueError("x")
+
+
+def in_with_exit_over_lines(probe: Probe) -> None:
+    with (
+        contextlib.nullcontext(),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(probe)
+        raise ValueError("x")
+
+
+def raised_below(probe: Probe) -> None:
+    try:
+        in_finally(lambda: None)
+    finally:
+        probe()
+
+
+def in_except(probe: Probe) -> None:
+    with contextlib.suppress(ValueError):
+        try:
+            raise ValueError("x")
+        except ValueError:
+            probe()
+
+
+def in_bare_except(probe: Probe) -> None:
+    try:
+        raise ValueError("x")
+    except:  # noqa: E722
+        probe()
+
+
+def in_finally_inside_except(probe: Probe) -> None:
+    try:
+        raise ValueError("x")
+    except ValueError:
+        try:
+            str(1)
+        finally:
+            probe()
+
+
+def in_generator_cleanup(probe: Probe) -> None:
+    def numbers() -> Iterator[int]:
+        try:
+            yield 1
+            raise ValueError("x")
+        finally:
+            probe()
+
+    list(numbers())
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (in_finally, True),
+        (in_outer_finally, True),
+        (in_with_exit, True),
+        (in_with_exit_over_lines, True),
+        (raised_below, True),
+        (in_generator_cleanup, True),
+        (in_except, False),
+        (in_bare_except, False),
+        (in_finally_inside_except, False),
+    ],
+)
+def test_an_exception_on_its_way_out(case: Callable[[Probe], None], expected: bool) -> None:
+    seen: list[bool] = []
+
+    def probe() -> None:
+        error = sys.exc_info()[1]
+        assert error is not None
+        seen.append(is_in_flight(error, sys._getframe()))
+
+    with contextlib.suppress(ValueError):
+        case(probe)
+    assert seen == [expected]
+
+
+def test_a_thread_without_an_exception() -> None:
+    import threading
+
+    assert _handled_exception(threading.get_ident()) is None
+
+
+def test_without_its_source_nothing_is_claimed() -> None:
+    seen: list[bool] = []
+
+    def probe() -> None:
+        error = sys.exc_info()[1]
+        assert error is not None
+        seen.append(is_in_flight(error, sys._getframe()))
+
+    code = compile("try:\n  raise ValueError('x')\nfinally:\n  probe()\n", "<nowhere>", "exec")
+    with contextlib.suppress(ValueError):
+        exec(code, {"probe": probe})
+    assert seen == [False]
