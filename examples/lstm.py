@@ -20,14 +20,12 @@ class LSTMLanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, embedding_size)
         self.lstm = nn.LSTM(
-            embedding_size,
-            hidden_size,
-            num_layers,
-            batch_first=True,
-            dropout=dropout if num_layers > 1 else 0.0,
-            # With tied embeddings the output has to have the embedding's size again.
-            proj_size=embedding_size if tie_embeddings and embedding_size != hidden_size else 0,
+            embedding_size, hidden_size, num_layers, batch_first=True, dropout=dropout if num_layers > 1 else 0.0
         )
+        # With tied embeddings the output has to have the embedding's size again.
+        self.project: nn.Module = nn.Identity()
+        if tie_embeddings and embedding_size != hidden_size:
+            self.project = nn.Linear(hidden_size, embedding_size, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(embedding_size if tie_embeddings else hidden_size, vocabulary_size)
         nn.init.normal_(self.embedding.weight, std=0.05)
@@ -36,7 +34,7 @@ class LSTMLanguageModel(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.dropout(self.embedding(ids)))
-        return self.head(self.dropout(hidden))
+        return self.head(self.dropout(self.project(hidden)))
 
 
 def build_lstm(

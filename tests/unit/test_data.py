@@ -82,7 +82,7 @@ def test_own_held_out_files_leave_the_training_text_whole(tmp_path):
 def test_too_little_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abc")
     config = make_config(tmp_path, source="files", files=["*.txt"], sequence_length=128)
-    with pytest.raises(ConfigError, match="at least data.sequence_length \\+ 1 = 129"):
+    with pytest.raises(ConfigError, match=r"at least data\.sequence_length \+ 1 = 129"):
         load_data(config, "train")
 
 
@@ -94,7 +94,8 @@ def test_digits_are_split_without_overlap(tmp_path):
     assert len(held_out) == 359
     image, digit = train[0]
     assert image.shape == (1, 8, 8)
-    assert 0 <= image.min() and image.max() <= 1
+    assert image.min() >= 0
+    assert image.max() <= 1
     assert digit.dtype == torch.int64
     assert set(held_out.classes.tolist()) == set(range(10))
 

@@ -1,6 +1,7 @@
 """train/loader.py, order.py, fetch.py, streams.py: which sample goes where, and that nothing is left running."""
 
 import gc
+import itertools
 import random
 import threading
 import types
@@ -63,10 +64,14 @@ def batches(length, size, *, dataset=None, **kwargs):
     return [[[] if batch is None else batch.tolist() for batch in loader] for loader in loaders]
 
 
+def joined(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
 def together(per_rank):
     """The global batches: the ranks' shares side by side."""
     assert len({len(rank) for rank in per_rank}) == 1
-    return [sum(shares, []) for shares in zip(*per_rank, strict=True)]
+    return [joined(shares) for shares in zip(*per_rank, strict=True)]
 
 
 # -- order and shares -------------------------------------------------------------------------------------------------
@@ -77,7 +82,7 @@ def together(per_rank):
 def test_every_layout_makes_the_same_global_batches(size, drop_last):
     expected = together(batches(23, 1, global_batch_size=6, drop_last=drop_last))
     assert together(batches(23, size, global_batch_size=6, drop_last=drop_last)) == expected
-    seen = sum(expected, [])
+    seen = joined(expected)
     assert len(seen) == len(set(seen)) == (18 if drop_last else 23)
 
 
@@ -85,7 +90,7 @@ def test_every_layout_makes_the_same_global_batches(size, drop_last):
 def test_evaluation_counts_each_sample_once_in_dataset_order(size):
     for batch_size in (1, 2, 3):
         per_rank = batches(7, size, global_batch_size=batch_size, shuffle=False)
-        assert sum(together(per_rank), []) == list(range(7))
+        assert joined(together(per_rank)) == list(range(7))
 
 
 def test_shares_differ_by_at_most_one_and_the_larger_come_first():
@@ -195,7 +200,7 @@ def test_position_resumes_under_another_batch_size():
     iterator.close()
     other = make_loader(Numbers(12), fake_model(), global_batch_size=3)
     other.load_state_dict(loader.state_dict())
-    tail = sum((batch.tolist() for batch in other), [])
+    tail = joined(batch.tolist() for batch in other)
     assert head + tail == epoch_order(12, 0, 0, shuffle=True).tolist()
 
 
@@ -337,7 +342,7 @@ def test_a_stream_of_samples_is_shared_out(size):
 @pytest.mark.parametrize("size", [1, 2])
 def test_ready_made_batches_are_shared_out(size):
     loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=4)
-    ranks = [[batch for batch in make_loader(loader, fake_model(rank, size))] for rank in range(size)]
+    ranks = [list(make_loader(loader, fake_model(rank, size))) for rank in range(size)]
     first = torch.cat([batch[0][0] for batch in ranks if batch[0] is not None])
     last = torch.cat([batch[1][0] for batch in ranks if batch[1] is not None])
     assert (first.tolist(), last.tolist()) == ([0, 1, 2, 3], [4])

@@ -200,9 +200,11 @@ def guilty_rank(error: BaseException) -> int | None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its text, without control characters."""
-    lines = clean(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    """Return an exception's type, the first line of its text and what is noted about it, without control characters."""
+    notes = [str(note) for note in getattr(error, "__notes__", ()) if not re.match(r"rank \d+ of", str(note))]
+    parts = [clean(part).strip().partition("\n")[0][:300] for part in (error, *notes)]
+    text = "; ".join(part for part in parts if part)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def environment() -> dict[str, Any]:
