@@ -72,7 +72,7 @@ def train(steps: int, events: bool = False) -> list[float]:
         here.default_group.all_reduce(gradient)
         with torch.no_grad():
             weight -= 0.01 * gradient / here.world_size
-        losses.append(float(weight.sum()))
+        losses.append(float(weight.detach().sum()))
     return losses
 
 

@@ -13,37 +13,13 @@ import psutil
 import pytest
 from tests.faults import jobs, leaks
 from tests.faults.command import launching
+from tests.faults.killer import Killer, find_rank
 
 from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import WorkerKilledError, exit_code_of
 
 SEEDS = 20
 LIMIT_S = 3.0
-
-
-def find_rank(watch: leaks.Watch, rank: int, num: int, until: float) -> int | None:
-    """Return the process id of a rank as soon as it exists."""
-    while time.monotonic() < until:
-        for pid, command in watch.processes().items():
-            if command.strip().endswith(f" {rank}/{num}"):
-                return pid
-    return None
-
-
-class Killer(threading.Thread):
-    """Kills a rank a given time after it was born."""
-
-    def __init__(self, watch: leaks.Watch, rank: int, num: int, delay_s: float) -> None:
-        super().__init__(daemon=True)
-        self._watch, self._rank, self._num, self._delay_s = watch, rank, num, delay_s
-        self.killed_at = 0.0
-
-    def run(self) -> None:
-        pid = find_rank(self._watch, self._rank, self._num, time.monotonic() + 30)
-        if pid is not None:
-            threading.Event().wait(self._delay_s)
-            self.killed_at = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -130,7 +106,7 @@ def test_kill_the_launching_process(watch: leaks.Watch, delay_s: float | None) -
             assert len(pids) == 6
             assert all(psutil.pid_exists(pid) for pid in pids)
         else:
-            assert find_rank(watch, 1, 2, time.monotonic() + 30) is not None
+            assert find_rank(watch, 1, 2) is not None
             threading.Event().wait(delay_s)
         command.process.kill()
         command.process.wait()
