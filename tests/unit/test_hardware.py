@@ -21,6 +21,8 @@ def faults_of_table(table) -> list[str]:
             faults.append(f"source {name}: no URL")
         if not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])(-\d\d)?", source.get("date", "")):
             faults.append(f"source {name}: no date")
+        if re.match(r"https://github\.com/[^/]+/[^/]+/blob/(?![0-9a-f]{40}/)", source.get("url", "")):
+            faults.append(f"source {name}: no commit")
     for name, row in [*table["links"].items(), *table["devices"].items()]:
         for key, cell in row.items():
             if key in ("link", "network"):
@@ -62,10 +64,13 @@ def test_every_number_has_source_and_date_and_every_peak_is_dense() -> None:
         ({"value": 1e12, "source": "good"}, "not dense"),
         ({"value": 2e12, "with_sparsity": 2e12, "dense": True, "source": "good"}, "not half"),
         ({"dense": True, "source": "good"}, "no value"),
+        ({"value": 1e12, "dense": True, "source": "branch"}, "no commit"),
     ],
 )
 def test_the_check_finds_a_planted_fault(cell, fault: str) -> None:
     sources = {"good": {"url": "https://x.org/a", "date": "2024-01"}}
+    if fault == "no commit":
+        sources["branch"] = {"url": "https://github.com/x/y/blob/main/z.py", "date": "2024-01"}
     if fault == "no date":
         sources["undated"] = {"url": "https://x.org/b"}
     table = {"sources": sources, "links": {}, "devices": {"x": {"peak_flops_per_s": {"bf16": cell}}}}
