@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -100,7 +100,9 @@ def verify(
 def schedule(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one step.")] = 8,
-    kind: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1 or zbv.")] = "1f1b",
+    kind: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"], typer.Option(help="The order of work.")
+    ] = "1f1b",
 ) -> None:
     """Draw a pipeline schedule."""
     from meshwright.schedule import PipelineSchedule

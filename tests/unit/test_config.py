@@ -126,7 +126,6 @@ def test_config_is_frozen(folder):
         ("optimizer.momentum=0.9", ["momentum is sgd's"]),
         ("optimizer.betas=[0.9, 1.0]", ["0 <= beta < 1"]),
         ("optimizer.param_groups=[{patern=['a']}]", ["optimizer.param_groups.0.patern", "did you mean 'patterns'"]),
-        ("schedule.warmup_steps=3", ["schedule.warmup_steps = 3 with train.steps = 2"]),
         ("train.eval_batches=-1", ["train.eval_batches"]),
     ],
 )
@@ -218,6 +217,11 @@ def test_more_devices_than_cores_is_a_warning(folder, monkeypatch):
     config = load(folder, plan="dp=8")
     assert config.notes[0].startswith("warning: the plan 'dp=8' uses 8 devices, there are 2 cores")
     assert load(folder, plan="dp=2").notes == ()
+
+
+def test_a_warm_up_longer_than_the_run_is_a_warning(folder):
+    assert "warmup_steps = 3 with train.steps = 2" in load(folder, "schedule.warmup_steps=3", plan="single").notes[0]
+    assert load(folder, "schedule.warmup_steps=2", plan="single").notes == ()
 
 
 def test_batch_smaller_than_the_plan_and_its_fix(folder):

@@ -107,7 +107,8 @@ def check_config(config: TrainConfig) -> TrainConfig:
     _check_data(config)
     _check_optimizer(config)
     _check_loss(config)
-    return config
+    notes = (*config.notes, *_warnings(config))
+    return config.model_copy(update={"notes": notes})
 
 
 def resolve_loss(config: TrainConfig) -> str:
@@ -189,14 +190,17 @@ def _check_sizes(config: TrainConfig) -> None:
             f"micro_batches = {plan.dp} x {plan.micro_batches} = {pieces} samples, one for each piece)",
             fix=f"--set train.global_batch_size={pieces}",
         )
-    if config.schedule.warmup_steps > train.steps:
-        raise ConfigError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} with train.steps = {train.steps} (rule: the "
-            "warm-up ends before the run does)",
-            fix=f"--set schedule.warmup_steps={train.steps // 10}",
-        )
     if train.eval_every and train.eval_batches == 0:
         raise ConfigError(f"train.eval_every = {train.eval_every} with train.eval_batches = 0: nothing to evaluate on")
+
+
+def _warnings(config: TrainConfig) -> list[str]:
+    warmup, steps = config.schedule.warmup_steps, config.train.steps
+    if warmup <= steps:
+        return []
+    return [
+        f"warning: schedule.warmup_steps = {warmup} with train.steps = {steps}: the run ends before the warm-up does"
+    ]
 
 
 def _check_model(config: TrainConfig) -> None:

@@ -221,8 +221,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"there is no configuration file {path}{did_you_mean(path.name, near)}") from None
+        near = [found.stem for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(f"there is no configuration file {path}{did_you_mean(path.stem, near)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from None
 

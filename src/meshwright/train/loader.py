@@ -9,7 +9,7 @@ Tensor and pipeline parallel ranks of one dp coordinate get the same share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -179,7 +179,7 @@ class IndexedLoader:
     def __len__(self) -> int:
         return num_batches(len(self.dataset), self.global_batch_size, drop_last=self._drop_last)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any]:
         if not self._is_fresh or self._batch >= len(self):
             self._begin(self.epoch + 1)
         self._is_fresh = False
@@ -244,7 +244,7 @@ class IndexedLoader:
     def _begin(self, epoch: int) -> None:
         self.epoch, self._batch, self._samples = epoch, 0, 0
 
-    def _iterate(self, shares: list[tuple[int, list[int]]]) -> Iterator[Any]:
+    def _iterate(self, shares: list[tuple[int, list[int]]]) -> Generator[Any]:
         key = (self.seed, self.epoch, 1) if self._sample_rng else None
         reader = SampleReader(self.dataset, self._collate_fn, key)
         indices = [share for _, share in shares]

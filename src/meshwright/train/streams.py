@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class StreamLoader:
         self._batch = 0
         self._is_fresh = True
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any]:
         if not self._is_fresh:
             self.epoch, self._batch = self.epoch + 1, 0
         self._is_fresh = False
@@ -85,7 +85,7 @@ class StreamLoader:
             raise ConfigError("the loader's state is of an indexed dataset, this one is a stream")
         self.epoch, self._batch, self._is_fresh = state["epoch"], state["batch"], True
 
-    def _iterate(self, skip: int) -> Iterator[Any]:
+    def _iterate(self, skip: int) -> Generator[Any]:
         batches = itertools.islice(self._own_batches(), skip, None)
         ahead = read_ahead(batches, self._prefetch) if self._reads_ahead() else None
         try:
