@@ -134,6 +134,8 @@ CASES: dict[str, Case] = {
     "lora": Case(models.build_lora, regression, losses.weighted_square),
     "tiny": Case(lambda: models.Tiny().double(), regression, losses.square),
     "sparse": Case(lambda: models.SparseEmbedding().double(), sparse_ids, losses.square),
+    "sparse_sums": Case(lambda: models.SparseEmbedding().double(), sparse_ids, losses.summed_square),
+    "branches_sums": Case(lambda: models.Branches().double(), flagged, losses.summed_square_of_first),
     "shared": Case(lambda: models.Shared().double(), regression, losses.square),
     "odd_layouts": Case(lambda: models.OddLayouts().double(), regression, losses.square),
     "keywords": Case(lambda: models.Keywords().double(), keywords, losses.square_by_key),

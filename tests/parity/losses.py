@@ -40,6 +40,15 @@ def valid_tokens(outputs: Tensor, batch: Any) -> mw.Loss:
     return mw.Loss(total, (labels != -100).sum())
 
 
+def summed_square(outputs: Tensor, batch: Any) -> mw.Loss:
+    """The same as `square`, as a sum and a weight."""
+    return mw.Loss((outputs - batch[1]).square().sum(), outputs.numel())
+
+
+def summed_square_of_first(outputs: tuple[Tensor, Tensor], batch: Any) -> mw.Loss:
+    return summed_square(outputs[0], batch)
+
+
 def nodes(outputs: Tensor, batch: Any) -> mw.Loss:
     return mw.Loss((outputs - batch["targets"]).square().sum(), outputs.shape[0])
 

@@ -258,6 +258,44 @@ def test_evaluation_in_one_process(line: str) -> None:
     assert (count, state[:2]) == (7, [True, True])
 
 
+def _build_with_modes() -> nn.Module:
+    """Dropout and batch statistics: what evaluation computes depends on the mode."""
+    return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 5)).double()
+
+
+def _evaluate_between_steps(line: str, devices: Any = None) -> tuple[float, list[bool], dict[str, Tensor]]:
+    first, second, third = cases.CASES["mlp"].batches(8)
+    with mw.apply_plan(
+        _build_with_modes, mw.Plan.parse(line), loss_fn=losses.square, optimizer=_sgd, devices=devices
+    ) as model:
+        model.step(mw.split_batch(first, model))
+        model.module[1].eval()  # the user's own choice for one layer outlives an evaluation
+        before, random_state = model.full_state_dict(), torch.get_rng_state()
+        loss = model.evaluate(mw.split_batch(second, model))["loss"]
+        assert model.evaluate(mw.split_batch(second, model))["loss"] == loss
+        testing.assert_parity(model.full_state_dict(), before, 0.0)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        modes = [module.training for module in model.module.modules()]
+        model.step(mw.split_batch(third, model))
+        return loss, modes, before
+
+
+@pytest.mark.parametrize("line", ["dp=2", "single", "mode=data_parallel,dp=2", "mode=model_parallel,pp=2"])
+def test_evaluation_is_in_eval_mode_and_leaves_no_trace(line: str) -> None:
+    devices = ["cpu", "cpu"] if "mode" in line else None
+    results = (
+        testing.run_ranks(_evaluate_between_steps, 2, line)
+        if line == "dp=2"
+        else [_evaluate_between_steps(line, devices)]
+    )
+    for loss, modes, state in results:
+        plain = _build_with_modes().eval()
+        plain.load_state_dict(state)
+        inputs, targets = cases.CASES["mlp"].batches(8)[1]
+        assert loss == pytest.approx(float((plain(inputs) - targets).square().mean().detach()), rel=FLOAT64)
+        assert modes == [True, True, False, True, True]
+
+
 # -- E011, E092: what ranks hold -------------------------------------------------------------------------------------
 
 
