@@ -23,10 +23,11 @@ class Setting:
     micro_batches: int = 1
     max_grad_norm: float | None = None
     num_steps: int = 3
+    plan_words: str = ""
 
     def __str__(self) -> str:
         clip = "" if self.max_grad_norm is None else f"-clip{self.max_grad_norm}"
-        return f"n{self.num_samples}-mb{self.micro_batches}{clip}"
+        return f"n{self.num_samples}-mb{self.micro_batches}{clip}{self.plan_words.replace(',', '-')}"
 
 
 def split_sizes(num_samples: int, parts: int) -> list[int]:
@@ -74,7 +75,7 @@ def options_of(case: cases.Case, setting: Setting) -> testing.StepOptions:
 def run_case(name: str, plan_text: str, setting: Setting, devices: Any = None) -> list[testing.StepRecord]:
     """Train a case under a plan, on every rank."""
     case = cases.find(name)
-    plan = mw.Plan.parse(f"{plan_text},micro_batches={setting.micro_batches}")
+    plan = mw.Plan.parse(f"{plan_text},micro_batches={setting.micro_batches}{setting.plan_words}")
     return testing.plan_steps(
         case.build,
         plan,
