@@ -159,6 +159,7 @@ CASES: dict[str, Case] = {
 PIECEWISE: dict[str, Case] = {
     "batch_norm": Case(models.build_resnet_batch_norm, images, classes),
     "discriminator": Case(lambda: models.Discriminator().double(), pairs_of_images, losses.difference_of_scores),
+    "moving_average": Case(lambda: models.MovingAverage().double(), regression, losses.square),
     "parametrized": Case(models.build_parametrized, regression, losses.square),
     "data_dependent": Case(lambda: models.DataDependent().double(), data_dependent, losses.square),
 }

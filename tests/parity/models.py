@@ -343,6 +343,23 @@ def build_old_weight_norm() -> nn.Module:
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(7, 9)), nn.Tanh(), nn.Linear(9, 5)).double()
 
 
+class MovingAverage(nn.Module):
+    """A statistic that is assigned anew in each forward, as users write it, instead of written in place."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(7, 5)
+        self.register_buffer("average", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y - self.average
+
+
 class OddLayouts(nn.Module):
     """Parameters that are complex, transposed in memory, and channels last."""
 

@@ -259,20 +259,21 @@ def test_nan_skips_the_step_on_every_rank_where_that_is_asked_for() -> None:
         assert seen == [(None, False, False), (None, True, True), (None, False, False)]
 
 
-def _skip_with_batch_norm(line: str, num_parts: int, devices: Any = None) -> list[Any]:
+def _skip_with_statistics(name: str, line: str, devices: Any = None) -> list[Any]:
     """A step whose last sample is NaN, under the policy "skip", on a model with running statistics."""
+    case = cases.PIECEWISE[name]
     model = mw.apply_plan(
-        models.build_resnet_batch_norm,
+        case.build,
         mw.Plan.parse(line),
-        loss_fn=cases.classes,
+        loss_fn=case.loss_fn,
         optimizer=_sgd,
         non_finite="skip",
         devices=devices,
     )
     try:
-        model.step(mw.split_batch(cases.images(3 * num_parts, 0), model))
+        model.step(mw.split_batch(case.batch(6, 0), model))
         before = model.full_state_dict()
-        inputs, targets = cases.images(3 * num_parts, 1)
+        inputs, targets = case.batch(6, 1)
         inputs[-1] = torch.nan
         result = model.step(mw.split_batch((inputs, targets), model))
         return [result.skipped, before, model.full_state_dict()]
@@ -280,13 +281,16 @@ def _skip_with_batch_norm(line: str, num_parts: int, devices: Any = None) -> lis
         model.close()
 
 
-def test_a_skipped_step_leaves_no_trace_in_buffers() -> None:
-    in_one_process = [
-        _skip_with_batch_norm("single", 2),
-        _skip_with_batch_norm("mode=data_parallel,dp=2", 2, ["cpu", "cpu"]),
-        _skip_with_batch_norm("mode=model_parallel,pp=2", 2, ["cpu", "cpu"]),
-    ]
-    for skipped, before, after in [*testing.run_ranks(_skip_with_batch_norm, 2, "dp=2", 2), *in_one_process]:
+@pytest.mark.parametrize("name", ["batch_norm", "moving_average"])
+@pytest.mark.parametrize("line", ["dp=2", "single", "mode=data_parallel,dp=2", "mode=model_parallel,pp=1"])
+def test_a_skipped_step_leaves_no_trace_in_buffers(name: str, line: str) -> None:
+    devices = None if "mode" not in line else ["cpu"] * mw.Plan.parse(line).num_devices
+    results = (
+        testing.run_ranks(_skip_with_statistics, 2, name, line)
+        if line == "dp=2"
+        else [_skip_with_statistics(name, line, devices)]
+    )
+    for skipped, before, after in results:
         assert skipped
         testing.assert_parity(after, before, 0.0)
 

@@ -72,7 +72,7 @@ def test_model_parallel_equals_one_device(index: int, name: str, num_devices: in
     testing.assert_parity(run_case(name, line, setting, devices=devices), reference(name, setting), FLOAT64)
 
 
-@pytest.mark.parametrize("name", cases.PIECEWISE)
+@pytest.mark.parametrize("name", sorted(cases.PIECEWISE.keys() - {"moving_average"}))  # which is a single layer
 def test_model_parallel_equals_one_device_that_takes_the_same_pieces(name: str) -> None:
     setting = Setting(num_samples=8, micro_batches=2)
     records = run_case(name, "mode=model_parallel,pp=2", setting, devices=["cpu"] * 2)

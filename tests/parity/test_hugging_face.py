@@ -1,0 +1,85 @@
+"""An unmodified Hugging Face model with its own loss, whose labels are shifted inside and count by their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright import testing
+from parity import cases
+from parity.harness import assert_ranks_agree
+from tolerances import FLOAT32
+
+pytestmark = pytest.mark.slow
+
+
+def _build() -> nn.Module:
+    import transformers  # seconds, which other tests need not wait for
+
+    config = transformers.LlamaConfig(
+        vocab_size=101,
+        hidden_size=24,
+        intermediate_size=13,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _batch(valid: list[int]) -> dict[str, torch.Tensor]:
+    ids, _ = cases.language(len(valid), seed=5)
+    labels = ids.clone()
+    for row, count in zip(labels, valid, strict=True):
+        row[count:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+# The first label of a row has no prediction: a row with 1 label counts nothing.
+BATCHES = [_batch([7, 2, 4, 3, 6]), _batch([2, 1, 7, 1, 1])]
+
+
+def _steps(line: str, devices: Any = None) -> list[testing.StepRecord]:
+    return testing.plan_steps(_build, mw.Plan.parse(line), BATCHES, devices=devices)
+
+
+def _assert_close(records: list[testing.StepRecord]) -> None:
+    # The model computes its loss in float32 whatever its weights are, so this is the bound of float32.
+    expected = testing.oracle_steps(_build, BATCHES)
+    for record, plain in zip(records, expected, strict=True):
+        assert record.loss == pytest.approx(plain.loss, rel=FLOAT32)
+        testing.assert_parity(record.gradients, plain.gradients, FLOAT32)
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=3,micro_batches=2"])
+def test_a_llama_over_ranks(line: str) -> None:
+    per_rank = testing.run_ranks(_steps, mw.Plan.parse(line).num_ranks, line)
+    _assert_close(per_rank[0])
+    assert_ranks_agree(per_rank)
+
+
+@pytest.mark.parametrize("line", ["single", "mode=data_parallel,dp=2", "mode=model_parallel,pp=2,micro_batches=2"])
+def test_a_llama_in_one_process(line: str) -> None:
+    _assert_close(_steps(line, None if line == "single" else ["cpu", "cpu"]))
+
+
+def test_counting_the_shifted_labels_matters() -> None:
+    # The control: weighting by all labels, the first of each row included, is another loss.
+    def by_all_labels(outputs: Any, batch: Any) -> mw.Loss:
+        weight = (batch["labels"] != -100).sum()
+        return mw.Loss(outputs.loss * weight, weight)
+
+    def shares(batch: Any) -> list[list[Any]]:
+        return [[{name: t[:3] for name, t in batch.items()}], [{name: t[3:] for name, t in batch.items()}]]
+
+    wrong = testing.oracle_steps(_build, BATCHES[:1], by_all_labels, shares=shares)[0]
+    with pytest.raises(AssertionError, match="differ by more than"):
+        testing.assert_parity(wrong.gradients, testing.oracle_steps(_build, BATCHES[:1])[0].gradients, 100 * FLOAT32)
