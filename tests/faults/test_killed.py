@@ -28,7 +28,7 @@ def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
     source = random.Random(seed)
     num = source.choice([2, 2, 3])
     rank = source.choice([0, 1, num - 1])
-    delay_s = source.uniform(0.0, 2.5)
+    delay_s = source.uniform(0.0, 1.8)
     print(f"seed {seed}: rank {rank} of {num}, {delay_s:.3f} s after its birth")
     killer = Killer(watch, rank, num, delay_s)
     killer.start()
@@ -42,7 +42,7 @@ def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
     assert exit_code_of(caught.value) == 11
 
 
-@pytest.mark.parametrize(("num", "victim"), [(2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("num", "victim"), [(2, 0), (3, 2)])
 def test_kill_a_rank_inside_an_all_reduce(num: int, victim: int) -> None:
     killed_at: list[float] = []
 
@@ -65,25 +65,23 @@ def test_kill_a_rank_inside_an_all_reduce(num: int, victim: int) -> None:
     assert "likely out of memory" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "signal_name", "status", "code"),
+    ("rank", "how", "signal_name", "status"),
     [
-        ("SIGKILL", "SIGKILL", None, 11),
-        ("SIGSEGV", "SIGSEGV", None, 11),
-        ("abort", "SIGABRT", None, 11),
-        ("exit 0", None, 0, 11),
+        (0, "SIGKILL", "SIGKILL", None),
+        (1, "SIGSEGV", "SIGSEGV", None),
+        (0, "abort", "SIGABRT", None),
+        (0, "exit 0", None, 0),
+        (1, "exit 0", None, 0),
     ],
 )
-def test_a_rank_dies_in_its_first_call(
-    rank: int, how: str, signal_name: str | None, status: int | None, code: int
-) -> None:
+def test_a_rank_dies_in_its_first_call(rank: int, how: str, signal_name: str | None, status: int | None) -> None:
     with pytest.raises(WorkerKilledError) as caught:
         launch(jobs.die, 2, rank, how)
     error = caught.value
     assert (error.rank, error.signal_name, error.exit_status) == (rank, signal_name, status)
     assert "step 2, phase forward" in str(error)
-    assert exit_code_of(error) == code
+    assert exit_code_of(error) == 11
 
 
 def test_a_rank_that_died_between_two_calls_is_noticed_at_the_next() -> None:
@@ -96,7 +94,7 @@ def test_a_rank_that_died_between_two_calls_is_noticed_at_the_next() -> None:
     assert "phase idle" in str(caught.value) or "phase run" in str(caught.value)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.6, None])
+@pytest.mark.parametrize("delay_s", [0.0, 0.4, None])
 def test_kill_the_launching_process(watch: leaks.Watch, delay_s: float | None) -> None:
     # None: in the middle of the run, with a forked child and one in a session of its own under each rank.
     with launching("loop_until_stopped", 2, True) as command:
