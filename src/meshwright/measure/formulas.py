@@ -1,0 +1,236 @@
+"""The maths of a comparison: speed-ups, Amdahl's law, and what a plan should send. Pure functions, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from meshwright.errors import ConfigError
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some samples, and the quartiles that hold the middle half of them; in the samples' unit."""
+
+    low: float
+    median: float
+    high: float
+
+    def overlaps(self, other: Spread) -> bool:
+        """Tell whether the middle halves have a value in common, so that the medians' difference may be noise."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Return the median and the quartiles, interpolated between samples.
+
+    Args:
+        samples: At least one [any one unit].
+
+    Raises:
+        ConfigError: There is no sample.
+
+    >>> spread([1, 2, 3, 4, 100])
+    Spread(low=2.0, median=3.0, high=4.0)
+    """
+    if not samples:
+        raise ConfigError("a median needs at least one sample")
+    values = [float(sample) for sample in samples]
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low, middle, high)
+
+
+def speedup(baseline_s: float, plan_s: float) -> float:
+    """Return how many times faster the plan's step is than the baseline's.
+
+    Args:
+        baseline_s: Step time of the baseline [s].
+        plan_s: Step time of the plan [s].
+
+    Raises:
+        ConfigError: A time is not positive.
+
+    >>> speedup(3.0, 2.0)
+    1.5
+    """
+    if not (baseline_s > 0 and plan_s > 0):
+        raise ConfigError(f"a speed-up of {baseline_s} s over {plan_s} s (rule: both times are above 0)")
+    return baseline_s / plan_s
+
+
+def amdahl_speedup(parallel_fraction: float, num_devices: int) -> float:
+    """Return the speed-up that Amdahl's law allows: ``1 / ((1 - p) + p / n)``.
+
+    Args:
+        parallel_fraction: p, the share of one device's time that the devices can split [fraction].
+        num_devices: n, at least 1 [count].
+
+    Raises:
+        ConfigError: ``num_devices`` is not positive, or no time would be left.
+
+    Source:
+        Amdahl 1967, doi:10.1145/1465482.1465560.
+
+    >>> amdahl_speedup(0.5, 2)
+    1.3333333333333333
+    """
+    _require_devices(num_devices)
+    share = (1 - parallel_fraction) + parallel_fraction / num_devices
+    if not share > 0:
+        raise ConfigError(
+            f"p={parallel_fraction} on {num_devices} devices leaves no time at all (rule: p < n / (n - 1))"
+        )
+    return 1 / share
+
+
+def amdahl_parallel_fraction(measured_speedup: float, num_devices: int) -> float | None:
+    """Return the parallel fraction that a measured speed-up amounts to: ``(1 - 1 / S) / (1 - 1 / n)``.
+
+    Nothing is clipped. Above 1 the devices together were faster than n times one (caches, noise); below 0 they were
+    slower than one.
+
+    Args:
+        measured_speedup: S, time on one device over time on n, positive [ratio].
+        num_devices: n [count].
+
+    Returns:
+        p [fraction]; None for one device, on which every p gives S = 1.
+
+    Raises:
+        ConfigError: ``measured_speedup`` or ``num_devices`` is not positive.
+
+    Source:
+        Amdahl 1967, doi:10.1145/1465482.1465560, solved for p (Karp & Flatt 1990, doi:10.1145/78607.78614, solve the
+        same equation for 1 - p).
+
+    >>> amdahl_parallel_fraction(2.0, 2), amdahl_parallel_fraction(1.0, 4), amdahl_parallel_fraction(0.5, 2)
+    (1.0, 0.0, -2.0)
+    """
+    _require_devices(num_devices)
+    if not measured_speedup > 0:
+        raise ConfigError(f"a speed-up of {measured_speedup} (rule: it is above 0)")
+    if num_devices == 1:
+        return None
+    return (1 - 1 / measured_speedup) / (1 - 1 / num_devices)
+
+
+def ring_gradient_bytes(gradient_bytes: int, num_ranks: int) -> float:
+    """Return what each rank of ``distributed`` sends in a step: ``2 (n - 1) / n`` of the gradients.
+
+    Args:
+        gradient_bytes: Gradients of all trainable dense parameters [bytes].
+        num_ranks: n [count].
+
+    Returns:
+        Bytes sent by one rank [bytes]; 0 for one rank.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Source:
+        Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002: a ring's reduce-scatter and all-gather, (n - 1) / n each.
+
+    >>> ring_gradient_bytes(100, 2), ring_gradient_bytes(100, 1)
+    (100.0, 0.0)
+    """
+    _require_devices(num_ranks)
+    _require_bytes(gradient_bytes)
+    return 2 * (num_ranks - 1) * gradient_bytes / num_ranks
+
+
+def cut_activation_bytes(
+    output_bytes: Sequence[int],
+    stages: Sequence[int],
+    num_samples: float,
+    returns: Sequence[int | None] | None = None,
+) -> float:
+    """Return what ``model_parallel`` moves between devices in a step: ``C = sum(s_i x b) x 2`` over the cuts.
+
+    An activation crosses wherever the next layer stands on another stage, and its gradient comes back the same way. What
+    else a model hands from layer to layer (masks, tables, a residual around the cut) is not in it.
+
+    Args:
+        output_bytes: s_i, what each layer hands on for one sample, in the order in which layers run [bytes/sample].
+        stages: Stage of each layer, in the same order.
+        num_samples: b, samples in the step [count].
+        returns: For each layer, the stage that its output goes to although no layer follows there (a tied head that is
+            computed outside every layer), or None.
+
+    Returns:
+        C [bytes].
+
+    Raises:
+        ConfigError: The lists differ in length, or a number is negative.
+
+    >>> cut_activation_bytes([100, 100, 10], [0, 0, 1], num_samples=8)
+    1600
+    """
+    back = list(returns) if returns is not None else [None] * len(stages)
+    if not len(output_bytes) == len(stages) == len(back):
+        raise ConfigError(
+            f"{len(output_bytes)} outputs, {len(stages)} stages, {len(back)} returns (rule: one per layer)"
+        )
+    if num_samples < 0:
+        raise ConfigError(f"{num_samples} samples (rule: not negative)")
+    crossing = 0
+    for index, (size, stage) in enumerate(zip(output_bytes, stages, strict=True)):
+        _require_bytes(size)
+        place, to = stage, back[index]
+        if to is not None and to != place:
+            crossing += size
+            place = to
+        if index + 1 < len(stages) and stages[index + 1] != place:
+            crossing += size
+    return crossing * num_samples * 2
+
+
+def replica_copy_bytes(parameter_bytes: int, gradient_bytes: int, num_other_devices: int) -> int:
+    """Return what ``data_parallel`` moves in a step: parameters to each further device, gradients back from it.
+
+    Replicas on the first replica's own device (CPU "devices" are all one) share its memory, so nothing moves.
+
+    Args:
+        parameter_bytes: All parameters [bytes].
+        gradient_bytes: Gradients of the trainable ones [bytes].
+        num_other_devices: Replicas on another device than the first: n - 1 GPUs, or 0 on the CPU [count].
+
+    Returns:
+        Bytes moved [bytes].
+
+    Raises:
+        ConfigError: A number is negative.
+
+    >>> replica_copy_bytes(100, 80, 3), replica_copy_bytes(100, 80, 0)
+    (540, 0)
+    """
+    _require_bytes(parameter_bytes)
+    _require_bytes(gradient_bytes)
+    if num_other_devices < 0:
+        raise ConfigError(f"{num_other_devices} other devices (rule: not negative)")
+    return num_other_devices * (parameter_bytes + gradient_bytes)
+
+
+def relative_difference(value: float, reference: float) -> float:
+    """Return ``|value - reference| / |reference|``; 0 where both are 0, infinite where only the reference is.
+
+    >>> relative_difference(1.5, 1.0)
+    0.5
+    """
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else float("inf")
+
+
+def _require_devices(num_devices: int) -> None:
+    if num_devices < 1:
+        raise ConfigError(f"{num_devices} devices (rule: at least 1)")
+
+
+def _require_bytes(num_bytes: float) -> None:
+    if num_bytes < 0:
+        raise ConfigError(f"{num_bytes} bytes (rule: not negative)")

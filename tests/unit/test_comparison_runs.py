@@ -1,0 +1,336 @@
+"""Which runs a comparison makes, what it does with what they give, and what a model should send."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gpt import build_gpt
+from meshwright.errors import (
+    ApplyError,
+    ConfigError,
+    NonFiniteError,
+    StoppedOnRequest,
+    UserCodeError,
+    WorkerKilledError,
+)
+from meshwright.measure.compare import Comparison
+from meshwright.run.parallel_model import apply_plan
+from meshwright.spec import Plan
+from meshwright.train import comparison as module
+from meshwright.train.comparison import compare_plans, run_comparison, split_plans
+from meshwright.train.config import load_config
+from meshwright.train.trial import RankSamples, formula_bytes
+
+CLASSIC = Path(__file__).parents[2] / "examples" / "mlp_classic.toml"
+
+
+# -- what a model should send ------------------------------------------------------------------------------------------
+
+
+class Untraceable(nn.Sequential):
+    """Needs the values of what it is given, which shapes alone do not have."""
+
+    def forward(self, x):
+        return super().forward(x * float(x.sum() > 0))
+
+
+def chain(kind=nn.Sequential):
+    return kind(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def sent_and_formula(build, line, batch, num_devices=2):
+    plan = Plan.parse(line, num_devices=num_devices)
+    with apply_plan(build, plan, loss_fn=lambda outputs, _: outputs.float().square().mean()) as model:
+        before = model.ledger.sent_bytes
+        model.step(batch)
+        sent = model.ledger.sent_bytes - before
+    return sent, formula_bytes(model, [torch.device("cpu")] * plan.num_devices, batch, len(batch[0]))
+
+
+def test_the_cut_of_a_chain_is_counted_exactly():
+    batch = (torch.randn(6, 4), torch.zeros(6))
+    assert sent_and_formula(chain, "model_parallel", batch) == (2 * 6 * 16 * 4, 2 * 6 * 16 * 4)
+    # Cutting the batch does not change what crosses.
+    assert sent_and_formula(chain, "model_parallel,micro_batches=3", batch) == (2 * 6 * 16 * 4, 2 * 6 * 16 * 4)
+
+
+def test_a_tied_head_goes_back_to_the_embedding():
+    batch = (torch.randint(0, 256, (2, 16)), torch.zeros(2))
+    settings = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "max_length": 16}
+    sent, tied = sent_and_formula(lambda: build_gpt(tie_embeddings=True, **settings), "model_parallel", batch)
+    _, free = sent_and_formula(lambda: build_gpt(tie_embeddings=False, **settings), "model_parallel", batch)
+    hidden = 2 * 16 * 32 * 4
+    assert (tied, free) == (2 * 2 * hidden, 2 * hidden)
+    # The rotary tables that the blocks are handed cross as well, one way.
+    assert sent == tied + 2 * (16 * 8 * 4)
+
+
+def test_replicas_on_the_cpu_move_nothing():
+    batch = (torch.randn(6, 4), torch.zeros(6))
+    assert sent_and_formula(chain, "data_parallel", batch) == (0, 0)
+
+
+def test_a_model_that_needs_values_has_no_formula():
+    batch = (torch.randn(6, 4), torch.zeros(6))
+    sent, formula = sent_and_formula(lambda: chain(Untraceable), "model_parallel", batch)
+    assert sent > 0
+    assert formula is None
+
+
+def test_sparse_gradients_and_frozen_parameters_are_not_in_the_ring():
+    module = nn.ModuleList([nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4), nn.Linear(4, 4)])
+    module[2].bias.requires_grad_(False)
+    model = types.SimpleNamespace(engine=None, module=module, plan=Plan.parse("dp=4"))
+    assert formula_bytes(model, [torch.device("cpu")], None, 1) == 2 * 3 / 4 * 4 * (10 * 4 + 4 * 4)
+    model.plan = Plan.parse("dp=2,zero=1")
+    assert formula_bytes(model, [torch.device("cpu")], None, 1) is None
+
+
+# -- which runs are made ----------------------------------------------------------------------------------------------
+
+
+class FakeLaunch:
+    """Stands in for `launch`: notes the calls and returns made-up samples."""
+
+    def __init__(self, errors=None, device="cpu"):
+        self.calls = []
+        self.errors = errors or {}
+        self.device = device
+
+    def __call__(self, fn, num_ranks, config_json, warm_up, steps, *, threads_per_rank, on_event):
+        plan = json.loads(json.loads(config_json)["plan_json"])
+        mode = plan.get("mode", "ranks")
+        self.calls.append((mode, num_ranks, threads_per_rank, warm_up, steps))
+        if mode in self.errors:
+            raise self.errors[mode]
+        total = warm_up + steps
+        seconds = [100.0] * warm_up + [1.0] * steps
+        return [
+            RankSamples(
+                device=self.device,
+                seconds=[value + rank for value in seconds],
+                num_samples=[64] * total,
+                num_tokens=[64] * total,
+                losses=[1.0] * total,
+                sent_bytes=[0.0] * total,
+                wait_seconds=[0.0] * total,
+                sees_waiting=self.device == "cpu",
+                peak_memory_bytes=[100 + rank],
+                formula_bytes=0.0 if rank == 0 else None,
+            )
+            for rank in range(num_ranks)
+        ]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "usable_cores", lambda: 4)
+    monkeypatch.setattr(module, "_load_average", lambda: 0.5)
+
+    def install(**kwargs):
+        launch = FakeLaunch(**kwargs)
+        monkeypatch.setattr(module, "launch", launch)
+        return launch
+
+    return install
+
+
+ALL = ["single", "data_parallel", "model_parallel", "distributed"]
+
+
+def test_all_plans_share_the_same_cores(fake):
+    launch = fake()
+    got = compare_plans(CLASSIC, ALL, steps=2)
+    assert launch.calls == [
+        ("ranks", 1, 4, 3, 2),
+        ("data_parallel", 1, 4, 3, 2),
+        ("model_parallel", 1, 4, 3, 2),
+        ("ranks", 2, 2, 3, 2),
+        ("ranks", 1, 2, 3, 2),  # added: single on what one of two devices has
+    ]
+    assert [(row.trial.name, row.trial.threads) for row in got.rows] == [
+        ("single", 4),
+        ("data_parallel", 2),
+        ("model_parallel", 4),
+        ("distributed", 2),
+        ("single, 2 threads", 2),
+    ]
+    assert [row.trial.is_baseline for row in got.rows] == [False] * 4 + [True]
+    assert got.cores == 4
+    assert got.notes == ()
+
+
+def test_single_is_added_where_nobody_asked_for_it(fake):
+    launch = fake()
+    compare_plans(CLASSIC, ["distributed"], steps=1)
+    assert launch.calls == [("ranks", 2, 2, 3, 1), ("ranks", 1, 4, 3, 1), ("ranks", 1, 2, 3, 1)]
+
+
+def test_nothing_is_added_where_nothing_is_missing(fake):
+    launch = fake()
+    compare_plans(CLASSIC, ["single", "model_parallel"], steps=1)
+    assert len(launch.calls) == 2
+
+
+def test_cores_that_do_not_divide_are_left_idle_for_single_too(fake, monkeypatch):
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    launch = fake()
+    got = compare_plans(CLASSIC, ["single", "distributed"], steps=1)
+    assert got.cores == 2
+    assert launch.calls == [("ranks", 1, 2, 3, 1), ("ranks", 2, 1, 3, 1), ("ranks", 1, 1, 3, 1)]
+
+
+def test_gpus_need_one_single_only(fake):
+    launch = fake(device="NVIDIA X")
+    got = compare_plans(CLASSIC, ["distributed"], steps=1)
+    assert [call[1] for call in launch.calls] == [2, 1]
+    assert got.rows[0].exposed_fraction is None
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank_and_warm_up_does_not_count(fake):
+    fake()
+    row = compare_plans(CLASSIC, ["dp=2"], steps=2).rows[0]
+    assert row.trial.step_seconds == (2.0, 2.0)
+    assert len(row.trial.losses) == 5
+    assert row.trial.peak_memory_bytes == (100, 101)
+    assert row.peak_memory_bytes == 101
+
+
+def test_a_preset_is_spread_over_the_configurations_devices_and_an_explicit_plan_is_not(fake):
+    fake()
+    got = compare_plans(CLASSIC, ["distributed", "dp=4", "distributed,micro_batches=2"], steps=1)
+    assert [row.trial.plan for row in got.rows][:3] == ["dp=2", "dp=4", "dp=2,micro_batches=2"]
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(7, 7), (100, 100), (101, 30), (5000, 30)])
+def test_steps(fake, configured, expected):
+    launch = fake()
+    compare_plans(CLASSIC, ["single"], overrides=[f"train.steps={configured}"])
+    assert launch.calls[0][4] == expected
+
+
+@pytest.mark.parametrize(
+    ("plans", "error", "text"),
+    [
+        (["single", "distribted"], ConfigError, "the plan 'distribted': .*did you mean 'distributed'"),
+        (["single", "dp=2,zorro=1"], ConfigError, "the plan 'dp=2,zorro=1': .*unknown key 'zorro'"),
+        (["single", "dp=65"], ConfigError, "the plan 'dp=65': train.global_batch_size = 64"),
+        (["single", "tp=2"], ApplyError, "the plan 'tp=2' asks for tp=2"),
+        ([], ConfigError, "no plan to compare"),
+    ],
+)
+def test_a_bad_plan_stops_everything_before_it_starts(fake, plans, error, text):
+    launch = fake()
+    with pytest.raises(error, match=text):
+        compare_plans(CLASSIC, plans)
+    assert launch.calls == []
+
+
+def test_steps_and_overrides_are_checked(fake):
+    fake()
+    with pytest.raises(ConfigError, match="steps=0"):
+        compare_plans(CLASSIC, ["single"], steps=0)
+    with pytest.raises(ConfigError, match="overrides are for a configuration file"):
+        compare_plans(load_config(CLASSIC), ["single"], overrides=["train.steps=1"])
+    assert compare_plans(load_config(CLASSIC), ["single"], steps=1).rows
+
+
+def test_ranks_of_a_job_do_not_compare(fake, monkeypatch):
+    launch = fake()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29555")
+    with pytest.raises(ConfigError, match="compare starts the ranks of each plan itself"):
+        compare_plans(CLASSIC, ["single"])
+    assert launch.calls == []
+
+
+def test_a_plan_that_fails_does_not_take_the_others_along(fake, capsys):
+    launch = fake(errors={"model_parallel": WorkerKilledError("rank 0 was killed by SIGKILL", rank=0)})
+    code = run_comparison(CLASSIC, "model_parallel; single", steps=1)
+    assert code == 11
+    assert len(launch.calls) == 2
+    out = capsys.readouterr().out
+    assert "'model_parallel' did not run: rank 0 was killed by SIGKILL." in out
+    assert "'single' takes 2 s" not in out  # one rank: 1 s
+    assert "'single' takes 1 s a step" in out
+
+
+def test_where_the_users_code_raised_is_shown(fake, capsys):
+    error = UserCodeError("rank 0 raised Odd: x\x1b[2J", rank=0, traceback_text="Traceback of Odd\x07")
+    fake(errors={"model_parallel": error})
+    assert run_comparison(CLASSIC, "single; model_parallel", steps=1) == 10
+    shown = capsys.readouterr()
+    assert "Traceback of Odd\n" in shown.err
+    assert "\x1b" not in shown.err + shown.out
+
+
+def test_where_no_plan_ran_its_error_is_raised(fake):
+    fake(errors={"ranks": NonFiniteError("the loss is NaN")})
+    with pytest.raises(NonFiniteError, match="the loss is NaN"):
+        compare_plans(CLASSIC, ["single"], steps=1)
+
+
+def test_a_request_to_stop_stops_all(fake):
+    launch = fake(errors={"ranks": StoppedOnRequest("stopped")})
+    with pytest.raises(StoppedOnRequest):
+        compare_plans(CLASSIC, ["single", "model_parallel"], steps=1)
+    assert len(launch.calls) == 1
+
+
+def test_a_busy_machine_is_said_to_be_one(fake, monkeypatch):
+    fake()
+    monkeypatch.setattr(module, "_load_average", lambda: 6.5)
+    assert "(load average up to 6.5 on 4 cores)" in compare_plans(CLASSIC, ["single"], steps=1).conclusion
+    monkeypatch.setattr(module, "_load_average", lambda: 5.5)  # up to 4 of it may be the comparison's own
+    assert "load average" not in compare_plans(CLASSIC, ["single"], steps=1).conclusion
+    monkeypatch.setattr(module, "_load_average", lambda: None)
+    assert "load average" not in compare_plans(CLASSIC, ["single"], steps=1).conclusion
+
+
+def test_more_devices_than_there_are_is_noted(fake):
+    fake()
+    got = compare_plans(CLASSIC, ["dp=64"], steps=1)
+    assert any("the plan 'dp=64' uses 64 devices" in note for note in got.notes)
+
+
+def test_the_command_writes_the_table_and_the_json(fake, capsys, tmp_path):
+    fake()
+    path = tmp_path / "c.json"
+    assert run_comparison(CLASSIC, "single; distributed", json_path=path, steps=2) == 0
+    shown = capsys.readouterr()
+    got = Comparison.from_json(path.read_text())
+    assert shown.out == f"{got}\n"
+    assert shown.err.splitlines()[0] == "single: 'single', 3 + 2 steps"
+    assert got.config["train"]["global_batch_size"] == 64
+    assert {"torch", "python", "cores", "processor", "load_average"} <= set(got.environment)
+
+
+def test_a_json_file_that_cannot_be_written_is_noticed_before_the_runs(fake, tmp_path):
+    launch = fake()
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run_comparison(CLASSIC, "single", json_path=tmp_path / "no" / "c.json")
+    assert launch.calls == []
+
+
+def test_split_plans():
+    assert split_plans("single; dp=2,micro_batches=2;") == ["single", "dp=2,micro_batches=2"]
+    assert split_plans(" ; ") == []
+
+
+def test_the_launching_side_imports_without_torch():
+    code = "import sys, meshwright.train.comparison; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    meta = "import sys, torch; sys.exit('torch' in sys.modules)"  # the check sees torch where it is
+    assert subprocess.run([sys.executable, "-c", meta], timeout=60, check=False).returncode == 1
