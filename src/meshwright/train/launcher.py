@@ -170,7 +170,8 @@ def _report_failure(
     told = failures.get(rank, {}) if rank is not None else {}
     is_ours = isinstance(error, MeshwrightError)
     trace = told.get("traceback") or getattr(error, "traceback_text", "")
-    if not trace and not is_ours:
+    # Nobody who pressed Ctrl-C twice wants to know where.
+    if not trace and not is_ours and not isinstance(error, KeyboardInterrupt):
         trace = "".join(traceback.format_exception(error))
     step, phase = told.get("step", last_step), told.get("phase", "run")
     where = re.search(r"at (?:step (\d+), )?phase (\w+)", str(error))
