@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parity import losses, models
+from parity import containers, losses, models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ CASES: dict[str, Case] = {
     "penalty": Case(models.build_mlp, regression, losses.with_penalty),
     **{
         f"output_{kind}": Case(
-            functools.partial(lambda kind: models.WithOutput(kind).double(), kind), regression, losses.of_container
+            functools.partial(lambda kind: containers.WithOutput(kind).double(), kind), regression, losses.of_container
         )
         for kind in ("dict", "dataclass", "attributes", "namedtuple", "nested", "opaque")
     },

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, losses, models
+from parity import cases, containers, losses, models
 from parity.harness import Setting, assert_ranks_agree, cut, options_of, reference
 from tolerances import FLOAT64
 
@@ -29,7 +29,7 @@ def _rank() -> int:
 
 def _output(kind: str, line: str, devices: Any) -> Any:
     inputs, _ = cases.regression(6, 0)
-    build = functools.partial(models.WithOutput, kind)
+    build = functools.partial(containers.WithOutput, kind)
     with mw.apply_plan(build().double(), mw.Plan.parse(line), loss_fn=losses.of_container, devices=devices) as model:
         return model(inputs)
 
@@ -40,7 +40,7 @@ def test_outputs_keep_their_type_and_fields(kind: str, line: str) -> None:
     torch.manual_seed(0)
     got = _output(kind, line, ["cpu", "cpu"])
     torch.manual_seed(0)
-    expected = models.WithOutput(kind).double()(cases.regression(6, 0)[0])
+    expected = containers.WithOutput(kind).double()(cases.regression(6, 0)[0])
     assert type(got) is type(expected)
     leaves, spec = torch.utils._pytree.tree_flatten(_plain(got))
     others, other_spec = torch.utils._pytree.tree_flatten(_plain(expected))
@@ -50,9 +50,9 @@ def test_outputs_keep_their_type_and_fields(kind: str, line: str) -> None:
 
 
 def _plain(output: Any) -> Any:
-    if isinstance(output, models.AttributeOutput):
+    if isinstance(output, containers.AttributeOutput):
         return dict(output)
-    return vars(output) if isinstance(output, models.DataclassOutput) else output
+    return vars(output) if isinstance(output, containers.DataclassOutput) else output
 
 
 # -- E012, E016, E036: optimizers ------------------------------------------------------------------------------------

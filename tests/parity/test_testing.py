@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,3 +130,49 @@ def test_outcomes_of_ranks_that_raise() -> None:
     assert (fine.result, fine.error) == (0, None)
     assert isinstance(failed.error, ValueError)
     assert "_raise_on" in failed.traceback_text
+
+
+LEAKS = """
+import os, subprocess, sys, threading
+
+def test_variable():
+    os.environ["LEFT_BEHIND"] = "1"
+
+def test_variable_taken_away():
+    del os.environ["LEFT_BEHIND"]
+
+def test_process():
+    subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+
+def test_thread():
+    threading.Thread(target=threading.Event().wait, args=(8,), name="left").start()
+
+def test_group(tmp_path):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+def test_nothing():
+    pass
+"""
+
+
+def test_what_a_test_leaves_behind_is_an_error(tmp_path: pathlib.Path) -> None:
+    shutil.copy(pathlib.Path(__file__).parents[1] / "conftest.py", tmp_path / "conftest.py")
+    (tmp_path / "test_leaks.py").write_text(LEAKS)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(tmp_path),
+        "-p",
+        "no:cacheprovider",
+    ]
+    run = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 1, run.stdout
+    assert "6 passed, 5 errors" in run.stdout, run.stdout
+    for words in ("LEFT_BEHIND", "processes were left behind", "threads were left behind: ['left']", "process group"):
+        assert words in run.stdout, words
