@@ -22,6 +22,8 @@ from meshwright.spec import Plan
 
 __all__: list[str] = []
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5}
 
 
@@ -108,7 +110,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         words = [word for word in vars(module) if "dropout" in word]
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUTS):
             words.append("p")
         active = [word for word in words if isinstance(vars(module)[word], float) and vars(module)[word] > 0]
         for word in active:
@@ -190,7 +192,7 @@ def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, l
             f"dropout is switched off here ({_some(dropped)}): in training every rank draws its own mask, so runs with"
             " dropout agree in distribution, not number by number"
         )
-    batch_norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, _BATCH_NORMS)]
     if batch_norms:
         notes.append(
             f"batch normalisation ({_some(batch_norms)}): each rank normalises its own micro-batch and the running"
