@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import rich.console
 import torch
 from torch import nn
 
@@ -315,6 +318,22 @@ def test_the_command_writes_the_table_and_the_json(fake, capsys, tmp_path):
     assert shown.err.splitlines()[0] == "single: 'single', 3 + 2 steps"
     assert got.config["train"]["global_batch_size"] == 64
     assert {"torch", "python", "cores", "processor", "load_average"} <= set(got.environment)
+
+
+@pytest.mark.parametrize(("width", "framed"), [(150, True), (80, False)])
+def test_a_wide_terminal_gets_frames(fake, monkeypatch, capsys, width, framed):
+    fake(errors={"model_parallel": ValueError("[bold]not markup[/bold]")})
+    comparison = compare_plans(CLASSIC, ["single", "model_parallel", "distributed"], steps=2)
+    screen = io.StringIO()
+    made = functools.partial(rich.console.Console, file=screen, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(rich.console, "Console", made)
+    module.show(comparison)
+    plain = capsys.readouterr().out
+    assert ("\u2502 distributed" in screen.getvalue()) is framed
+    assert (plain == f"{comparison}\n") is not framed
+    shown = " ".join((screen.getvalue() + plain).split())
+    for text in (comparison.title, comparison.conclusion, "2 processes x 2 threads", "[bold]not markup[/bold]"):
+        assert text in shown
 
 
 def test_a_json_file_that_cannot_be_written_is_noticed_before_the_runs(fake, tmp_path):

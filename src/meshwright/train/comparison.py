@@ -138,9 +138,9 @@ def show(comparison: Comparison) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    plain = str(comparison)
-    if not console.is_terminal or max(map(len, plain.splitlines())) + 12 > console.width:
-        sys.stdout.write(plain + "\n")
+    widest = max(sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) for cells in comparison.tables())
+    if not console.is_terminal or widest + 1 > console.width:
+        sys.stdout.write(f"{comparison}\n")
         return
     console.print(f"[bold]{escape(comparison.title)}[/bold]")
     for head, *lines in comparison.tables():
