@@ -204,7 +204,13 @@ class GradientBuckets:
                 "begun (reentrant activation checkpointing of a module that is used twice does that)",
                 fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or add overlap=off to the plan",
             )
-        if grad is not view and grad is not None:
+        if grad is None:
+            raise ApplyError(
+                f"a hook took the gradient of '{self.names[slot.position]}' away before the ranks had summed it (an "
+                "optimizer that runs inside backward does that, and would train each rank on its own share alone)",
+                fix="remove the hook and pass the optimizer to apply_plan",
+            )
+        if grad is not view:
             # The first gradient of the step comes in autograd's own memory; later ones are added in place.
             view.copy_(grad.to_dense() if grad.is_sparse else grad.detach())
             parameter.grad = view

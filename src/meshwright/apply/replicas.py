@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.engine import Engine
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import BatchSplitter, join_samples, move_to
@@ -33,18 +34,16 @@ class Replica:
     Args:
         module: The user's module.
         device: Where the copy lives.
-        shares_buffers: Whether it writes into the module's own buffers (the first replica does, as in nn.DataParallel).
+        owns_buffers: Whether what it writes into buffers is the module's (the first replica's is, as in nn.DataParallel).
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, shares_buffers: bool) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
         self.device = device
         self.originals = list(module.parameters())
         self.leaves = [_make_leaf(parameter, device) for parameter in self.originals]
-        self._original_buffers = list(module.buffers())
-        buffers = [b if shares_buffers else b.detach().clone().to(device) for b in self._original_buffers]
-        self._buffers = None if shares_buffers else buffers
+        self.owns_buffers = owns_buffers
         memo = {id(old): new for old, new in zip(self.originals, self.leaves, strict=True)}
-        memo |= {id(old): new for old, new in zip(self._original_buffers, buffers, strict=True)}
+        memo |= {id(buffer): buffer.detach().clone().to(device) for buffer in module.buffers()}
         try:
             self.module: nn.Module = copy.deepcopy(module, memo)
         except Exception as error:
@@ -53,6 +52,8 @@ class Replica:
                 fix="use the plan 'distributed', which builds the model once per process",
             ) from error
         self._pairs = list(zip(module.modules(), self.module.modules(), strict=True))
+        twins = dict(self._pairs)
+        self._buffers = [(owner, twins[owner], name) for owner, name in buffer_slots(module)]
 
     def refresh(self) -> None:
         """Take over the module's values, its train/eval switches and what is trainable; forget gradients."""
@@ -64,11 +65,21 @@ class Replica:
                 leaf.data.copy_(original.data, non_blocking=True)
             elif leaf.data_ptr() != original.data_ptr():
                 leaf.data = original.data
-        if self._buffers is not None:
-            for original, mine in zip(self._original_buffers, self._buffers, strict=True):
+        for owner, twin, name in self._buffers:
+            original, mine = owner._buffers[name], twin._buffers[name]
+            if self.owns_buffers or original is None:
+                twin._buffers[name] = original
+            elif mine is not None and mine.shape == original.shape and mine.dtype == original.dtype:
                 mine.detach().copy_(original.detach(), non_blocking=True)
+            else:
+                twin._buffers[name] = original.detach().clone().to(self.device)
         for original, mine in self._pairs:
             mine.training = original.training
+
+    def give_buffers_back(self) -> None:
+        """Let the module have the tensors that its forward assigned to buffers on this replica."""
+        for owner, twin, name in self._buffers:
+            owner._buffers[name] = twin._buffers[name]
 
 
 def _make_leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -94,10 +105,7 @@ class ReplicasEngine(Engine):
         self, module: nn.Module, group: Communicator, devices: Sequence[torch.device], *, splitter: BatchSplitter
     ) -> None:
         super().__init__(module, group, devices[0])
-        self.replicas = [
-            Replica(module, device, shares_buffers=index == 0 and device == devices[0])
-            for index, device in enumerate(devices)
-        ]
+        self.replicas = [Replica(module, device, owns_buffers=index == 0) for index, device in enumerate(devices)]
         self.num_replicas = len(devices)
         self._splitter = splitter
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
@@ -131,6 +139,7 @@ class ReplicasEngine(Engine):
         for error in errors:
             if error is not None:
                 raise error
+        self.replicas[0].give_buffers_back()
         return [job.result() for job in jobs]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,9 +162,11 @@ class ReplicasEngine(Engine):
             for part in parts[1:]:
                 total = total.add_(part.to(parameter.device)) if not total.is_sparse else total + part
             parameter.grad = total
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyright: ignore[reportAttributeAccessIssue]
-                hook(parameter)
         super().finish_gradients(scale)
+        for parameter in self.parameters:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            for hook in hooks.values() if parameter.grad is not None else ():
+                hook(parameter)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -7,6 +7,7 @@ The main thread does the user's calls. One thread reads the channel, another wat
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -20,7 +21,7 @@ import sys
 import threading
 import traceback
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright.comm.channel import RankEnd
 from meshwright.comm.exceptions import describe_error, users_part
@@ -199,6 +200,7 @@ def main() -> None:
         channel.send(("ready",))
         rank.serve()
         _leave()
+        _end()
     else:
         threading.Event().wait()  # until the launching process, which has been told, ends this one
 
@@ -209,6 +211,19 @@ def _leave() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # peers may have left before
             dist.destroy_process_group()
+
+
+def _end() -> NoReturn:
+    """Leave as a process of multiprocessing does: exit functions run, and the interpreter is not torn down.
+
+    Tearing down runs C++ destructors while threads of gloo, autograd or a prefetching loader may still live, and then the
+    process aborts ("terminate called without an active exception") although its work is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or a full pipe that nobody reads
+            stream.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import BufferSnapshot
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import NonFiniteError
 
@@ -65,7 +66,7 @@ def find_non_finite(
         device: The device whose generator counts.
     """
     now = RandomState.read(device)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = BufferSnapshot(module)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     random_state.restore(device)
     try:
@@ -83,9 +84,7 @@ def find_non_finite(
         return None
     finally:
         now.restore(device)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.restore()
 
 
 def _finite(tensor: torch.Tensor) -> bool:

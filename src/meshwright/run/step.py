@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
@@ -256,10 +257,8 @@ class _Snapshot:
 
     def __init__(self, engine: Engine, *, keep_buffers: bool) -> None:
         self.random_state = RandomState.read(engine.device)
-        buffers = list(engine.module.buffers()) if keep_buffers else []
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._buffers = BufferSnapshot(engine.module) if keep_buffers else None
 
     def restore_buffers(self) -> None:
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        if self._buffers is not None:
+            self._buffers.restore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,7 +44,9 @@ def cross_entropy(outputs: Any, batch: Any) -> Loss:
             f"cross_entropy: logits of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)} "
             "(rule: the logits have one dim more, the classes, last or second)"
         )
-    total = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()  # a sum over many tokens needs the digits
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, (targets != IGNORED_LABEL).sum())
 
 
