@@ -200,7 +200,19 @@ def test_columns_stand_under_each_other():
     assert "2 processes x 1 thread" in costs
     assert "1.0100" in costs
     assert legend.endswith("note: beware")
-    for column in ("step", "quartiles", "x single", "S", "S/n", "p", "peak memory", "exposed", "loss diff.", "formula"):
+    for column in (
+        "step",
+        "quartiles",
+        "x single",
+        "S",
+        "S/n",
+        "p",
+        "peak memory",
+        "exposed",
+        "loss diff.",
+        "formula",
+        "others",
+    ):
         assert column in legend, column
 
 
@@ -275,6 +287,7 @@ def test_layers_over_devices_compute_one_at_a_time():
     text = compared(trial(), model_parallel((1.1,))).conclusion
     assert "'model_parallel' computes on one device at a time" in text
     assert "(S = 0.91)" in text
+    assert "(S = 2.00, which is a difference between the runs)" in compared(trial(), model_parallel((0.5,))).conclusion
 
 
 def test_losses_that_differ_are_named():

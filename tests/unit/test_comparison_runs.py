@@ -103,7 +103,8 @@ def test_sparse_gradients_and_frozen_parameters_are_not_in_the_ring():
 class FakeLaunch:
     """Stands in for `launch`: notes the calls and returns made-up samples."""
 
-    def __init__(self, errors=None, device="cpu"):
+    def __init__(self, errors=None, device="cpu", **samples):
+        self.samples = samples
         self.calls = []
         self.errors = errors or {}
         self.device = device
@@ -128,6 +129,7 @@ class FakeLaunch:
                 sees_waiting=self.device == "cpu",
                 peak_memory_bytes=[100 + rank],
                 formula_bytes=0.0 if rank == 0 else None,
+                **self.samples,
             )
             for rank in range(num_ranks)
         ]
@@ -138,7 +140,6 @@ def fake(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "usable_cores", lambda: 4)
-    monkeypatch.setattr(module, "_load_average", lambda: 0.5)
 
     def install(**kwargs):
         launch = FakeLaunch(**kwargs)
@@ -292,14 +293,19 @@ def test_a_request_to_stop_stops_all(fake):
     assert len(launch.calls) == 1
 
 
-def test_a_busy_machine_is_said_to_be_one(fake, monkeypatch):
-    fake()
-    monkeypatch.setattr(module, "_load_average", lambda: 6.5)
-    assert "(load average up to 6.5 on 4 cores)" in compare_plans(CLASSIC, ["single"], steps=1).conclusion
-    monkeypatch.setattr(module, "_load_average", lambda: 5.5)  # up to 4 of it may be the comparison's own
-    assert "load average" not in compare_plans(CLASSIC, ["single"], steps=1).conclusion
-    monkeypatch.setattr(module, "_load_average", lambda: None)
-    assert "load average" not in compare_plans(CLASSIC, ["single"], steps=1).conclusion
+def test_other_work_on_the_machine_is_told_apart_from_the_ranks_own(fake):
+    fake(elapsed_s=10.0, own_busy_s=8.0, machine_busy_s=20.0)
+    got = compare_plans(CLASSIC, ["single", "distributed"], steps=1)
+    assert [row.trial.other_cores for row in got.rows] == [
+        1.2,
+        0.4,
+        1.2,
+    ]  # of 4; two ranks use twice as much themselves
+    assert "(1.2 of 4 cores during 'single', 1.2 of 4 cores during 'single, 2 threads')" in got.conclusion
+    fake(elapsed_s=10.0, own_busy_s=8.0, machine_busy_s=7.0)  # clocks tick coarsely
+    got = compare_plans(CLASSIC, ["single"], steps=1)
+    assert got.rows[0].trial.other_cores == 0
+    assert "busy with other work" not in got.conclusion
 
 
 def test_more_devices_than_there_are_is_noted(fake):

@@ -47,7 +47,7 @@ class Trial(Value):
             cannot be seen from the host.
         formula_bytes: What one rank should send in a step [bytes]; None where there is no formula for the plan.
         peak_memory_bytes: By rank, or by device where one process has several [bytes].
-        load_average: The machine's, over the minute before the run.
+        other_cores: Cores that others on the machine kept busy during the measured steps [count]; None: not known.
         error: Why there are no samples.
         is_baseline: The run was added to compare with, nobody asked for it.
 
@@ -72,7 +72,7 @@ class Trial(Value):
     wait_seconds: tuple[tuple[float, ...], ...] = ()
     formula_bytes: float | None = None
     peak_memory_bytes: tuple[int, ...] = ()
-    load_average: float | None = None
+    other_cores: float | None = None
     error: str | None = None
     is_baseline: bool = False
 
@@ -189,7 +189,7 @@ class Comparison(Value):
     def tables(self) -> list[list[list[str]]]:
         """Return the two tables, time and cost, as rows of cells; the first row of each is its head."""
         times = [["plan", "step", "quartiles", "samples/s", "tokens/s", "x single", "S", "S/n", "p"]]
-        costs = [["plan", "runs as", "peak memory", "sent/step", "formula", "ratio", "exposed", "loss diff."]]
+        costs = [["plan", "runs as", "peak memory", "sent/step", "formula", "ratio", "exposed", "loss diff.", "others"]]
         for row in self.rows:
             times.append([_name(row), *_time_cells(row)])
             costs.append([_name(row), _runs_as(row.trial), *_cost_cells(row)])
@@ -209,7 +209,8 @@ _LEGEND = (
     "sent: by the ledger, per rank; formula: 2(n-1)/n of the gradients for distributed, C = sum(s_i x b) x 2 over the cuts",
     "  for model_parallel (between CPU devices counted, not copied). What ranks agree on comes on top, some 100 bytes a step.",
     "exposed: share of the step in which ranks stood still for exchanges, waiting for a slower rank included.",
-    "loss diff.: largest relative difference to single's loss at the same step.",
+    "loss diff.: largest relative difference to single's loss at the same step. others: cores that other work on this",
+    "  machine kept busy meanwhile; what is not near 0 makes the times of that row too long.",
 )
 
 
@@ -222,7 +223,7 @@ def make_comparison(
         trials: The runs, those that were added to compare with among them.
         baseline: The canonical line of the plan that is compared with, "single" with the configuration's precision.
         cores: The cores of the comparison [count].
-        machine_cores: The cores that this process may use, by which the load average is judged; None: `cores` [count].
+        machine_cores: The cores that this process may use, by which other work is judged; None: `cores` [count].
         **fields: The other fields of `Comparison`.
     """
     rows = tuple(_make_row(trial, trials, baseline, cores) for trial in trials)
@@ -331,6 +332,7 @@ def _cost_cells(row: ComparisonRow) -> list[str]:
         _number(row.sent_ratio, ".4f"),
         _number(row.exposed_fraction, ".1%"),
         _number(row.loss_difference, ".1e"),
+        _number(row.trial.other_cores, ".1f"),
     ]
 
 

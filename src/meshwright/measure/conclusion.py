@@ -21,9 +21,8 @@ LOSS_TOLERANCE = 1e-3
 order than those of one device, about 1e-7 each, and a few dozen optimizer steps let that grow to 1e-6 .. 1e-4."""
 
 
-BUSY = 1.5
-"""From this load average per core on, other work is taken to have disturbed the runs [ratio]. The comparison's own threads
-come to 1."""
+DISTURBED = 0.1
+"""From this share of the machine's cores on, other work is taken to have disturbed a run [fraction]."""
 
 
 def draw_conclusion(rows: Sequence[ComparisonRow], baseline: str, cores: int, machine_cores: int | None = None) -> str:
@@ -33,7 +32,7 @@ def draw_conclusion(rows: Sequence[ComparisonRow], baseline: str, cores: int, ma
         rows: All rows.
         baseline: The canonical line of the plan that is compared with.
         cores: The cores that every plan shares [count].
-        machine_cores: The cores that the load average is judged by; None: `cores` [count].
+        machine_cores: The cores that other work is judged by; None: `cores` [count].
     """
     asked = [row for row in rows if not row.trial.is_baseline]
     done = [row for row in asked if row.step_s is not None]
@@ -85,12 +84,15 @@ def _noise(first: ComparisonRow, second: ComparisonRow) -> str:
 
 
 def _disturbance(rows: Sequence[ComparisonRow], machine_cores: int) -> str:
-    load = max((row.trial.load_average or 0.0 for row in rows), default=0.0)
-    if load <= BUSY * machine_cores:
+    disturbed = [row for row in rows if (row.trial.other_cores or 0.0) > DISTURBED * machine_cores]
+    if not disturbed:
         return ""
+    named = ", ".join(
+        f"{row.trial.other_cores:.1f} of {machine_cores} cores during '{row.trial.name}'" for row in disturbed
+    )
     return (
-        f"But the machine was busy with other work (load average up to {load:.1f} on {machine_cores} cores), and plans that run "
-        "one after another need not have had the same share of it: measure again when it is idle before you rely on a ratio."
+        f"But the machine was busy with other work ({named}), and not equally for all plans: measure again when it is idle "
+        "before you rely on a ratio."
     )
 
 
@@ -113,10 +115,14 @@ def _limit(row: ComparisonRow) -> str:
 
 
 def _one_at_a_time(row: ComparisonRow) -> str:
-    than = "" if row.speedup is None else f" (S = {row.speedup:.2f})"
+    measured = ""
+    if row.speedup is not None:
+        measured = f" (S = {row.speedup:.2f}" + (
+            ", which is a difference between the runs)" if row.speedup > 1 else ")"
+        )
     return (
         f"'{row.trial.name}' computes on one device at a time: it spreads memory over {row.trial.num_devices} devices, "
-        f"and can be no faster than one of them{than}."
+        f"and can be no faster than one of them{measured}."
     )
 
 

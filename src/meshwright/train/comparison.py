@@ -287,7 +287,6 @@ class _Runs:
             "num_devices": plan.num_devices,
             "num_ranks": plan.num_ranks,
             "threads": job.threads,
-            "load_average": _load_average(),
             "is_baseline": job.is_baseline,
         }
         if self._view is not None:
@@ -336,8 +335,17 @@ def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
         if first.sees_waiting
         else [],
         "formula_bytes": first.formula_bytes,
+        "other_cores": _other_cores(ranks),
         "peak_memory_bytes": [peak for rank in ranks for peak in rank.peak_memory_bytes],
     }
+
+
+def _other_cores(ranks: Sequence[RankSamples]) -> float | None:
+    """Return how many cores were kept busy by others than the ranks while these took their measured steps [count]."""
+    if ranks[0].elapsed_s <= 0:
+        return None
+    others_s = ranks[0].machine_busy_s - sum(rank.own_busy_s for rank in ranks)
+    return max(0.0, others_s / ranks[0].elapsed_s)
 
 
 def _refuse_unbuilt(plan: Plan) -> None:

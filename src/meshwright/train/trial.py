@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -55,6 +56,12 @@ class RankSamples:
     """Whether the host stands still while devices exchange, so that `wait_seconds` mean something."""
     peak_memory_bytes: list[int] = dataclasses.field(default_factory=list)
     formula_bytes: float | None = None
+    elapsed_s: float = 0.0
+    """Wall time of the measured steps, reading of data included [s]."""
+    own_busy_s: float = 0.0
+    """Processor time of this rank and its data workers meanwhile [s]."""
+    machine_busy_s: float = 0.0
+    """Processor time of the whole machine meanwhile, time stolen from a virtual one included [s]."""
 
 
 def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamples:
@@ -87,7 +94,7 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
         non_finite=config.train.non_finite,
     )
     with model:
-        first_batch = _take_steps(config, model, num_warm_up + num_steps, samples, devices)
+        first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices)
         samples.peak_memory_bytes = _peaks(devices)
     # After the peak was read, and with the hooks gone: describing a model copies its buffers.
     if world.rank == 0:
@@ -97,13 +104,19 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
 
 
 def _take_steps(
-    config: TrainConfig, model: ParallelModel, total: int, samples: RankSamples, devices: Sequence[torch.device]
+    config: TrainConfig,
+    model: ParallelModel,
+    counts: tuple[int, int],
+    samples: RankSamples,
+    devices: Sequence[torch.device],
 ) -> Any:
-    """Take the steps and return the first batch."""
+    """Take the steps, so many to warm up and so many measured, and return the first batch."""
     if model.optimizer is None:
         raise ConfigError("the model has no optimizer")
     schedule = LRSchedule(model.optimizer, config)
+    total = sum(counts)
     first_batch: Any = None
+    own, machine, measured_from = 0.0, 0.0, 0.0
     shown_at = began = time.perf_counter()
     _show_start(model, config, total)
     with contextlib.closing(_endless(config, model)) as batches:
@@ -112,6 +125,8 @@ def _take_steps(
             batch = next(batches)
             first_batch = batch if number == 0 else first_batch
             schedule.set_step(number)
+            if number == counts[0]:
+                own, machine, measured_from = _own_busy_s(), _machine_busy_s(), time.perf_counter()
             sent, waited = model.ledger.sent_bytes, model.ledger.wait_s
             start = time.perf_counter()
             result = model.step(batch)
@@ -128,6 +143,9 @@ def _take_steps(
             if now - shown_at >= SHOW_EVERY_S or number == total - 1:
                 shown_at = now
                 _show_step(model, samples, total, now - began)
+        samples.elapsed_s = time.perf_counter() - measured_from
+        samples.own_busy_s = _own_busy_s() - own
+        samples.machine_busy_s = _machine_busy_s() - machine
     return first_batch
 
 
@@ -190,6 +208,23 @@ def _endless(config: TrainConfig, model: ParallelModel) -> Generator[Any, None, 
             yield batch
         if is_empty:
             raise ConfigError(f"data.source = {config.data.source!r} gave no batch in an epoch")
+
+
+def _own_busy_s() -> float:
+    """Return the processor time that this process and the children it has now have used [s]."""
+    process = psutil.Process()
+    total = 0.0
+    for member in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = member.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _machine_busy_s() -> float:
+    """Return the processor time that everything on this machine has used, or lost to other machines on the host [s]."""
+    times = psutil.cpu_times()._asdict()
+    return sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def _finish(devices: Sequence[torch.device]) -> None:
