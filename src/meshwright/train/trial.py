@@ -96,6 +96,8 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
     with model:
         first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices)
         samples.peak_memory_bytes = _peaks(devices)
+    if world.stop_requested():  # since the last step began, which is when the ranks agree on it
+        raise StoppedOnRequest("stopped on request after the last step")
     # After the peak was read, and with the hooks gone: describing a model copies its buffers.
     if world.rank == 0:
         per_step = sum(samples.num_samples[num_warm_up:]) / num_steps
