@@ -121,8 +121,8 @@ class FakeLaunch:
             RankSamples(
                 device=self.device,
                 seconds=[value + rank for value in seconds],
-                num_samples=[64] * total,
-                num_tokens=[64] * total,
+                num_samples=[1] * warm_up + [64] * steps,
+                num_tokens=[1] * warm_up + [64] * steps,
                 losses=[1.0] * total,
                 sent_bytes=[0.0] * total,
                 wait_seconds=[0.0] * total,
@@ -205,6 +205,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_warm_up_does_not_count(fak
     fake()
     row = compare_plans(CLASSIC, ["dp=2"], steps=2).rows[0]
     assert row.trial.step_seconds == (2.0, 2.0)
+    assert row.trial.num_samples == row.trial.num_tokens == (64, 64)
     assert len(row.trial.losses) == 5
     assert row.trial.peak_memory_bytes == (100, 101)
     assert row.peak_memory_bytes == 101
