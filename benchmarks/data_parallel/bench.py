@@ -55,10 +55,12 @@ def optimizer_of(name: str):
 
     if name == "sgd":
         return functools.partial(torch.optim.SGD, lr=0.1)
-    return functools.partial(torch.optim.AdamW, lr=1e-3, fused=name == "adamw-fused")
+    return functools.partial(torch.optim.AdamW, lr=1e-3, **({"fused": True} if name == "adamw-fused" else {}))
 
 
-def compare_on_rank(case: str, optimizer: str, pairs: int, steps: int, warmup: int, peer: dict, bucket_bytes: int | None):
+def compare_on_rank(
+    case: str, optimizer: str, pairs: int, steps: int, warmup: int, peer: dict, bucket_bytes: int | None
+):
     """Run on each rank; returns the samples of rank 0."""
     import torch
     import torch.distributed as dist
@@ -173,7 +175,9 @@ def main() -> None:
             "load_average": os.getloadavg(),
         }
         options = {**vars(arguments), "out": None}
-        arguments.out.write_text(json.dumps({"options": options, "environment": environment, "results": results}, indent=1))
+        arguments.out.write_text(
+            json.dumps({"options": options, "environment": environment, "results": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

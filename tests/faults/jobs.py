@@ -229,7 +229,9 @@ def exhaust_memory_group(directory: str) -> None:
     here.report_progress(7, "forward")
     if here.rank == 1:
         Path(directory, "cgroup.procs").write_text(str(os.getpid()))
-        pulse = here._link._pulse  # a rank is in its group from the start, elsewhere; here the watcher must see the move
+        pulse = (
+            here._link._pulse
+        )  # a rank is in its group from the start, elsewhere; here the watcher must see the move
         while pulse._board.read(1).memory_group != directory:
             os.sched_yield()
         held = []

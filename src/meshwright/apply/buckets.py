@@ -29,8 +29,9 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""Size of a bucket [bytes]; benchmarks/data_parallel/README.md has the measurement."""
+DEFAULT_BUCKET_BYTES = {"cpu": 64 * 2**20, "cuda": 25 * 2**20}
+"""Size of a bucket [bytes]. On the CPU an exchange takes its time from the core that computes, so few large ones are best:
+benchmarks/data_parallel/README.md has the measurement. For GPUs it is DDP's default, not measured by us yet."""
 
 FIRST_BUCKET_BYTES = 2**20
 """Size of the bucket that is full first [bytes]: a small one starts the exchange early."""
@@ -58,6 +59,8 @@ class Bucket:
         self.has_gradient = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
         self.pending: Pending | None = None
+        self.norm = torch.zeros((), device=like.device)
+        """2-norm of the reduced gradients."""
 
     def begin_step(self) -> None:
         """Expect every gradient anew."""
@@ -84,6 +87,8 @@ class Bucket:
             self.pending = None
         if scale != 1.0:
             self.gradients.mul_(scale)
+        # Here, because the next bucket is still on its way: this thread would have nothing else to do.
+        self.norm = torch.linalg.vector_norm(self.gradients)
         used = self.has_gradient if all(self.has_gradient) else (self.census != 0).tolist()
         for parameter, view, present in zip(self.parameters, self.views, used, strict=True):
             parameter.grad = view if present else None
@@ -112,7 +117,7 @@ class GradientBuckets:
     Args:
         named_parameters: (FQN, parameter) pairs that get dense gradients, in registration order, each once.
         group: The ranks that hold copies of these parameters.
-        bucket_bytes: The size at which a bucket is full [bytes].
+        bucket_bytes: The size at which a bucket is full [bytes]; None is the default of each device.
         overlap: Whether reduction may run while backward does.
     """
 
@@ -121,7 +126,7 @@ class GradientBuckets:
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         group: Communicator,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         overlap: bool = True,
     ) -> None:
         self.group = group
@@ -150,7 +155,8 @@ class GradientBuckets:
             parameter = self.parameters[position]
             members = filling.setdefault((parameter.dtype, parameter.device), [])
             members.append(position)
-            limit = min(FIRST_BUCKET_BYTES, self.bucket_bytes) if not full else self.bucket_bytes
+            size = self.bucket_bytes or DEFAULT_BUCKET_BYTES.get(parameter.device.type, DEFAULT_BUCKET_BYTES["cuda"])
+            limit = min(FIRST_BUCKET_BYTES, size) if not full else size
             if sum(self.parameters[member].nbytes for member in members) >= limit:
                 full.append(filling.pop((parameter.dtype, parameter.device)))
         full.extend(filling.values())

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from meshwright.apply.buckets import DEFAULT_BUCKET_BYTES, GradientBuckets
+from meshwright.apply.buckets import GradientBuckets
 from meshwright.apply.engine import Engine
+from meshwright.apply.norm import norm_of_norms
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -38,7 +39,7 @@ class DistributedEngine(Engine):
         overlap: bool = True,
     ) -> None:
         super().__init__(module, group, device)
-        self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES
+        self._bucket_bytes = bucket_bytes
         self._overlap = overlap
         self._sparse_names = _names_with_sparse_gradients(module)
         make_copies_equal(self.parameters, group)
@@ -98,6 +99,13 @@ class DistributedEngine(Engine):
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
         dense = [bucket.gradients for bucket in self._buckets.buckets]
         return dense + [p.grad.coalesce().values() for p in self._sparse if p.grad is not None]
+
+    def gradient_norm(self) -> torch.Tensor:
+        gradients = self.gradient_tensors()
+        of_buckets = [bucket.norm for bucket in self._buckets.buckets]
+        sparse = gradients[len(of_buckets) :]
+        norms = of_buckets + [torch.linalg.vector_norm(values) for values in sparse]
+        return norm_of_norms(norms, gradients, self.device)
 
     def _read_buffer_versions(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self.module.buffers()]

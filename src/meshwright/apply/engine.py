@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from meshwright.apply.norm import total_norm
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -69,6 +70,10 @@ class Engine:
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
         """Return tensors that together hold each gradient element once, for norms and scaling."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the 2-norm of the whole gradient, a scalar."""
+        return total_norm(self.gradient_tensors(), self.device)
 
     def buffers_changed(self) -> bool:
         """Tell whether a forward wrote into a buffer since the last `sync_buffers`."""

@@ -59,12 +59,18 @@ class LayersEngine(Engine):
         self._home: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> stage that it was made on
         self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> {stage: its copy there}
         self._place(list(self.layers), [self._parameter_share(layer) for layer in self.layers.values()])
+        self.balanced_by = "parameters"
+        """What the cut was made by: "parameters", or "parameters and FLOPs" once inputs were seen."""
+        self._hooks: list[Any] = []
+        self._attach()
+
+    def _attach(self) -> None:
         self._hooks = [
-            module.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._leave_model, always_call=True),
+            self.module.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(self._leave_model, always_call=True),
         ]
         for name, layer in self.layers.items():
-            if layer is not module:
+            if layer is not self.module:
                 self._hooks += self._hook_layer(name, layer)
 
     def _parameter_share(self, layer: nn.Module) -> float:
@@ -102,11 +108,15 @@ class LayersEngine(Engine):
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Balance anew from what the layers compute, now that inputs are known."""
         self._is_described = True
+        self.close()  # the model is copied to be described, and the copy must not move tensors
         try:
             chain = describe_chain(self.module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - any model may need real values; parameters are a fair second best
             _log.info("layers are balanced by parameters alone: the model does not run on shapes (%r)", error)
             return
+        finally:
+            self._attach()
+        self.balanced_by = "parameters and FLOPs"
         called = {cost.name for cost in chain.layers}
         order = [cost.name for cost in chain.layers] + [name for name in self.layers if name not in called]
         self._place(order, self._costs(chain, order))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import resource
+import sys
 from pathlib import Path
 
 __all__: list[str] = []
@@ -93,3 +96,16 @@ def resident_bytes() -> int:
     """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
     words = _read(Path("/proc/self/statm")).split()
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has held in RAM so far [bytes].
+
+    Linux hands `ru_maxrss` on to a started process, so that a rank's would be at least its launching process's; VmHWM
+    begins anew with the program.
+    """
+    found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status")), re.MULTILINE)
+    if found:
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.norm import clip_, total_norm
 from meshwright.errors import ConfigError
 from meshwright.run.loss import Loss
-from meshwright.run.norm import clip_, total_norm
 
 __all__: list[str] = []
 

@@ -158,7 +158,10 @@ def build_engine(
 
 
 def build_optimizer(
-    optimizer: torch.optim.Optimizer | OptimizerFactory | NamedOptimizerFactory | None, module: nn.Module
+    optimizer: torch.optim.Optimizer | OptimizerFactory | NamedOptimizerFactory | None,
+    module: nn.Module,
+    *,
+    may_fuse: bool = False,
 ) -> torch.optim.Optimizer | None:
     """Return an optimizer over the module's own parameters.
 
@@ -166,6 +169,7 @@ def build_optimizer(
         optimizer: A factory that takes the list of parameters; one with `build_named`; an optimizer that already
             holds this module's parameters; or None.
         module: The module.
+        may_fuse: Whether a factory's Adam or AdamW, where it leaves the choice to torch, may use torch's fused kernels.
 
     Raises:
         ApplyError: The optimizer holds parameters that are not the module's, or is no optimizer.
@@ -192,4 +196,18 @@ def build_optimizer(
             f"{strangers[0]} for example; stepping it would change nothing here",
             fix="pass a factory such as functools.partial(torch.optim.AdamW, lr=3e-4), or build the optimizer from this model",
         )
+    if may_fuse and built is not optimizer:
+        _fuse(built)
     return built
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Let Adam or AdamW update in one pass over memory; see docs/adr/0005-fused-adam.md."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        leaves_it_to_torch = group["foreach"] is None and group["fused"] is None
+        is_plain = not (group["capturable"] or group["differentiable"]) and not isinstance(group["lr"], torch.Tensor)
+        fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
+        if leaves_it_to_torch and is_plain and fits:
+            group["fused"] = True

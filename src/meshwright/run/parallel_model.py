@@ -87,7 +87,7 @@ def apply_plan(
         engine,
         LossRule(loss_fn, module, splitter),
         splitter,
-        optimizer=build_optimizer(optimizer, module),
+        optimizer=build_optimizer(optimizer, module, may_fuse=plan.dp > 1),
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         autocast=_AUTOCAST[plan.precision],

@@ -25,13 +25,13 @@ from torch import nn
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard
+from meshwright.apply.norm import clip_
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
 from meshwright.errors import NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
 from meshwright.run.exchange import Agreement, SumExchange, Sums
 from meshwright.run.loss import LossRule, LossTerm
-from meshwright.run.norm import clip_, total_norm
 from meshwright.run.result import StepResult
 
 __all__: list[str] = []
@@ -93,8 +93,7 @@ class Stepper:
         parts = [part for part in parts if self.rule.known_weight(part)]
         sums = self._forward_backward(parts, agreement, on_phase)
         engine.finish_gradients(sums.gradient_scale)
-        gradients = engine.gradient_tensors()
-        norm = total_norm(gradients, engine.device)
+        norm = engine.gradient_norm()
         norm_value = norm.item()
         skipped = not (math.isfinite(norm_value) and math.isfinite(sums.loss))
         if skipped:
@@ -103,7 +102,7 @@ class Stepper:
             self._leave_out(snapshot, error)
         else:
             if self.max_grad_norm is not None:
-                clip_(gradients, norm, self.max_grad_norm)
+                clip_(engine.gradient_tensors(), norm, self.max_grad_norm)
             on_phase("optimizer")
             if self.optimizer is not None:
                 self.optimizer.step()

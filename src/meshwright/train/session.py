@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.limits import peak_resident_bytes
 from meshwright.comm.world import World, join_world
 from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.run.parallel_model import ParallelModel, apply_plan
@@ -268,10 +267,7 @@ class _Session:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most this process has held so far: on its GPU, or resident on the CPU [bytes]."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _length(loader: Any) -> int | None:

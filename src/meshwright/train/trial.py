@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import re
 import time
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -242,20 +240,7 @@ def _name_of(device: torch.device) -> str:
 def _peaks(devices: Sequence[torch.device]) -> list[int]:
     if devices[0].type == "cuda":
         return [peak_memory_bytes(device) for device in dict.fromkeys(devices)]
-    return [_peak_resident_bytes() or peak_memory_bytes(devices[0])]
-
-
-def _peak_resident_bytes() -> int:
-    """Return the largest resident set of this program [bytes]; 0 where the system does not say.
-
-    Linux hands ru_maxrss on to a started process, so that a rank's would be at least its launching process's; VmHWM
-    begins anew with the program.
-    """
-    try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
+    return [peak_memory_bytes(devices[0])]
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------

@@ -18,11 +18,22 @@ def total_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     if not tensors:
         return torch.zeros((), device=device)
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    norm = torch.nn.utils.get_total_norm(dense)
-    if not math.isfinite(norm.item()):
-        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(device) for tensor in dense]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    return finite_norm(torch.nn.utils.get_total_norm(dense), dense, device)
+
+
+def norm_of_norms(norms: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the 2-norm over all tensors from the norm of each, a scalar; as `total_norm`."""
+    if not norms:
+        return torch.zeros((), device=device)
+    return finite_norm(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])), tensors, device)
+
+
+def finite_norm(norm: torch.Tensor, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm, or where it is not finite the norm in float64."""
+    if math.isfinite(norm.item()):
+        return norm
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(device) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
