@@ -19,7 +19,7 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/faults tests/golden tests/docs -q
+	$(BIN)/python -m pytest tests/parity tests/faults tests/docs -q
 
 check: $(STAMP)
 	$(BIN)/ruff check .

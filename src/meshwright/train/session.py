@@ -145,6 +145,8 @@ class _Session:
         if model.optimizer is None:
             raise ConfigError("the model has no optimizer")
         schedule = LRSchedule(model.optimizer, self.config)
+        if eval_loader is not None and train.eval_every > 0:
+            self._evaluate(model, eval_loader)  # where the training starts from
         batches = self._endless(train_loader)
         loop_began = step_began = time.perf_counter()
         try:
