@@ -32,28 +32,6 @@ class NamedOptimizerFactory(Protocol):
         ...
 
 
-def refuse_unbuilt(plan: Plan) -> None:
-    """Raise ApplyError for what a plan may say and this version cannot do yet."""
-    missing = [
-        name
-        for name, asked in {
-            f"tp={plan.tp}": plan.tp > 1,
-            f"pp={plan.pp} with one process per device": plan.pp > 1 and plan.mode == "ranks",
-            f"cp={plan.cp}": plan.cp > 1,
-            f"zero={plan.zero}": plan.zero > 0,
-            f"compress={plan.compress}": plan.compress != "none",
-            f"recompute={plan.recompute}": plan.recompute != "none",
-        }.items()
-        if asked
-    ]
-    if missing:
-        raise ApplyError(
-            f"the plan '{plan}' asks for {', '.join(missing)}, which this version cannot apply; it applies data parallelism "
-            "(dp, data_parallel), layers over devices (model_parallel), micro_batches and precision",
-            fix=f"use the plan 'dp={plan.num_devices}'",
-        )
-
-
 def require_world(plan: Plan, world: World) -> None:
     """Raise ApplyError where the plan's ranks are not the ranks that run."""
     if plan.num_ranks == world.world_size:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
 from meshwright.describe.tree import BatchSplitter
@@ -21,7 +22,6 @@ from meshwright.run.build import (
     build_module,
     build_optimizer,
     choose_devices,
-    refuse_unbuilt,
     require_world,
 )
 from meshwright.run.loss import LossRule

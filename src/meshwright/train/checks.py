@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.environment import read_place
 from meshwright.comm.limits import usable_cores
 from meshwright.errors import ConfigError, MissingDependencyError
@@ -68,6 +69,7 @@ def resolve_plan(
             fixed = devices_from_command_line or not plan_from_command_line
             plan = Plan.parse(text, num_devices=devices if fixed else None)
     plan = _merge(plan, train, given)
+    refuse_unbuilt(plan)
     notes = []
     if text.split(",")[0].strip() == "auto":
         notes.append(f"plan auto: '{plan}', data parallel over {plan.num_devices} of {count} {kind}s")

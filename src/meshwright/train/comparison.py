@@ -253,7 +253,6 @@ class _Runs:
             plan = Plan.from_json(found.plan_json)
             self._notes += [note for note in found.notes if note not in self._notes]
             made = check_config(config.model_copy(update={"plan_json": found.plan_json}))
-            _refuse_unbuilt(plan)
         except ConfigError as error:
             raise ConfigError(f"the plan '{text}': {error.message}", fix=error.fix) from error
         return made, plan
@@ -346,12 +345,6 @@ def _other_cores(ranks: Sequence[RankSamples]) -> float | None:
         return None
     others_s = ranks[0].machine_busy_s - sum(rank.own_busy_s for rank in ranks)
     return max(0.0, others_s / ranks[0].elapsed_s)
-
-
-def _refuse_unbuilt(plan: Plan) -> None:
-    from meshwright.run.build import refuse_unbuilt
-
-    refuse_unbuilt(plan)
 
 
 def _load_average() -> float | None:
