@@ -18,7 +18,9 @@ import torch
 from meshwright.comm.world import join_world
 from meshwright.errors import exit_code_of
 import meshwright.comm.join
-def say(**line): print(json.dumps(line), flush=True)
+def say(**line):
+    sys.stdout.write(json.dumps(line) + "\\n")  # in one piece: torchrun's ranks share the stream
+    sys.stdout.flush()
 start = time.monotonic()
 try:
     world = join_world(join_timeout_s=float(sys.argv[2]))

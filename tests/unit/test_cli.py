@@ -147,7 +147,7 @@ def test_a_finished_run_leaves_events_and_a_record(run, in_tmp):
 
     record = RunRecord.from_json((folder / "record.json").read_text())
     assert str(record.plan) == "dp=2"
-    assert record.config["train"]["steps"] == 240
+    assert record.config["train"]["steps"] == 330
     measured = record.measurement
     assert measured.step_seconds == (0.4, 0.5, 0.6)  # the first three warm up
     assert (measured.num_samples, measured.peak_memory_bytes, dict(measured.sent_bytes)) == (6, 11, {"dp": 100})
@@ -156,10 +156,10 @@ def test_a_finished_run_leaves_events_and_a_record(run, in_tmp):
 def test_a_stop_says_where_and_that_nothing_was_saved(run):
     code, shown = run(stopped=True)
     assert code == 75
-    assert "stopped on request after step 6 of 240; nothing was saved" in shown.err
+    assert "stopped on request after step 6 of 330; nothing was saved" in shown.err
     code, shown = run(events=[(0, step_event(4))], error=StoppedOnRequest("x"))
     assert code == 75
-    assert "after step 4 of 240" in shown.err
+    assert "after step 4 of 330" in shown.err
 
 
 def noted(error, note):

@@ -97,7 +97,7 @@ class Communicator:
     ) -> None:
         if process_group is None and len(ranks) > 1:
             raise InternalError(f"a group of {len(ranks)} ranks needs a process group")
-        self.process_group = process_group
+        self._held = [process_group]  # one list for all twins, so that `release` lets go of the group in all of them
         self.ranks = tuple(ranks)
         self.rank = rank
         self.group_rank = self.ranks.index(rank)
@@ -119,7 +119,17 @@ class Communicator:
             axis=axis,
         )
         twin.on_enter, twin.on_exit = self.on_enter, self.on_exit
+        twin._held = self._held
         return twin
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch.distributed's group; None for one rank alone, and after `release`."""
+        return self._held[0]
+
+    def release(self) -> None:
+        """Let go of the group, here and in all twins; gloo closes its connections when the last reference is gone."""
+        self._held[0] = None
 
     def run_waiting(self, name: str, wait: Callable[[], Any]) -> Any:
         """Call something that waits for peers: the watcher is told, and a lost peer is named as such."""

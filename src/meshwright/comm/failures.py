@@ -9,10 +9,9 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.comm.exceptions import describe_error
+from meshwright.comm.join import leave_group
 from meshwright.errors import LostPeerError, StoppedOnRequest
 
 if TYPE_CHECKING:
@@ -69,10 +68,7 @@ def _publish(world: World, store: Store, description: dict[str, Any]) -> None:
 
 
 def _break_connections(world: World) -> None:
-    # gloo closes its connections when the last reference is gone, not when it is told to shut down.
-    world.default_group.process_group = None
-    with contextlib.suppress(RuntimeError, ValueError):
-        dist.destroy_process_group()
+    leave_group(world)
 
 
 def _linger(store: Store, num_readers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -97,7 +98,17 @@ def _make_world(
         world_size=place.world_size,
         timeout=datetime.timedelta(seconds=group_timeout_s),
     )
-    return _world_around(dist.group.WORLD, place, device, timeout_s=timeout_s, link=link, store=store)
+    world = _world_around(dist.group.WORLD, place, device, timeout_s=timeout_s, link=link, store=store)
+    atexit.register(leave_group, world)
+    return world
+
+
+def leave_group(world: World) -> None:
+    """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
+    world.default_group.release()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):  # peers may have left before
+            dist.destroy_process_group()
 
 
 def _world_around(

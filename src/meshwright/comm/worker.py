@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import io
 import multiprocessing.spawn
 import os
 import pickle
@@ -87,6 +88,9 @@ class Rank:
 
     def prepare(self) -> None:
         """Install what must be there before anything can go wrong: signals, stack dumps, the threads that watch."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True, write_through=False)  # ranks share them: whole lines at a time
         for number in STOP_SIGNALS:
             signal.signal(number, self._link.note_signal)
         os.register_at_fork(after_in_child=self._become_stranger)
@@ -199,22 +203,13 @@ def main() -> None:
     if rank.attempt(rank.join):
         channel.send(("ready",))
         rank.serve()
-        _leave()
         _end()
     else:
         threading.Event().wait()  # until the launching process, which has been told, ends this one
 
 
-def _leave() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # peers may have left before
-            dist.destroy_process_group()
-
-
 def _end() -> NoReturn:
-    """Leave as a process of multiprocessing does: exit functions run, and the interpreter is not torn down.
+    """Leave as a process of multiprocessing does: exit functions run (one ends the process group), with no teardown after.
 
     Tearing down runs C++ destructors while threads of gloo, autograd or a prefetching loader may still live, and then the
     process aborts ("terminate called without an active exception") although its work is done.
