@@ -184,6 +184,10 @@ class _Job:
         return self.threads * self.plan.num_devices if self.plan.mode == "data_parallel" else self.threads
 
 
+MANY_TICKS = 20
+"""Ticks of processor time that a run must take before its share of the machine is told from the rest's [count]."""
+
+
 class _Runs:
     """The runs of one comparison."""
 
@@ -340,8 +344,11 @@ def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
 
 
 def _other_cores(ranks: Sequence[RankSamples]) -> float | None:
-    """Return how many cores were kept busy by others than the ranks while these took their measured steps [count]."""
-    if ranks[0].elapsed_s <= 0:
+    """Return how many cores were kept busy by others than the ranks while these took their measured steps [count].
+
+    None where the steps were too short to tell: the kernel counts processor time in ticks, 10 ms each mostly.
+    """
+    if ranks[0].elapsed_s < MANY_TICKS / os.sysconf("SC_CLK_TCK"):
         return None
     others_s = ranks[0].machine_busy_s - sum(rank.own_busy_s for rank in ranks)
     return max(0.0, others_s / ranks[0].elapsed_s)
