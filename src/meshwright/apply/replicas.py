@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from torch import nn
 from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.engine import Engine
 from meshwright.comm.communicator import Communicator
+from meshwright.comm.limits import usable_cores
 from meshwright.describe.tree import BatchSplitter, join_samples, move_to
 from meshwright.errors import ApplyError
 
@@ -108,8 +108,7 @@ class ReplicasEngine(Engine):
         self.replicas = [Replica(module, device, owns_buffers=index == 0) for index, device in enumerate(devices)]
         self.num_replicas = len(devices)
         self._splitter = splitter
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        threads = max(1, cores // len(devices))
+        threads = max(1, usable_cores() // len(devices))
         # The number of intra-op threads is a property of each calling thread.
         self._pool = ThreadPoolExecutor(
             len(devices), "meshwright-replica", initializer=torch.set_num_threads, initargs=(threads,)

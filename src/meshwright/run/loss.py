@@ -79,12 +79,12 @@ class LossRule:
                 return float((counted != IGNORED_LABEL).sum())
         return float(self._splitter.count(batch))
 
-    def term(self, outputs: Any, batch: Any) -> LossTerm:
-        """Return the contribution of a micro-batch whose outputs are there."""
+    def term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
+        """Return the contribution of a micro-batch whose outputs are there; `weight` is its `known_weight`."""
         loss = _own_loss(outputs) if self._loss_fn is None else self._loss_fn(outputs, batch)
         if isinstance(loss, Loss):
             return LossTerm(_scalar(loss.sum), loss.weight, is_mean=False)
-        return LossTerm(_scalar(loss), self.known_weight(batch), is_mean=True)
+        return LossTerm(_scalar(loss), weight, is_mean=True)
 
 
 def _own_loss(outputs: Any) -> Any:

@@ -13,6 +13,7 @@ before backward starts; a Loss is run backward from its sum, and the whole gradi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -85,12 +86,13 @@ class Stepper:
         start = time.perf_counter()
         engine = self.engine
         parts = self._micro_batches(batch)
-        agreement = self._agree(parts, wants_stop)
+        weights = [self.rule.known_weight(part) for part in parts]
+        agreement = self._agree(parts, weights, wants_stop=wants_stop)
         snapshot = _Snapshot(engine, keep_buffers=self.non_finite == "skip")
         engine.begin_step()
         on_phase("forward")
         # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
-        parts = [part for part in parts if self.rule.known_weight(part)]
+        parts = [part for part, weight in zip(parts, weights, strict=True) if weight]
         sums = self._forward_backward(parts, agreement, on_phase)
         engine.finish_gradients(sums.gradient_scale)
         norm = engine.gradient_norm()
@@ -127,14 +129,14 @@ class Stepper:
             num_parts = max(num_parts, math.ceil(num_samples / self.micro_batch_size))
         return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
-    def _agree(self, parts: list[Any], wants_stop: bool) -> Agreement:
+    def _agree(self, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
         broken = self._guard.find_change()
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
             self.engine.group,
             self.engine.device,
-            known_weight=sum(self.rule.known_weight(part) for part in parts),
+            known_weight=sum(weights),
             num_samples=sum(counts),
             num_tokens=sum(count_tokens(part, count) for part, count in zip(parts, counts, strict=True)),
             wants_stop=wants_stop,
@@ -176,23 +178,21 @@ class Stepper:
             engine.forward_backward(part, lambda module, chunk, last=is_last: compute(module, chunk, is_last=last))
         exchange = exchange or exchange_sums()
         sums = exchange.wait()
-        return (
-            sums
-            if not alone
-            else Sums(sums.loss_sum, sums.weight, has_sums=False, buffers_changed=sums.buffers_changed)
-        )
+        # Alone, backward has been run from the mean already.
+        return dataclasses.replace(sums, has_sums=False) if alone else sums
 
-    def _loss_term(self, module: nn.Module, part: Any) -> LossTerm:
+    def _loss_term(self, module: nn.Module, part: Any, weight: float) -> LossTerm:
         with torch.autocast(self.engine.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             outputs = call_model(module, part)
             first = next(tensors_in(outputs), None)
             if first is not None and first.device != self.engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
-            return self.rule.term(outputs, part)
+            return self.rule.term(outputs, part, weight)
 
     def _loss_term_if_any(self, module: nn.Module, part: Any) -> LossTerm | None:
         # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
-        return self._loss_term(module, part) if self.rule.known_weight(part) else None
+        weight = self.rule.known_weight(part)
+        return self._loss_term(module, part, weight) if weight else None
 
     def _backward(self, term: LossTerm, agreement: Agreement, *, alone: bool) -> None:
         if not term.value.requires_grad:
@@ -212,7 +212,7 @@ class Stepper:
         engine = self.engine
 
         def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
-            return self._loss_term(module, part).value
+            return self._loss_term(module, part, self.rule.known_weight(part)).value
 
         finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
         return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device)
@@ -233,7 +233,8 @@ class Stepper:
         engine.module.eval()
         try:
             parts = self._micro_batches(batch)
-            agreement = self._agree(parts, wants_stop=False)
+            weights = [self.rule.known_weight(part) for part in parts]
+            agreement = self._agree(parts, weights, wants_stop=False)
             with torch.no_grad():
                 engine.begin_forward()
                 found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
