@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from meshwright.comm.launch import launch
+    from meshwright.comm.shm.backend import register_shm
     from meshwright.comm.world import current_world, join_world
     from meshwright.errors import (
         ApplyError,
@@ -83,12 +84,14 @@ __all__ = [
     "launch",
     "load_cluster",
     "make_loader",
+    "register_shm",
     "split_batch",
     "verify_plan",
 ]
 
 _NAMES_OF_MODULE: Final = {
     "comm.launch": ("launch",),
+    "comm.shm.backend": ("register_shm",),
     "comm.world": ("current_world", "join_world"),
     "errors": (
         "ApplyError",

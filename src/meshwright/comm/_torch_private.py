@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode"]
+__all__ = ["ProcessGroupGloo", "TorchDispatchMode"]

@@ -17,6 +17,24 @@ _SLURM_FIRST_PORT = 15000
 _SLURM_NUM_PORTS = 16000
 
 
+TRANSPORT_VARIABLE = "MESHWRIGHT_TRANSPORT"
+_TRANSPORTS = ("shm", "gloo")
+
+
+def choose_transport(environment: Mapping[str, str]) -> str:
+    """Return the backend for CPU tensors: what MESHWRIGHT_TRANSPORT says, else shm.
+
+    Raises:
+        ConfigError: The variable names neither "shm" nor "gloo".
+    """
+    chosen = environment.get(TRANSPORT_VARIABLE, "") or "shm"
+    if chosen not in _TRANSPORTS:
+        raise ConfigError(
+            f"{TRANSPORT_VARIABLE} is {chosen!r}, which is no transport", fix=f"set it to {' or '.join(_TRANSPORTS)}"
+        )
+    return chosen
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """One rank's place, as whoever started it describes it."""

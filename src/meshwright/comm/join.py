@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from meshwright.comm.communicator import Communicator
-from meshwright.comm.environment import Place, read_place
+from meshwright.comm.environment import Place, choose_transport, read_place
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.shm.backend import register_shm
 from meshwright.comm.world import World
 from meshwright.errors import ConfigError, LostPeerError
 
@@ -90,9 +91,12 @@ def _make_world(
     """Make the default group over a store, and the world around it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    transport = choose_transport(os.environ)
+    if transport == "shm":
+        register_shm()
     dist.init_process_group(
         # Both where there is a GPU: plans and errors travel as CPU tensors.
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        f"cpu:{transport},cuda:nccl" if device.type == "cuda" else transport,
         store=store,
         rank=place.rank,
         world_size=place.world_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.comm import guardian
+from meshwright.comm.environment import choose_transport
 from meshwright.comm.limits import usable_cores
+from meshwright.comm.shm.build import BuildError, build_extension
 from meshwright.comm.supervisor import Supervisor
 from meshwright.errors import ConfigError
 
@@ -53,6 +56,7 @@ class RankGroup:
         stop_grace_s: float = 30.0,
     ) -> None:
         _check_request(num_devices, threads_per_rank)
+        _prepare_transport(num_devices, env)
         self.num_devices = num_devices
         self._supervisor = Supervisor(
             num_devices,
@@ -116,6 +120,13 @@ class RankGroup:
             self.close()
         else:
             self._supervisor.kill()
+
+
+def _prepare_transport(num_devices: int, env: dict[str, str] | None) -> None:
+    """Compile the shared-memory transport before the ranks' time to find each other runs; they say why where it cannot be."""
+    if num_devices > 1 and choose_transport({**os.environ, **(env or {})}) == "shm":
+        with contextlib.suppress(BuildError):
+            build_extension()
 
 
 def launch(

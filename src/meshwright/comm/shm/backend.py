@@ -1,0 +1,67 @@
+"""Register the backend "shm" with torch.distributed; groups that cannot have it get gloo instead."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.comm._torch_private import ProcessGroupGloo
+from meshwright.comm.limits import usable_cores
+from meshwright.comm.shm.attach import CannotAttachError, attach
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
+_told: set[str] = set()
+
+
+def register_shm() -> None:
+    """Make ``backend="shm"`` known to torch.distributed in this process; calling it again changes nothing.
+
+    Afterwards `dist.init_process_group("shm")`, or "cpu:shm,cuda:nccl", and `dist.new_group(backend="shm")` exchange CPU
+    tensors through memory that the ranks of one host share. A group for which that cannot be (ranks on several hosts, no
+    C++ compiler, not Linux) gets gloo, and rank 0 of it says why in one line on the log "meshwright".
+    """
+    if not hasattr(dist.Backend, "SHM"):
+        dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+
+
+def _create(given: Any, _options: Any) -> Any:
+    """Return the backend for one group; torch.distributed calls this on every rank of it."""
+    timeout = (
+        given.timeout if isinstance(given.timeout, datetime.timedelta) else datetime.timedelta(seconds=given.timeout)
+    )
+    global_ranks = list(given.global_ranks_in_group) or list(range(given.group_size))
+    try:
+        attached = attach(given.store, given.group_rank, global_ranks)
+    except CannotAttachError as error:
+        _tell(error, given.group_rank)
+        return ProcessGroupGloo(given.store, given.group_rank, given.group_size, timeout=timeout)
+    return attached.extension.ShmBackend(
+        segment=attached.segment,
+        global_ranks=global_ranks,
+        process_files=attached.process_files,
+        timeout_ms=max(1, round(timeout.total_seconds() * 1000)),
+        crowded=_num_ranks_here(given.group_size) > usable_cores(),
+    )
+
+
+def _num_ranks_here(group_size: int) -> int:
+    """Return how many ranks share this host's cores, as far as this process can know."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit():
+        return int(local)
+    return max(group_size, dist.get_world_size() if dist.is_initialized() else 0)
+
+
+def _tell(error: CannotAttachError, rank: int) -> None:
+    text = str(error)
+    if error.is_expected:
+        _LOG.debug("gloo in place of shared memory: %s", text)
+    elif rank == 0 and text not in _told:
+        _told.add(text)
+        _LOG.warning("no shared memory between the ranks of this host, they use gloo over TCP: %s", text)

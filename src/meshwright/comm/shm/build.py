@@ -1,0 +1,199 @@
+"""Compile the shared-memory extension, once for each torch, Python, compiler and kind of processor.
+
+torch offers no stable binary interface for backends, so a binary serves one torch version only; a wheel would have to
+carry one for each. It is built where it is used instead, in some half a minute, and kept in a private cache directory.
+
+    python -m meshwright.comm.shm.build     builds it now rather than with the first run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
+_SOURCES = Path(__file__).parent / "csrc"
+_MODULE = "_meshwright_shm"
+_DEADLINE_S = 300.0
+# No fused multiply-add, which would round differently from processor to processor; signed integers wrap as torch's do.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-std=c++20", "-fPIC", "-fvisibility=hidden")
+CACHE_VARIABLE = "MESHWRIGHT_CACHE"
+
+
+class BuildError(Exception):
+    """The extension cannot be had here; the text says why."""
+
+
+def load_extension() -> ModuleType:
+    """Return the extension module, building it first where the cache has none.
+
+    Raises:
+        BuildError: This platform is not supported, no compiler is there, or it failed.
+    """
+    if _MODULE in sys.modules:
+        return sys.modules[_MODULE]
+    path = build_extension()
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise BuildError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    sys.modules[_MODULE] = module
+    return module
+
+
+def build_extension() -> Path:
+    """Return the path of the extension, building it where the cache has none.
+
+    Neither torch is imported nor a process started where the cache has it. Processes that need it at once wait for one of them.
+
+    Raises:
+        BuildError: As `load_extension`.
+    """
+    refuse_platform()
+    compiler = _find_compiler()
+    torch_folder = _find_torch()
+    directory = _cache_directory()
+    target = directory / f"{_MODULE}-{_key(torch_folder, compiler)}.so"
+    if target.exists():
+        return target
+    with _locked(directory / "build.lock"):
+        if not target.exists():
+            _compile(compiler or "", torch_folder, target)
+    return target
+
+
+def refuse_platform() -> None:
+    """Raise where the memory model, or the calls of the kernel that are needed, are not known to be right."""
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"it needs Linux (futex, memfd, pidfd), this is {sys.platform}")
+    if platform.machine() not in ("x86_64", "aarch64"):
+        raise BuildError(f"it is written for x86_64 and aarch64, this is {platform.machine()}")
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise BuildError("this Python was built without memfd_create or pidfd_open")
+
+
+def _find_compiler() -> str | None:
+    wanted = os.environ.get("CXX", "").split()
+    return next((found for name in (*wanted[:1], "c++", "g++", "clang++") if (found := shutil.which(name))), None)
+
+
+def _find_torch() -> Path:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise BuildError("torch is not installed")
+    return Path(found.origin).parent
+
+
+def _cache_directory() -> Path:
+    """Return the cache directory, which must be ours alone: what lies in it is loaded as code."""
+    base = os.environ.get(CACHE_VARIABLE) or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
+    )
+    directory = Path(base)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise BuildError(f"the cache directory {directory} cannot be used: {error.strerror}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise BuildError(f"the cache directory {directory} belongs to, or can be written by, another user")
+    return directory
+
+
+def _key(torch_folder: Path, compiler: str | None) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode())
+        digest.update(source.read_bytes())
+    digest.update((torch_folder / "version.py").read_bytes())
+    # A binary outlives its compiler, so only the compiler's place counts; -march=native makes the processor count.
+    digest.update(repr((_FLAGS, sysconfig.get_config_var("SOABI"), _processor(), compiler is not None)).encode())
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """Return what the compiler's -march=native may depend on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.split(":", 1)[1].split()))
+    return platform.processor()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the holder ends, however it ends
+        yield
+
+
+def _compile(compiler: str, torch_folder: Path, target: Path) -> None:
+    if not compiler:
+        raise BuildError("no C++ compiler was found (tried $CXX, c++, g++, clang++)")
+    include = sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
+        raise BuildError(f"Python's headers are not installed ({include}/Python.h)")
+    includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", include)
+    version = (torch_folder / "version.py").read_text().split("__version__ = ")[-1].split()[0].strip("'")
+    _LOG.warning(
+        "compiling the shared-memory transport for torch %s; this is done once and takes about a minute", version
+    )
+    common = [*_FLAGS, f"-DMESHWRIGHT_MODULE={_MODULE}", *(f"-isystem{folder}" for folder in includes)]
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
+        sources = sorted(_SOURCES.glob("*.cpp"))
+        objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
+        _run_all(
+            [[compiler, *common, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
+        )
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+        made = str(Path(scratch, target.name))
+        _run_all([[compiler, "-shared", "-o", made, *objects, *libraries]])
+        os.replace(made, target)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run compilers at once, and end all of them where one fails."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        for process in running:
+            _, errors = process.communicate(timeout=_DEADLINE_S)
+            if process.returncode != 0:
+                lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or ["?"]
+                raise BuildError(f"{os.path.basename(process.args[0])} failed: {lines[0]}")  # type: ignore[index]
+    except OSError as error:
+        raise BuildError(f"the compiler cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"the compiler did not end within {_DEADLINE_S:g} s") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"{build_extension()}\n")
+    except BuildError as error:
+        sys.exit(f"the shared-memory transport cannot be built, ranks will use gloo: {error}")

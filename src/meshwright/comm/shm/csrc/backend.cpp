@@ -1,0 +1,537 @@
+#include <torch/csrc/python_headers.h>
+
+#include "backend.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/thread_name.h>
+
+#include <chrono>
+#include <numeric>
+
+namespace meshwright {
+
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Ranks with a core each: a peer is some microseconds away, a futex wake-up some tens. Ranks that share cores: the awaited
+// rank needs this core, so it is yielded at once. Measured in benchmarks/transport.
+constexpr Patience kRoomyCaller{2000, microseconds(200)};
+constexpr Patience kCrowdedCaller{0, microseconds(200)};
+constexpr Patience kRoomyBackground{200, microseconds(0)};
+constexpr Patience kCrowdedBackground{0, microseconds(0)};
+
+// The caller's tensor, and the dense memory that takes part in the exchange: the same where it is dense already.
+class Dense {
+ public:
+  explicit Dense(const at::Tensor& tensor, bool read = true) : tensor_(tensor) {
+    TORCH_CHECK(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided,
+                "the shm backend exchanges dense CPU tensors");
+    TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "the shm backend exchanges materialized tensors; call resolve_conj()");
+    dense_ = tensor.is_contiguous() ? tensor : read ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
+  }
+  char* data() const { return static_cast<char*>(dense_.data_ptr()); }
+  size_t bytes() const { return dense_.nbytes(); }
+  const at::Tensor& dense() const { return dense_; }
+  Part part() const { return {data(), bytes()}; }
+  ConstPart const_part() const { return {data(), bytes()}; }
+  void scale(const at::Tensor& factor) { dense_ = dense_.mul(factor).to(dense_.scalar_type()); }
+  void give_back() const {
+    if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
+  }
+
+ private:
+  at::Tensor tensor_, dense_;
+};
+
+std::vector<Dense> make_dense(const TensorList& tensors, bool read) {
+  std::vector<Dense> dense;
+  dense.reserve(tensors.size());
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& tensor : tensors) dense.emplace_back(tensor, read);
+  return dense;
+}
+
+std::vector<Part> parts_of(const std::vector<Dense>& tensors) {
+  std::vector<Part> parts;
+  for (const Dense& tensor : tensors) parts.push_back(tensor.part());
+  return parts;
+}
+
+std::vector<ConstPart> const_parts_of(const std::vector<Dense>& tensors) {
+  std::vector<ConstPart> parts;
+  for (const Dense& tensor : tensors) parts.push_back(tensor.const_part());
+  return parts;
+}
+
+// Equal or given shares of dim 0.
+template <class P, class T>
+std::vector<P> cut(const Dense& tensor, const std::vector<int64_t>& splits, int size, const char* name) {
+  const int64_t rows = tensor.dense().dim() == 0 ? 1 : tensor.dense().size(0);
+  const int64_t row_bytes = rows == 0 ? 0 : static_cast<int64_t>(tensor.bytes()) / rows;
+  const int64_t given = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+  TORCH_CHECK(splits.empty() ? rows % size == 0 : static_cast<int>(splits.size()) == size && given == rows, name,
+              ": dim 0 of ", rows, " rows cannot be split over ", size, " ranks as ",
+              splits.empty() ? "equal shares" : c10::str(splits));
+  std::vector<P> parts;
+  T* at = tensor.data();
+  for (int peer = 0; peer < size; ++peer) {
+    const size_t bytes = static_cast<size_t>((splits.empty() ? rows / size : splits[peer]) * row_bytes);
+    parts.push_back({at, bytes});
+    at += bytes;
+  }
+  return parts;
+}
+
+struct Elements {
+  Kind kind;
+  size_t count;
+};
+
+Elements elements_of(const at::Tensor& tensor) {
+  const auto count = static_cast<size_t>(tensor.numel());
+  switch (tensor.scalar_type()) {
+    case at::kDouble: return {Kind::kFloat64, count};
+    case at::kFloat: return {Kind::kFloat32, count};
+    case at::kHalf: return {Kind::kFloat16, count};
+    case at::kBFloat16: return {Kind::kBFloat16, count};
+    case at::kLong: return {Kind::kInt64, count};
+    case at::kInt: return {Kind::kInt32, count};
+    case at::kShort: return {Kind::kInt16, count};
+    case at::kChar: return {Kind::kInt8, count};
+    case at::kByte: return {Kind::kUInt8, count};
+    case at::kBool: return {Kind::kBool, count};
+    case at::kComplexFloat: return {Kind::kFloat32, 2 * count};
+    case at::kComplexDouble: return {Kind::kFloat64, 2 * count};
+    default: TORCH_CHECK(false, "the shm backend cannot reduce ", tensor.scalar_type(), " tensors");
+  }
+}
+
+Reduction reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  Reduction reduction = Reduction::kSum;
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM: case c10d::ReduceOp::PREMUL_SUM: reduction = Reduction::kSum; break;
+    case c10d::ReduceOp::AVG: reduction = Reduction::kAverage; break;
+    case c10d::ReduceOp::PRODUCT: reduction = Reduction::kProduct; break;
+    case c10d::ReduceOp::MIN: reduction = Reduction::kMin; break;
+    case c10d::ReduceOp::MAX: reduction = Reduction::kMax; break;
+    case c10d::ReduceOp::BAND: reduction = Reduction::kAnd; break;
+    case c10d::ReduceOp::BOR: reduction = Reduction::kOr; break;
+    case c10d::ReduceOp::BXOR: reduction = Reduction::kXor; break;
+    default: TORCH_CHECK(false, "the shm backend does not know this reduction");
+  }
+  TORCH_CHECK(!tensor.is_complex() || reduction <= Reduction::kAverage, "complex tensors have a sum and a mean only");
+  check_reduction(elements_of(tensor).kind, reduction);
+  return reduction;
+}
+
+// PREMUL_SUM: every rank's values are multiplied by its factor first.
+void premultiply(std::vector<Dense>& tensors, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
+  const auto* given = static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK(given != nullptr, "PREMUL_SUM came without its factor");
+  const at::NoGradGuard no_grad;
+  const at::Tensor factor = given->tensor_factor.defined() ? given->tensor_factor : at::scalar_tensor(given->double_factor, at::kDouble);
+  for (Dense& tensor : tensors) tensor.scale(factor);
+}
+
+void give_back(const std::vector<Dense>& tensors) {
+  for (const Dense& tensor : tensors) tensor.give_back();
+}
+
+void check_one(const TensorList& tensors, const char* name) {
+  TORCH_CHECK(tensors.size() == 1, name, " takes one tensor, not ", tensors.size());
+}
+
+TensorList joined(const std::vector<TensorList>& lists) {
+  TensorList all;
+  for (const TensorList& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+// The last reference may go in Python code, which holds the interpreter's lock; the threads that are about to end may need it.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace
+
+ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings)
+    : Backend(segment->rank(), segment->num_ranks()),
+      segment_(std::move(segment)),
+      options_(c10::make_intrusive<Options>("shm", milliseconds(settings.timeout_ms))),
+      caller_(settings.crowded ? kCrowdedCaller : kRoomyCaller),
+      background_(settings.crowded ? kCrowdedBackground : kRoomyBackground),
+      waiter_(*segment_, settings.process_files, settings.global_ranks),
+      collectives_(*segment_, waiter_),
+      messages_(*segment_, waiter_),
+      lane_(caller_, background_) {}
+
+ShmBackend::~ShmBackend() { shutdown(); }
+
+void ShmBackend::abort() { fail(LostPeer("this rank has aborted the group", rank_)); }
+
+void ShmBackend::shutdown() {
+  const WithoutGil without_gil;
+  waiter_.stop(kLeft, rank_);
+  lane_.stop();
+  {
+    std::lock_guard<std::mutex> held(server_lock_);
+    stopping_ = true;
+  }
+  server_wanted_.notify_all();
+  if (server_.joinable()) server_.join();
+  messages_.abandon("this rank has left the group");
+}
+
+Deadline ShmBackend::deadline_after(milliseconds timeout) const {
+  const milliseconds given = timeout == c10d::kUnsetTimeout || timeout == kNoTimeout ? options_->timeout : timeout;
+  return {Clock::now() + given, given};
+}
+
+void ShmBackend::refuse_if_lost() const {
+  if (!waiter_.stopping()) return;
+  std::lock_guard<std::mutex> held(failure_lock_);
+  throw std::runtime_error(failure_.empty() ? "shm: this rank has left the group" : failure_);
+}
+
+void ShmBackend::fail(const LostPeer& error) {
+  {
+    std::lock_guard<std::mutex> held(failure_lock_);
+    if (failure_.empty()) failure_ = error.what();
+  }
+  waiter_.stop(kFailed, error.rank);
+  messages_.abandon(error.what());
+}
+
+Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList outputs, milliseconds timeout, bool async,
+                             Body body) {
+  refuse_if_lost();
+  auto work = c10::make_intrusive<ShmWork>(rank_, type, title, std::move(outputs));
+  work->sequence_ = ++sequence_;
+  work->body_ = [this, timeout, body = std::move(body)](Patience patience) {
+    refuse_if_lost();
+    try {
+      body(Terms{patience, deadline_after(timeout)});
+    } catch (const LostPeer& error) {
+      fail(error);
+      throw;
+    }
+  };
+  if (async) {
+    work->help_ = [this, raw = work.get()] { lane_.help(*raw); };
+    lane_.post(work);
+  } else {
+    lane_.run(work);
+    if (const std::exception_ptr error = work->exception()) std::rethrow_exception(error);
+  }
+  return work;
+}
+
+Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) {
+  check_one(tensors, "all_reduce");
+  c10d::AllreduceCoalescedOptions same;
+  static_cast<c10d::AllreduceOptions&>(same) = options;
+  return allreduce_coalesced(tensors, same);
+}
+
+Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<Reduction> reductions;
+  for (const at::Tensor& tensor : tensors) reductions.push_back(reduction_of(options.reduceOp, tensor));
+  auto dense = make_dense(tensors, true);
+  premultiply(dense, options.reduceOp);
+  return submit(c10d::OpType::ALLREDUCE, "shm:all_reduce", tensors, options.timeout, options.asyncOp,
+                [this, dense = std::move(dense), reductions = std::move(reductions)](const Terms& terms) {
+                  for (size_t i = 0; i < dense.size(); ++i) {
+                    const Elements elements = elements_of(dense[i].dense());
+                    collectives_.all_reduce(dense[i].data(), elements.count, elements.kind, reductions[i], terms);
+                  }
+                  give_back(dense);
+                });
+}
+
+Ref<Work> ShmBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& options) {
+  check_one(tensors, "reduce");
+  const Reduction reduction = reduction_of(options.reduceOp, tensors[0]);
+  auto dense = make_dense(tensors, true);
+  premultiply(dense, options.reduceOp);
+  const int root = static_cast<int>(options.rootRank);
+  return submit(c10d::OpType::REDUCE, "shm:reduce", tensors, options.timeout, options.asyncOp,
+                [this, dense = std::move(dense), reduction, root](const Terms& terms) {
+                  const Elements elements = elements_of(dense[0].dense());
+                  collectives_.reduce(dense[0].data(), elements.count, elements.kind, reduction, root, terms);
+                  if (rank_ == root) give_back(dense);
+                });
+}
+
+Ref<Work> ShmBackend::broadcast(TensorList& tensors, const c10d::BroadcastOptions& options) {
+  check_one(tensors, "broadcast");
+  const int root = static_cast<int>(options.rootRank);
+  auto dense = make_dense(tensors, rank_ == root);
+  return submit(c10d::OpType::BROADCAST, "shm:broadcast", tensors, options.timeout, options.asyncOp,
+                [this, dense = std::move(dense), root](const Terms& terms) {
+                  collectives_.broadcast(dense[0].part(), root, terms);
+                  if (rank_ != root) give_back(dense);
+                });
+}
+
+// inputs[i] of every rank arrive in parts[i], one tensor a rank; `outputs` are the tensors that the caller gave.
+Ref<Work> ShmBackend::gather_all(TensorList outputs, std::vector<TensorList> parts, TensorList inputs, c10d::OpType type,
+                                 const c10d::AllgatherOptions& options) {
+  TORCH_CHECK(parts.size() == inputs.size(), "all_gather: ", inputs.size(), " inputs for ", parts.size(), " outputs");
+  std::vector<std::vector<Dense>> targets;
+  for (const TensorList& part : parts) {
+    TORCH_CHECK(static_cast<int>(part.size()) == size_, "all_gather: ", part.size(), " outputs for ", size_, " ranks");
+    targets.push_back(make_dense(part, false));
+  }
+  auto sources = make_dense(inputs, true);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    TORCH_CHECK(targets[i][rank_].bytes() == sources[i].bytes(), "all_gather: an input of ", sources[i].bytes(),
+                " bytes for an output of ", targets[i][rank_].bytes());
+  }
+  return submit(type, "shm:all_gather", std::move(outputs), options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
+                  for (size_t i = 0; i < sources.size(); ++i) {
+                    collectives_.all_gather(sources[i].const_part(), parts_of(targets[i]), terms);
+                    give_back(targets[i]);
+                  }
+                });
+}
+
+Ref<Work> ShmBackend::allgather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::AllgatherOptions& options) {
+  check_one(inputs, "all_gather");
+  return gather_all(joined(outputs), outputs, inputs, c10d::OpType::ALLGATHER, options);
+}
+
+Ref<Work> ShmBackend::allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  return gather_all(joined(outputs), outputs, inputs, c10d::OpType::ALLGATHER_COALESCED, options);
+}
+
+Ref<Work> ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  TensorList outputs{output}, inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+Ref<Work> ShmBackend::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                                      const c10d::AllgatherOptions& options) {
+  TORCH_CHECK(outputs.size() == inputs.size(), "all_gather: ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+  auto targets = make_dense(outputs, false);
+  auto sources = make_dense(inputs, true);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    TORCH_CHECK(targets[i].bytes() == sources[i].bytes() * size_, "all_gather: an output of ", targets[i].bytes(),
+                " bytes for ", size_, " inputs of ", sources[i].bytes());
+  }
+  return submit(c10d::OpType::_ALLGATHER_BASE, "shm:all_gather", outputs, options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
+                  for (size_t i = 0; i < sources.size(); ++i) {
+                    std::vector<Part> parts;
+                    const size_t bytes = sources[i].bytes();
+                    for (int peer = 0; peer < size_; ++peer) parts.push_back({targets[i].data() + peer * bytes, bytes});
+                    collectives_.all_gather(sources[i].const_part(), parts, terms);
+                  }
+                  give_back(targets);
+                });
+}
+
+// outputs[i] receives the reduction of every rank's inputs[i][this rank].
+Ref<Work> ShmBackend::reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
+                                     const c10d::ReduceScatterOptions& options) {
+  check_one(outputs, "reduce_scatter");
+  TORCH_CHECK(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_, "reduce_scatter: it takes ", size_, " inputs");
+  const Reduction reduction = reduction_of(options.reduceOp, outputs[0]);
+  auto targets = make_dense(outputs, false);
+  auto sources = make_dense(inputs[0], true);
+  premultiply(sources, options.reduceOp);
+  TORCH_CHECK(sources[rank_].bytes() == targets[0].bytes(), "reduce_scatter: an output of ", targets[0].bytes(),
+              " bytes for an input of ", sources[rank_].bytes());
+  return submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", outputs, options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), sources = std::move(sources), reduction](const Terms& terms) {
+                  collectives_.reduce_scatter(const_parts_of(sources), targets[0].part(), elements_of(targets[0].dense()).kind,
+                                              reduction, terms);
+                  give_back(targets);
+                });
+}
+
+Ref<Work> ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  TensorList outputs{output}, inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+Ref<Work> ShmBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                                      const c10d::ReduceScatterOptions& options) {
+  TORCH_CHECK(outputs.size() == inputs.size(), "reduce_scatter: ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+  std::vector<Reduction> reductions;
+  for (const at::Tensor& output : outputs) reductions.push_back(reduction_of(options.reduceOp, output));
+  auto targets = make_dense(outputs, false);
+  auto sources = make_dense(inputs, true);
+  premultiply(sources, options.reduceOp);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    TORCH_CHECK(sources[i].bytes() == targets[i].bytes() * size_, "reduce_scatter: an input of ", sources[i].bytes(),
+                " bytes for ", size_, " outputs of ", targets[i].bytes());
+  }
+  return submit(c10d::OpType::_REDUCE_SCATTER_BASE, "shm:reduce_scatter", outputs, options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), sources = std::move(sources),
+                 reductions = std::move(reductions)](const Terms& terms) {
+                  for (size_t i = 0; i < sources.size(); ++i) {
+                    std::vector<ConstPart> parts;
+                    const size_t bytes = targets[i].bytes();
+                    for (int peer = 0; peer < size_; ++peer) parts.push_back({sources[i].data() + peer * bytes, bytes});
+                    collectives_.reduce_scatter(parts, targets[i].part(), elements_of(targets[i].dense()).kind, reductions[i],
+                                                terms);
+                  }
+                  give_back(targets);
+                });
+}
+
+Ref<Work> ShmBackend::gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& options) {
+  check_one(inputs, "gather");
+  const int root = static_cast<int>(options.rootRank);
+  auto targets = make_dense(rank_ == root ? joined(outputs) : TensorList{}, false);
+  TORCH_CHECK(rank_ != root || static_cast<int>(targets.size()) == size_, "gather: ", targets.size(), " outputs for ", size_,
+              " ranks");
+  auto source = make_dense(inputs, true);
+  for (const Dense& target : targets) {
+    TORCH_CHECK(target.bytes() == source[0].bytes(), "gather: an output of ", target.bytes(), " bytes for an input of ",
+                source[0].bytes());
+  }
+  return submit(c10d::OpType::GATHER, "shm:gather", joined(outputs), options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), source = std::move(source), root](const Terms& terms) {
+                  collectives_.gather(source[0].const_part(), parts_of(targets), root, terms);
+                  give_back(targets);
+                });
+}
+
+Ref<Work> ShmBackend::scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& options) {
+  check_one(outputs, "scatter");
+  const int root = static_cast<int>(options.rootRank);
+  auto sources = make_dense(rank_ == root ? joined(inputs) : TensorList{}, true);
+  TORCH_CHECK(rank_ != root || static_cast<int>(sources.size()) == size_, "scatter: ", sources.size(), " inputs for ", size_,
+              " ranks");
+  auto target = make_dense(outputs, false);
+  for (const Dense& source : sources) {
+    TORCH_CHECK(source.bytes() == target[0].bytes(), "scatter: an input of ", source.bytes(), " bytes for an output of ",
+                target[0].bytes());
+  }
+  return submit(c10d::OpType::SCATTER, "shm:scatter", outputs, options.timeout, options.asyncOp,
+                [this, target = std::move(target), sources = std::move(sources), root](const Terms& terms) {
+                  collectives_.scatter(const_parts_of(sources), target[0].part(), root, terms);
+                  give_back(target);
+                });
+}
+
+Ref<Work> ShmBackend::alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) {
+  TORCH_CHECK(static_cast<int>(outputs.size()) == size_ && static_cast<int>(inputs.size()) == size_, "all_to_all: it takes ",
+              size_, " inputs and outputs");
+  auto targets = make_dense(outputs, false);
+  auto sources = make_dense(inputs, true);
+  return submit(c10d::OpType::ALLTOALL, "shm:all_to_all", outputs, options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
+                  collectives_.all_to_all(const_parts_of(sources), parts_of(targets), terms);
+                  give_back(targets);
+                });
+}
+
+Ref<Work> ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                                    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  auto targets = make_dense({output}, false);
+  auto sources = make_dense({input}, true);
+  auto outputs = cut<Part, char>(targets[0], output_splits, size_, "all_to_all");
+  auto inputs = cut<ConstPart, const char>(sources[0], input_splits, size_, "all_to_all");
+  return submit(c10d::OpType::ALLTOALL_BASE, "shm:all_to_all", {output}, options.timeout, options.asyncOp,
+                [this, targets = std::move(targets), sources = std::move(sources), outputs = std::move(outputs),
+                 inputs = std::move(inputs)](const Terms& terms) {
+                  collectives_.all_to_all(inputs, outputs, terms);
+                  give_back(targets);
+                });
+}
+
+Ref<Work> ShmBackend::barrier(const c10d::BarrierOptions& options) {
+  return submit(c10d::OpType::BARRIER, "shm:barrier", {}, options.timeout, options.asyncOp,
+                [this](const Terms& terms) { collectives_.barrier(terms); });
+}
+
+// A barrier that names who is missing; so does every barrier here, and all of them.
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) {
+  submit(c10d::OpType::BARRIER, "shm:monitored_barrier", {}, options.timeout, false,
+         [this](const Terms& terms) { collectives_.barrier(terms); });
+}
+
+Ref<Work> ShmBackend::send(TensorList& tensors, int target, int tag) { return exchange(tensors, true, target, tag); }
+
+Ref<Work> ShmBackend::recv(TensorList& tensors, int source, int tag) { return exchange(tensors, false, source, tag); }
+
+Ref<Work> ShmBackend::recvAnysource(TensorList& tensors, int tag) { return exchange(tensors, false, kAnySource, tag); }
+
+Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int tag) {
+  check_one(tensors, is_send ? "send" : "recv");
+  refuse_if_lost();
+  auto dense = make_dense(tensors, is_send);
+  const c10d::OpType type = is_send ? c10d::OpType::SEND : peer == kAnySource ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
+  auto work = c10::make_intrusive<ShmWork>(rank_, type, is_send ? "shm:send" : "shm:recv", tensors);
+  work->sequence_ = ++sequence_;
+  auto message = std::make_shared<Message>();
+  message->is_send = is_send;
+  message->peer = peer;
+  message->tag = tag;
+  message->data = dense[0].data();
+  message->bytes = dense[0].bytes();
+  message->deadline = deadline_after(c10d::kUnsetTimeout);
+  message->on_end = [work, dense, is_send, raw = message.get()](const std::string& error) {
+    if (!is_send && error.empty()) {
+      const at::NoGradGuard no_grad;
+      give_back(dense);
+    }
+    work->source_rank_ = raw->peer;
+    work->complete(error.empty() ? nullptr : std::make_exception_ptr(std::runtime_error(error)));
+  };
+  work->help_ = [this, message] {
+    {
+      std::lock_guard<std::mutex> held(server_lock_);
+      ++num_helpers_;
+    }
+    try {
+      messages_.wait_for(*message, caller_);
+    } catch (const LostPeer& error) {
+      fail(error);
+    }
+    {
+      std::lock_guard<std::mutex> held(server_lock_);
+      --num_helpers_;
+    }
+    server_wanted_.notify_one();
+  };
+  messages_.post(message);
+  if (!message->ended.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> held(server_lock_);
+    if (!server_.joinable()) server_ = std::thread([this] { serve_messages(); });
+    server_wanted_.notify_one();
+  }
+  return work;
+}
+
+void ShmBackend::serve_messages() {
+  c10::setThreadName("mw_shm_messages");
+  while (true) {
+    {
+      std::unique_lock<std::mutex> held(server_lock_);
+      server_wanted_.wait(held, [this] { return stopping_ || (num_helpers_ == 0 && !waiter_.stopping() && !messages_.is_idle()); });
+      if (stopping_) return;
+    }
+    try {
+      messages_.nap();
+    } catch (const LostPeer& error) {
+      fail(error);
+    }
+  }
+}
+
+}  // namespace meshwright

@@ -1,0 +1,106 @@
+// The torch.distributed backend: tensors in, parts of memory out to Collectives and Messages.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives.h"
+#include "messages.h"
+#include "segment.h"
+#include "wait.h"
+#include "work.h"
+
+namespace meshwright {
+
+struct Settings {
+  std::vector<int64_t> global_ranks;  // by group rank
+  std::vector<int> process_files;     // pidfds by group rank, -1 for this one
+  int64_t timeout_ms;
+  bool crowded;  // the host's ranks outnumber its cores
+};
+
+using TensorList = std::vector<at::Tensor>;
+using c10d::Work;
+template <class T>
+using Ref = c10::intrusive_ptr<T>;
+
+class ShmBackend : public c10d::Backend {
+ public:
+  ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings);
+  ~ShmBackend() override;
+
+  const std::string getBackendName() const override { return "shm"; }
+  Ref<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void abort() override;
+  void shutdown() override;
+
+  Ref<Work> allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) override;
+  Ref<Work> allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  Ref<Work> reduce(TensorList& tensors, const c10d::ReduceOptions& options) override;
+  Ref<Work> broadcast(TensorList& tensors, const c10d::BroadcastOptions& options) override;
+  Ref<Work> allgather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::AllgatherOptions& options) override;
+  Ref<Work> _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Ref<Work> allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
+                                const c10d::AllgatherOptions& options) override;
+  Ref<Work> allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                            const c10d::AllgatherOptions& options) override;
+  Ref<Work> reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
+                           const c10d::ReduceScatterOptions& options) override;
+  Ref<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  Ref<Work> reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                            const c10d::ReduceScatterOptions& options) override;
+  Ref<Work> gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& options) override;
+  Ref<Work> scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& options) override;
+  Ref<Work> alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) override;
+  Ref<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  Ref<Work> barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  Ref<Work> send(TensorList& tensors, int target, int tag) override;
+  Ref<Work> recv(TensorList& tensors, int source, int tag) override;
+  Ref<Work> recvAnysource(TensorList& tensors, int tag) override;
+
+ private:
+  using Body = std::function<void(const Terms&)>;
+
+  // Run a collective in the lane: at once where the caller waits anyway, else when its turn comes.
+  Ref<Work> submit(c10d::OpType type, const char* title, TensorList outputs, std::chrono::milliseconds timeout, bool async,
+                   Body body);
+  Ref<Work> gather_all(TensorList outputs, std::vector<TensorList> parts, TensorList inputs, c10d::OpType type,
+                       const c10d::AllgatherOptions& options);
+  Ref<Work> scatter_sums(TensorList outputs, std::vector<TensorList> inputs, c10d::OpType type,
+                         const c10d::ReduceScatterOptions& options);
+  Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
+  Deadline deadline_after(std::chrono::milliseconds timeout) const;
+  void refuse_if_lost() const;
+  void fail(const LostPeer& error);
+  void serve_messages();
+
+  std::shared_ptr<Segment> segment_;
+  Ref<Options> options_;
+  const Patience caller_, background_;
+  Waiter waiter_;
+  Collectives collectives_;
+  Messages messages_;
+  Lane lane_;
+  std::atomic<uint64_t> sequence_{0};
+
+  mutable std::mutex failure_lock_;
+  std::string failure_;  // why the group is lost; "" while it is not
+
+  // The thread for messages that nobody waits for.
+  std::mutex server_lock_;
+  std::condition_variable server_wanted_;
+  std::thread server_;
+  int num_helpers_ = 0;  // threads that wait for a message, and move all others meanwhile
+  bool stopping_ = false;
+};
+
+}  // namespace meshwright

@@ -1,0 +1,368 @@
+#include "collectives.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace meshwright {
+
+namespace {
+
+constexpr size_t kFlatBytes = 16 * 1024;  // below it one round of more work beats two of less
+
+const char* name_of(Operation operation) {
+  constexpr const char* names[] = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
+                                   "gather",     "scatter",    "all_to_all",     "barrier"};
+  return names[static_cast<int>(operation)];
+}
+
+Signature sign(Operation operation, size_t bytes, int root = 0, Kind kind = Kind::kUInt8,
+               Reduction reduction = Reduction::kSum) {
+  const auto byte = [](auto value, int at) { return static_cast<uint64_t>(value) << (8 * at); };
+  return {byte(operation, 0) | byte(kind, 1) | byte(reduction, 2) | byte(root, 3), bytes};
+}
+
+std::string describe(const Signature& signature) {
+  const auto operation = static_cast<Operation>(signature.what & 0xff);
+  std::string text = name_of(operation);
+  if (operation == Operation::kBarrier) return text;
+  text += " of " + std::to_string(signature.bytes) + " bytes";
+  if (operation == Operation::kAllReduce || operation == Operation::kReduceScatter || operation == Operation::kReduce) {
+    text += std::string(" (") + name_of(static_cast<Reduction>(signature.what >> 16 & 0xff)) + " of " +
+            name_of(static_cast<Kind>(signature.what >> 8 & 0xff)) + ")";
+  }
+  if (operation >= Operation::kBroadcast && operation <= Operation::kScatter) {
+    if (operation != Operation::kReduceScatter) text += ", root " + std::to_string(signature.what >> 24 & 0xff);
+  }
+  return text;
+}
+
+void copy(char* target, const char* source, size_t bytes) {
+  if (bytes != 0) std::memcpy(target, source, bytes);
+}
+
+// The part of [at, at + most) that lies below `end`.
+size_t span(size_t end, size_t at, size_t most) { return at >= end ? 0 : std::min(most, end - at); }
+
+size_t num_rounds(size_t bytes, size_t each) { return std::max<size_t>(1, (bytes + each - 1) / each); }
+
+}  // namespace
+
+template <class Lay, class Take>
+void Collectives::round(const char* name, Lay lay, Take take, const Terms& terms, const Signature* signature) {
+  const uint64_t number = round_ + 1;
+  lay(number);
+  RankLine& mine = segment_.mine();
+  if (signature != nullptr) mine.signatures[number & 1] = *signature;
+  mine.published.store(number, std::memory_order_release);
+  waiter_.ring_all();
+  const auto is_missing = [&](int peer) {
+    return segment_.line(peer).published.load(std::memory_order_acquire) < number;
+  };
+  int seen = 0;
+  const auto all_here = [&] {
+    while (seen < size() && !is_missing(seen)) ++seen;
+    return seen == size();
+  };
+  waiter_.until(name, all_here, is_missing, terms.patience, terms.deadline);
+  round_ = number;
+  take(number);
+}
+
+void Collectives::compare(const char* name, const Signature& signature, bool same_bytes) {
+  for (int peer = 0; peer < size(); ++peer) {
+    Signature other = segment_.line(peer).signatures[round_ & 1];
+    const std::string told = describe(other);
+    if (!same_bytes) other.bytes = signature.bytes;
+    if (!(other == signature)) {
+      throw Mismatch(std::string(name) + ": the ranks do not agree: " + waiter_.name_of(rank()) + " is in " +
+                                  describe(signature) + ", " + waiter_.name_of(peer) + " in " + told);
+    }
+  }
+}
+
+void Collectives::all_reduce(char* data, size_t count, Kind kind, Reduction reduction, Terms terms) {
+  const size_t bytes = count * size_of(kind);
+  const Signature signature = sign(Operation::kAllReduce, bytes, 0, kind, reduction);
+  if (bytes <= std::min(kFlatBytes, segment_.slot_bytes())) {
+    all_reduce_flat(data, count, kind, reduction, terms, signature);
+  } else {
+    all_reduce_sliced(data, count, kind, reduction, terms, signature);
+  }
+}
+
+void Collectives::all_reduce_flat(char* data, size_t count, Kind kind, Reduction reduction, Terms terms,
+                                  const Signature& signature) {
+  round(
+      "all_reduce", [&](uint64_t n) { copy(segment_.slot(rank(), n), data, count * size_of(kind)); },
+      [&](uint64_t n) {
+        compare("all_reduce", signature, true);
+        const void* parts[kMaxRanks];
+        for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n);
+        meshwright::reduce(data, nullptr, parts, size(), count, kind, reduction);
+      },
+      terms, &signature);
+}
+
+// A slot holds `size` pieces. Piece d of rank r's slot carries r's values of slice d, for rank d to add up; r's own piece is
+// free and carries the finished slice r of the chunk before. So each round adds up one chunk and hands out the last one.
+void Collectives::all_reduce_sliced(char* data, size_t count, Kind kind, Reduction reduction, Terms terms,
+                                    const Signature& signature) {
+  const size_t width = size_of(kind);
+  const size_t piece = segment_.slot_bytes() / size() / kLine * kLine;
+  const size_t most = piece / width * size();
+  const size_t num_chunks = num_rounds(count, most);
+  // Chunks of one size, their slices in whole cache lines.
+  const size_t even = (count + num_chunks - 1) / num_chunks;
+  const size_t slice = std::min(piece, round_up((even + size() - 1) / size() * width, kLine)) / width;
+  const size_t chunk = slice * size();
+  const size_t steps = num_rounds(count, chunk);
+  for (size_t step = 0; step <= steps; ++step) {
+    const auto at = [&](size_t index, int owner) { return index * chunk + owner * slice; };
+    const auto bytes_of = [&](size_t index, int owner) { return span(count, at(index, owner), slice) * width; };
+    round(
+        "all_reduce",
+        [&](uint64_t n) {
+          if (step == steps) return;
+          for (int next = 1; next < size(); ++next) {
+            const int owner = (rank() + next) % size();
+            copy(segment_.slot(rank(), n) + owner * piece, data + at(step, owner) * width, bytes_of(step, owner));
+          }
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("all_reduce", signature, true);
+          if (step > 0) {
+            for (int next = 1; next < size(); ++next) {
+              const int owner = (rank() + next) % size();
+              copy(data + at(step - 1, owner) * width, segment_.slot(owner, n) + owner * piece, bytes_of(step - 1, owner));
+            }
+          }
+          if (step == steps) return;
+          char* own = data + at(step, rank()) * width;
+          const void* parts[kMaxRanks];
+          for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n) + rank() * piece;
+          parts[rank()] = own;
+          // The next round's slot: nobody reads it any more, see the class.
+          char* result = segment_.slot(rank(), n + 1) + rank() * piece;
+          meshwright::reduce(own, result, parts, size(), bytes_of(step, rank()) / width, kind, reduction);
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::all_gather(ConstPart input, const std::vector<Part>& outputs, Terms terms) {
+  const Signature signature = sign(Operation::kAllGather, input.bytes);
+  const size_t each = segment_.slot_bytes();
+  size_t longest = input.bytes;
+  for (const Part& output : outputs) longest = std::max(longest, output.bytes);
+  if (outputs[rank()].bytes == input.bytes && outputs[rank()].data != input.data) {
+    copy(outputs[rank()].data, input.data, input.bytes);
+  }
+  const size_t steps = num_rounds(longest, each);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * each;
+    round(
+        "all_gather",
+        [&](uint64_t n) { copy(segment_.slot(rank(), n), input.data + at, span(input.bytes, at, each)); },
+        [&](uint64_t n) {
+          if (step == 0) {
+            compare("all_gather", signature, false);
+            for (int peer = 0; peer < size(); ++peer) {
+              const Signature& other = segment_.line(peer).signatures[n & 1];
+              if (other.bytes != outputs[peer].bytes) {
+                throw Mismatch("all_gather: " + waiter_.name_of(peer) + " gives " + std::to_string(other.bytes) +
+                                            " bytes, " + waiter_.name_of(rank()) + " has room for " +
+                                            std::to_string(outputs[peer].bytes));
+              }
+            }
+          }
+          for (int next = 1; next < size(); ++next) {
+            const int peer = (rank() + next) % size();
+            copy(outputs[peer].data + at, segment_.slot(peer, n), span(outputs[peer].bytes, at, each));
+          }
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::reduce_scatter(const std::vector<ConstPart>& inputs, Part output, Kind kind, Reduction reduction,
+                                 Terms terms) {
+  size_t total = 0, longest = 0;
+  for (const ConstPart& input : inputs) {
+    total += input.bytes;
+    longest = std::max(longest, input.bytes);
+  }
+  const Signature signature = sign(Operation::kReduceScatter, total, 0, kind, reduction);
+  const size_t width = size_of(kind);
+  const size_t piece = segment_.slot_bytes() / size() / kLine * kLine;
+  const size_t steps = num_rounds(longest, piece);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * piece;
+    round(
+        "reduce_scatter",
+        [&](uint64_t n) {
+          for (int next = 1; next < size(); ++next) {
+            const int owner = (rank() + next) % size();
+            copy(segment_.slot(rank(), n) + owner * piece, inputs[owner].data + at, span(inputs[owner].bytes, at, piece));
+          }
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("reduce_scatter", signature, true);
+          const void* parts[kMaxRanks];
+          for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n) + rank() * piece;
+          parts[rank()] = inputs[rank()].data + at;
+          const size_t count = span(output.bytes, at, piece) / width;
+          meshwright::reduce(output.data + at, nullptr, parts, size(), count, kind, reduction);
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::broadcast(Part data, int root, Terms terms) {
+  const Signature signature = sign(Operation::kBroadcast, data.bytes, root);
+  const size_t each = segment_.slot_bytes();
+  const size_t steps = num_rounds(data.bytes, each);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * each, bytes = span(data.bytes, at, each);
+    round(
+        "broadcast",
+        [&](uint64_t n) {
+          if (rank() == root) copy(segment_.slot(root, n), data.data + at, bytes);
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("broadcast", signature, true);
+          if (rank() != root) copy(data.data + at, segment_.slot(root, n), bytes);
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::reduce(char* data, size_t count, Kind kind, Reduction reduction, int root, Terms terms) {
+  const size_t bytes = count * size_of(kind);
+  const Signature signature = sign(Operation::kReduce, bytes, root, kind, reduction);
+  const size_t each = segment_.slot_bytes();
+  const size_t steps = num_rounds(bytes, each);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * each, now = span(bytes, at, each);
+    round(
+        "reduce",
+        [&](uint64_t n) {
+          if (rank() != root) copy(segment_.slot(rank(), n), data + at, now);
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("reduce", signature, true);
+          if (rank() != root) return;
+          const void* parts[kMaxRanks];
+          for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n);
+          parts[root] = data + at;
+          meshwright::reduce(data + at, nullptr, parts, size(), now / size_of(kind), kind, reduction);
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::gather(ConstPart input, const std::vector<Part>& outputs, int root, Terms terms) {
+  const Signature signature = sign(Operation::kGather, input.bytes, root);
+  const size_t each = segment_.slot_bytes();
+  const size_t steps = num_rounds(input.bytes, each);
+  if (rank() == root) copy(outputs[root].data, input.data, input.bytes);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * each, bytes = span(input.bytes, at, each);
+    round(
+        "gather",
+        [&](uint64_t n) {
+          if (rank() != root) copy(segment_.slot(rank(), n), input.data + at, bytes);
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("gather", signature, true);
+          if (rank() != root) return;
+          for (int peer = 0; peer < size(); ++peer) {
+            if (peer != root) copy(outputs[peer].data + at, segment_.slot(peer, n), bytes);
+          }
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::scatter(const std::vector<ConstPart>& inputs, Part output, int root, Terms terms) {
+  const Signature signature = sign(Operation::kScatter, output.bytes, root);
+  const size_t piece = segment_.slot_bytes() / size() / kLine * kLine;
+  const size_t steps = num_rounds(output.bytes, piece);
+  if (rank() == root) copy(output.data, inputs[root].data, output.bytes);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * piece, bytes = span(output.bytes, at, piece);
+    round(
+        "scatter",
+        [&](uint64_t n) {
+          if (rank() != root) return;
+          for (int peer = 0; peer < size(); ++peer) {
+            if (peer != root) copy(segment_.slot(root, n) + peer * piece, inputs[peer].data + at, bytes);
+          }
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("scatter", signature, true);
+          if (rank() != root) copy(output.data + at, segment_.slot(root, n) + rank() * piece, bytes);
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+// The first round also carries what each rank gives to, and expects from, every other: it tells all ranks how many rounds
+// there are, and a disagreement anywhere is raised everywhere.
+void Collectives::all_to_all(const std::vector<ConstPart>& inputs, const std::vector<Part>& outputs, Terms terms) {
+  const Signature signature = sign(Operation::kAllToAll, 0);
+  const size_t head = round_up(2 * size() * sizeof(uint64_t), kLine);
+  const size_t piece = (segment_.slot_bytes() - head) / size() / kLine * kLine;
+  copy(outputs[rank()].data, inputs[rank()].data, std::min(inputs[rank()].bytes, outputs[rank()].bytes));
+  size_t steps = 1;
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * piece;
+    round(
+        "all_to_all",
+        [&](uint64_t n) {
+          char* slot = segment_.slot(rank(), n);
+          auto* sizes = reinterpret_cast<uint64_t*>(slot);
+          for (int peer = 0; peer < size(); ++peer) {
+            if (step == 0) {
+              sizes[peer] = inputs[peer].bytes;
+              sizes[size() + peer] = outputs[peer].bytes;
+            }
+            if (peer == rank()) continue;
+            copy(slot + head + peer * piece, inputs[peer].data + at, span(inputs[peer].bytes, at, piece));
+          }
+        },
+        [&](uint64_t n) {
+          if (step == 0) {
+            compare("all_to_all", signature, true);
+            size_t longest = 0;
+            for (int giver = 0; giver < size(); ++giver) {
+              for (int taker = 0; taker < size(); ++taker) {
+                const uint64_t given = reinterpret_cast<uint64_t*>(segment_.slot(giver, n))[taker];
+                const uint64_t expected = reinterpret_cast<uint64_t*>(segment_.slot(taker, n))[size() + giver];
+                if (given != expected) {
+                  throw Mismatch("all_to_all: " + waiter_.name_of(giver) + " gives " + std::to_string(given) +
+                                              " bytes to " + waiter_.name_of(taker) + ", which expects " +
+                                              std::to_string(expected));
+                }
+                longest = std::max<size_t>(longest, given);
+              }
+            }
+            steps = num_rounds(longest, piece);
+          }
+          for (int next = 1; next < size(); ++next) {
+            const int peer = (rank() + next) % size();
+            copy(outputs[peer].data + at, segment_.slot(peer, n) + head + rank() * piece,
+                 span(outputs[peer].bytes, at, piece));
+          }
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::barrier(Terms terms) {
+  const Signature signature = sign(Operation::kBarrier, 0);
+  round("barrier", [](uint64_t) {}, [&](uint64_t) { compare("barrier", signature, true); }, terms, &signature);
+}
+
+}  // namespace meshwright

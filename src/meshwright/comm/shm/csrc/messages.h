@@ -1,0 +1,89 @@
+// Messages between two ranks: tags, any order, any size, through one ring of bytes a direction.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "segment.h"
+#include "wait.h"
+
+namespace meshwright {
+
+constexpr int kAnySource = -1;
+
+// One send or receive.
+struct Message {
+  bool is_send;
+  int peer;  // the target of a send; the source of a receive, kAnySource until its message came
+  int32_t tag;
+  char* data;
+  size_t bytes;
+  Deadline deadline;
+  std::function<void(const std::string& error)> on_end;  // "" where it went well; called without the lock
+  size_t moved = 0;
+  bool announced = false;  // a send whose head is in the ring
+  std::string error;
+  std::atomic<bool> ended{false};
+};
+
+using MessageRef = std::shared_ptr<Message>;
+
+// Every message of this rank over one group. Any thread may call; none keeps the lock while it waits.
+//
+// The reader of a ring takes messages in the order in which they were sent. One that nobody asked for yet is kept aside in
+// this process's memory, so that a receive of a later tag is never blocked by an earlier one. A ring is only read while
+// a receive from that rank is open: what nobody asks for stays in the ring and holds its sender back.
+class Messages {
+ public:
+  Messages(Segment& segment, Waiter& waiter);
+
+  void post(const MessageRef& message);
+  // Move all that can be moved now; tells whether anything was.
+  bool progress();
+  // Wait for one message, moving the others meanwhile.
+  void wait_for(const Message& message, Patience patience);
+  // For a background thread: move what can be moved, then sleep until something may have changed; raises as `wait_for`.
+  void nap();
+  bool is_idle();
+  // Every open message ends with this error.
+  void abandon(const std::string& error);
+
+ private:
+  // A message on its way out of a ring.
+  struct Arrival {
+    int32_t tag = 0;
+    size_t bytes = 0;
+    size_t moved = 0;
+    std::unique_ptr<char[]> kept;  // where nobody has asked for it yet
+    MessageRef receiver;           // or who has
+  };
+
+  bool push_all(int target);
+  bool push(int target, Message& message);
+  bool pull_all(int source);
+  bool take_head(int source);
+  bool pull(int source);
+  MessageRef find_receiver(int source, int32_t tag);
+  bool claim_kept(const MessageRef& receiver);
+  void hand_over(const MessageRef& receiver, int source, Arrival& arrival);
+  bool wants(int source) const;
+  void end(const MessageRef& message, const std::string& error);
+  void tell_ended(std::unique_lock<std::mutex>& held);
+  std::vector<MessageRef> open_messages();
+
+  Segment& segment_;
+  Waiter& waiter_;
+  std::mutex lock_;
+  std::vector<std::deque<MessageRef>> sends_;              // by target, in order
+  std::list<MessageRef> receives_;                         // in the order in which they were posted
+  std::vector<std::unique_ptr<Arrival>> current_;          // by source: the one at the ring's end
+  std::vector<std::list<std::unique_ptr<Arrival>>> kept_;  // by source: whole, unclaimed, in the order of sending
+  std::vector<MessageRef> ended_;                          // to be told so once the lock is free
+};
+
+}  // namespace meshwright

@@ -1,0 +1,114 @@
+#include "wait.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cstdio>
+#include <ctime>
+
+namespace meshwright {
+
+namespace {
+
+constexpr long kNapNs = 50'000'000;  // how often a sleeper looks whether its peers live
+
+// "stopped" for a process under SIGSTOP, and so on; "" where it cannot be seen.
+std::string state_of(int pid) {
+  char path[64], state = 0;
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  std::FILE* file = std::fopen(path, "r");
+  if (file == nullptr) return "";
+  const int found = std::fscanf(file, "%*d (%*[^)]) %c", &state);
+  std::fclose(file);
+  if (found != 1) return "";
+  switch (state) {
+    case 'T': case 't': return "stopped";
+    case 'D': return "waiting for a device";
+    case 'R': return "running";
+    case 'S': return "asleep";
+    default: return "";
+  }
+}
+
+}  // namespace
+
+Waiter::Waiter(Segment& segment, std::vector<int> process_files, std::vector<int64_t> global_ranks)
+    : segment_(segment), process_files_(std::move(process_files)), global_ranks_(std::move(global_ranks)) {}
+
+Waiter::~Waiter() {
+  for (int file : process_files_) {
+    if (file >= 0) close(file);
+  }
+}
+
+std::string Waiter::name_of(int rank) const {
+  return "rank " + std::to_string(global_ranks_[rank]) + " (process " +
+         std::to_string(segment_.line(rank).pid.load(std::memory_order_relaxed)) + ")";
+}
+
+bool Waiter::has_ended(int rank) const {
+  // A pidfd becomes readable when its process has ended, and can never mean another process.
+  pollfd entry{process_files_[rank], POLLIN, 0};
+  return entry.fd >= 0 && poll(&entry, 1, 0) > 0;
+}
+
+void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) {
+  std::string text = std::string(what) + " over shared memory: ";
+  const int rank = trouble.ranks.empty() ? -1 : trouble.ranks.front();
+  switch (trouble.kind) {
+    case Trouble::kStopped:
+      throw LostPeer(text + "this rank has left the group", segment_.rank());
+    case Trouble::kGone:
+      throw LostPeer(text + name_of(rank) + " is gone", rank);
+    case Trouble::kLeft:
+      throw LostPeer(text + name_of(rank) + " has left the group", rank);
+    case Trouble::kFailed: {
+      const int blamed = segment_.line(rank).blames.load(std::memory_order_relaxed);
+      const bool other = blamed >= 0 && blamed < segment_.num_ranks() && blamed != rank;
+      throw LostPeer(text + name_of(rank) + " gave up" + (other ? ": it lost " + name_of(blamed) : ""),
+                     other ? blamed : rank);
+    }
+    default: {
+      std::string names;
+      for (int late : trouble.ranks) {
+        const std::string state = state_of(segment_.line(late).pid.load(std::memory_order_relaxed));
+        names += (names.empty() ? "" : ", ") + name_of(late) + (state.empty() ? "" : ", " + state + ",");
+      }
+      char seconds[32];
+      std::snprintf(seconds, sizeof seconds, "%g", static_cast<double>(deadline.given.count()) / 1e3);
+      throw LostPeer(text + names + " did not come: timed out after " + seconds + " s", rank);
+    }
+  }
+}
+
+void Waiter::stop(RankState state, int blamed) {
+  RankLine& mine = segment_.mine();
+  uint32_t expected = kPresent;  // the first reason stays
+  mine.blames.store(blamed, std::memory_order_relaxed);
+  mine.state.compare_exchange_strong(expected, state, std::memory_order_acq_rel);
+  stopping_.store(true, std::memory_order_release);
+  for (int rank = 0; rank < segment_.num_ranks(); ++rank) ring_one(rank);
+}
+
+void Waiter::ring_sleepers() {
+  for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
+    if (rank != segment_.rank() && segment_.line(rank).sleepers.load(std::memory_order_relaxed) != 0) ring_one(rank);
+  }
+}
+
+void Waiter::ring_one(int rank) {
+  std::atomic<uint32_t>& bell = segment_.line(rank).bell;
+  bell.fetch_add(1, std::memory_order_acq_rel);
+  // Not the private kind: the word is shared between processes.
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Waiter::sleep(std::atomic<uint32_t>& bell, uint32_t seen) {
+  const timespec limit{0, kNapNs};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell), FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+}  // namespace meshwright

@@ -1,0 +1,122 @@
+#include "work.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/thread_name.h>
+
+namespace meshwright {
+
+ShmWork::ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs)
+    : Work(rank, type, title, outputs), outputs_(std::move(outputs)) {}
+
+bool ShmWork::wait(std::chrono::milliseconds timeout) {
+  if (!isCompleted()) {
+    if (timeout == kNoTimeout && help_) {
+      help_();
+    } else {
+      std::unique_lock<std::mutex> held(mutex_);
+      if (!cv_.wait_for(held, timeout, [this] { return completed_; })) {
+        throw std::runtime_error("wait over shared memory: timed out after " + std::to_string(timeout.count()) + " ms");
+      }
+    }
+  }
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
+  {
+    std::lock_guard<std::mutex> held(future_lock_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    }
+  }
+  if (isCompleted()) mark_future();
+  return future_;
+}
+
+void ShmWork::complete(std::exception_ptr error) {
+  body_ = nullptr;  // lets go of inputs; they may be the last reference
+  finish(std::move(error));
+  mark_future();
+}
+
+void ShmWork::mark_future() {
+  {
+    std::lock_guard<std::mutex> held(future_lock_);
+    if (!future_ || future_marked_) return;
+    future_marked_ = true;
+  }
+  // Without the lock: callbacks run here, and may ask for the future.
+  if (const std::exception_ptr error = exception()) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+}
+
+void Lane::run(const WorkRef& work) {
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    queue_.push_back(work);
+  }
+  help(*work);
+}
+
+void Lane::post(const WorkRef& work) {
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    queue_.push_back(work);
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  }
+  changed_.notify_all();
+}
+
+void Lane::help(ShmWork& work) {
+  std::unique_lock<std::mutex> held(lock_);
+  while (!work.isCompleted()) {
+    if (!busy_ && !queue_.empty()) {
+      execute_front(held, caller_);
+    } else {
+      changed_.wait(held);
+    }
+  }
+}
+
+void Lane::execute_front(std::unique_lock<std::mutex>& held, Patience patience) {
+  const WorkRef work = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  held.unlock();
+  std::exception_ptr error;
+  try {
+    const at::NoGradGuard no_grad;
+    work->body_(patience);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  work->complete(error);
+  held.lock();
+  busy_ = false;
+  changed_.notify_all();
+}
+
+void Lane::serve() {
+  c10::setThreadName("mw_shm_lane");
+  std::unique_lock<std::mutex> held(lock_);
+  while (true) {
+    changed_.wait(held, [this] { return stopping_ || (!busy_ && !queue_.empty()); });
+    if (stopping_) return;
+    execute_front(held, background_);
+  }
+}
+
+void Lane::stop() {
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace meshwright
