@@ -34,6 +34,8 @@ _LOST_PEER_TEXTS = (
     "connection was likely closed",
     "failed to recv",
     "socket closed",
+    "over shared memory:",
+    "shm: this rank",
 )
 
 
@@ -152,12 +154,15 @@ class Communicator:
     def _ranks_text(self) -> str:
         return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
 
-    def _issue(self, name: str, tensor_bytes: int, call: Callable[[], Any], *, async_op: bool) -> Pending:
+    def _issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool) -> Pending:
+        """Count an exchange and start it; `call` gets whether it may return before the exchange is over."""
         entry = self.ledger.record(name, self.axis, tensor_bytes, self.size)
-        pending = Pending(self, name, self.run_waiting(name, call), entry)
-        if not async_op:
-            pending.wait()
-        return pending
+        if async_op:
+            return Pending(self, name, self.run_waiting(name, lambda: call(True)), entry)
+        start = time.perf_counter()
+        self.run_waiting(name, lambda: call(False))
+        entry.wait_s += time.perf_counter() - start
+        return Pending(self, name, None, entry)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Pending:
         """Replace the tensor, on every rank, by the sum ("sum"), "max" or "min" over all ranks. In place."""
@@ -166,7 +171,7 @@ class Communicator:
         return self._issue(
             "all_reduce",
             tensor.nbytes,
-            lambda: dist.all_reduce(tensor, op=_OPS[op], group=self.process_group, async_op=True),
+            lambda later: dist.all_reduce(tensor, op=_OPS[op], group=self.process_group, async_op=later),
             async_op=async_op,
         )
 
@@ -177,7 +182,7 @@ class Communicator:
         return self._issue(
             "broadcast",
             tensor.nbytes,
-            lambda: dist.broadcast(tensor, src=self.ranks[source], group=self.process_group, async_op=True),
+            lambda later: dist.broadcast(tensor, src=self.ranks[source], group=self.process_group, async_op=later),
             async_op=async_op,
         )
 
@@ -189,7 +194,7 @@ class Communicator:
         self._issue(
             "all_gather",
             tensor.nbytes * self.size,
-            lambda: dist.all_gather(parts, tensor.contiguous(), group=self.process_group, async_op=True),
+            lambda later: dist.all_gather(parts, tensor.contiguous(), group=self.process_group, async_op=later),
             async_op=False,
         )
         return parts
