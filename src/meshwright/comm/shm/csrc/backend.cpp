@@ -1,12 +1,9 @@
-#include <torch/csrc/python_headers.h>
-
 #include "backend.h"
+#include "interpreter.h"
 
-#include <ATen/ATen.h>
 #include <c10/util/thread_name.h>
 
 #include <chrono>
-#include <numeric>
 
 namespace meshwright {
 
@@ -21,146 +18,6 @@ constexpr Patience kRoomyCaller{2000, microseconds(200)};
 constexpr Patience kCrowdedCaller{0, microseconds(200)};
 constexpr Patience kRoomyBackground{200, microseconds(0)};
 constexpr Patience kCrowdedBackground{0, microseconds(0)};
-
-// The caller's tensor, and the dense memory that takes part in the exchange: the same where it is dense already.
-class Dense {
- public:
-  explicit Dense(const at::Tensor& tensor, bool read = true) : tensor_(tensor) {
-    TORCH_CHECK(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided,
-                "the shm backend exchanges dense CPU tensors");
-    TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "the shm backend exchanges materialized tensors; call resolve_conj()");
-    dense_ = tensor.is_contiguous() ? tensor : read ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
-  }
-  char* data() const { return static_cast<char*>(dense_.data_ptr()); }
-  size_t bytes() const { return dense_.nbytes(); }
-  const at::Tensor& dense() const { return dense_; }
-  Part part() const { return {data(), bytes()}; }
-  ConstPart const_part() const { return {data(), bytes()}; }
-  void scale(const at::Tensor& factor) { dense_ = dense_.mul(factor).to(dense_.scalar_type()); }
-  void give_back() const {
-    if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
-  }
-
- private:
-  at::Tensor tensor_, dense_;
-};
-
-std::vector<Dense> make_dense(const TensorList& tensors, bool read) {
-  std::vector<Dense> dense;
-  dense.reserve(tensors.size());
-  const at::NoGradGuard no_grad;
-  for (const at::Tensor& tensor : tensors) dense.emplace_back(tensor, read);
-  return dense;
-}
-
-std::vector<Part> parts_of(const std::vector<Dense>& tensors) {
-  std::vector<Part> parts;
-  for (const Dense& tensor : tensors) parts.push_back(tensor.part());
-  return parts;
-}
-
-std::vector<ConstPart> const_parts_of(const std::vector<Dense>& tensors) {
-  std::vector<ConstPart> parts;
-  for (const Dense& tensor : tensors) parts.push_back(tensor.const_part());
-  return parts;
-}
-
-// Equal or given shares of dim 0.
-template <class P, class T>
-std::vector<P> cut(const Dense& tensor, const std::vector<int64_t>& splits, int size, const char* name) {
-  const int64_t rows = tensor.dense().dim() == 0 ? 1 : tensor.dense().size(0);
-  const int64_t row_bytes = rows == 0 ? 0 : static_cast<int64_t>(tensor.bytes()) / rows;
-  const int64_t given = std::accumulate(splits.begin(), splits.end(), int64_t{0});
-  TORCH_CHECK(splits.empty() ? rows % size == 0 : static_cast<int>(splits.size()) == size && given == rows, name,
-              ": dim 0 of ", rows, " rows cannot be split over ", size, " ranks as ",
-              splits.empty() ? "equal shares" : c10::str(splits));
-  std::vector<P> parts;
-  T* at = tensor.data();
-  for (int peer = 0; peer < size; ++peer) {
-    const size_t bytes = static_cast<size_t>((splits.empty() ? rows / size : splits[peer]) * row_bytes);
-    parts.push_back({at, bytes});
-    at += bytes;
-  }
-  return parts;
-}
-
-struct Elements {
-  Kind kind;
-  size_t count;
-};
-
-Elements elements_of(const at::Tensor& tensor) {
-  const auto count = static_cast<size_t>(tensor.numel());
-  switch (tensor.scalar_type()) {
-    case at::kDouble: return {Kind::kFloat64, count};
-    case at::kFloat: return {Kind::kFloat32, count};
-    case at::kHalf: return {Kind::kFloat16, count};
-    case at::kBFloat16: return {Kind::kBFloat16, count};
-    case at::kLong: return {Kind::kInt64, count};
-    case at::kInt: return {Kind::kInt32, count};
-    case at::kShort: return {Kind::kInt16, count};
-    case at::kChar: return {Kind::kInt8, count};
-    case at::kByte: return {Kind::kUInt8, count};
-    case at::kBool: return {Kind::kBool, count};
-    case at::kComplexFloat: return {Kind::kFloat32, 2 * count};
-    case at::kComplexDouble: return {Kind::kFloat64, 2 * count};
-    default: TORCH_CHECK(false, "the shm backend cannot reduce ", tensor.scalar_type(), " tensors");
-  }
-}
-
-Reduction reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) {
-  Reduction reduction = Reduction::kSum;
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM: case c10d::ReduceOp::PREMUL_SUM: reduction = Reduction::kSum; break;
-    case c10d::ReduceOp::AVG: reduction = Reduction::kAverage; break;
-    case c10d::ReduceOp::PRODUCT: reduction = Reduction::kProduct; break;
-    case c10d::ReduceOp::MIN: reduction = Reduction::kMin; break;
-    case c10d::ReduceOp::MAX: reduction = Reduction::kMax; break;
-    case c10d::ReduceOp::BAND: reduction = Reduction::kAnd; break;
-    case c10d::ReduceOp::BOR: reduction = Reduction::kOr; break;
-    case c10d::ReduceOp::BXOR: reduction = Reduction::kXor; break;
-    default: TORCH_CHECK(false, "the shm backend does not know this reduction");
-  }
-  TORCH_CHECK(!tensor.is_complex() || reduction <= Reduction::kAverage, "complex tensors have a sum and a mean only");
-  check_reduction(elements_of(tensor).kind, reduction);
-  return reduction;
-}
-
-// PREMUL_SUM: every rank's values are multiplied by its factor first.
-void premultiply(std::vector<Dense>& tensors, const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
-  const auto* given = static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
-  TORCH_CHECK(given != nullptr, "PREMUL_SUM came without its factor");
-  const at::NoGradGuard no_grad;
-  const at::Tensor factor = given->tensor_factor.defined() ? given->tensor_factor : at::scalar_tensor(given->double_factor, at::kDouble);
-  for (Dense& tensor : tensors) tensor.scale(factor);
-}
-
-void give_back(const std::vector<Dense>& tensors) {
-  for (const Dense& tensor : tensors) tensor.give_back();
-}
-
-void check_one(const TensorList& tensors, const char* name) {
-  TORCH_CHECK(tensors.size() == 1, name, " takes one tensor, not ", tensors.size());
-}
-
-TensorList joined(const std::vector<TensorList>& lists) {
-  TensorList all;
-  for (const TensorList& list : lists) all.insert(all.end(), list.begin(), list.end());
-  return all;
-}
-
-// The last reference may go in Python code, which holds the interpreter's lock; the threads that are about to end may need it.
-class WithoutGil {
- public:
-  WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-
- private:
-  PyThreadState* state_;
-};
 
 }  // namespace
 
@@ -444,8 +301,8 @@ Ref<Work> ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::
                                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
   auto targets = make_dense({output}, false);
   auto sources = make_dense({input}, true);
-  auto outputs = cut<Part, char>(targets[0], output_splits, size_, "all_to_all");
-  auto inputs = cut<ConstPart, const char>(sources[0], input_splits, size_, "all_to_all");
+  auto outputs = cut(targets[0], output_splits, size_, "all_to_all");
+  auto inputs = const_cut(sources[0], input_splits, size_, "all_to_all");
   return submit(c10d::OpType::ALLTOALL_BASE, "shm:all_to_all", {output}, options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources), outputs = std::move(outputs),
                  inputs = std::move(inputs)](const Terms& terms) {

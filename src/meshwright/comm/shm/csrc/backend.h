@@ -11,6 +11,7 @@
 #include "collectives.h"
 #include "messages.h"
 #include "segment.h"
+#include "tensors.h"
 #include "wait.h"
 #include "work.h"
 
@@ -23,7 +24,6 @@ struct Settings {
   bool crowded;  // the host's ranks outnumber its cores
 };
 
-using TensorList = std::vector<at::Tensor>;
 using c10d::Work;
 template <class T>
 using Ref = c10::intrusive_ptr<T>;
