@@ -19,6 +19,7 @@ import torch.distributed as dist
 # Documented as torch.distributed's own, though its stubs do not say so.
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from meshwright.comm.allocator import keep_freed_memory
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.environment import Place, choose_transport, read_place
 from meshwright.comm.ledger import Ledger
@@ -91,6 +92,8 @@ def _make_world(
     """Make the default group over a store, and the world around it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     transport = choose_transport(os.environ)
     if transport == "shm":
         register_shm()

@@ -1,0 +1,32 @@
+"""How this process's C library hands out memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+__all__: list[str] = []
+
+# Names of mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 2**31 - 1  # the largest that an int holds
+_FROM_HEAP_BYTES = 2**30
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep what is freed for the next step, rather than give it back to the kernel; tell whether it will.
+
+    glibc takes every tensor above 32 MiB, and many smaller ones, from the kernel and returns it when it is freed; the next step
+    gets the same pages anew, one fault and one page of zeros each. A training step frees and asks for the same sizes each
+    time. The process keeps the memory of its largest moment, as it does on a GPU. The user's own MALLOC_ variables win.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _FROM_HEAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
