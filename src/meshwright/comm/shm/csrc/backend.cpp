@@ -14,9 +14,9 @@ using std::chrono::milliseconds;
 
 // Ranks with a core each: a peer is some microseconds away, a futex wake-up some tens. Ranks that share cores: the awaited
 // rank needs this core, so it is yielded at once. Measured in benchmarks/transport.
-constexpr Patience kRoomyCaller{2000, microseconds(200)};
+constexpr Patience kRoomyCaller{100, microseconds(200)};
 constexpr Patience kCrowdedCaller{0, microseconds(200)};
-constexpr Patience kRoomyBackground{200, microseconds(0)};
+constexpr Patience kRoomyBackground{100, microseconds(0)};
 constexpr Patience kCrowdedBackground{0, microseconds(0)};
 
 }  // namespace
