@@ -20,7 +20,8 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/faults tests/docs -q
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults tests/docs -q
+	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -q
 
 check: $(STAMP)
 	$(BIN)/ruff check .

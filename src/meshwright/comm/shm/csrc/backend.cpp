@@ -2,6 +2,7 @@
 #include "interpreter.h"
 
 #include <c10/util/thread_name.h>
+#include <unistd.h>
 
 #include <chrono>
 
@@ -30,13 +31,19 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
       waiter_(*segment_, settings.process_files, settings.global_ranks),
       collectives_(*segment_, waiter_),
       messages_(*segment_, waiter_),
-      lane_(caller_, background_) {}
+      lane_(caller_, background_),
+      owner_(getpid()) {}
 
 ShmBackend::~ShmBackend() { shutdown(); }
 
 void ShmBackend::abort() { fail(LostPeer("this rank has aborted the group", rank_)); }
 
 void ShmBackend::shutdown() {
+  if (getpid() != owner_) {  // a forked child lets go of what is its parent's
+    lane_.forget_thread();
+    if (server_.joinable()) server_.detach();
+    return;
+  }
   const WithoutGil without_gil;
   waiter_.stop(kLeft, rank_);
   lane_.stop();
@@ -80,7 +87,7 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
       body(Terms{patience, deadline_after(timeout)});
     } catch (const LostPeer& error) {
       fail(error);
-      throw;
+      refuse_if_lost();  // with the first cause, which may be another
     }
   };
   if (async) {

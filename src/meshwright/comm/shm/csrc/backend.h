@@ -90,6 +90,7 @@ class ShmBackend : public c10d::Backend {
   Collectives collectives_;
   Messages messages_;
   Lane lane_;
+  const int owner_;  // the process that made this
   std::atomic<uint64_t> sequence_{0};
 
   mutable std::mutex failure_lock_;

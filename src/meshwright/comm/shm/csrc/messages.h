@@ -19,7 +19,7 @@ constexpr int kAnySource = -1;
 // One send or receive.
 struct Message {
   bool is_send;
-  int peer;  // the target of a send; the source of a receive, kAnySource until its message came
+  std::atomic<int> peer;  // the target of a send; the source of a receive, kAnySource until its message came
   int32_t tag;
   char* data;
   size_t bytes;

@@ -117,6 +117,12 @@ void Lane::stop() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
+  std::unique_lock<std::mutex> held(lock_);
+  while (!queue_.empty()) execute_front(held, background_);  // each ends with the error that the group has ended with
+}
+
+void Lane::forget_thread() {
+  if (thread_.joinable()) thread_.detach();
 }
 
 }  // namespace meshwright

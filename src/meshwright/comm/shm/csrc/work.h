@@ -58,8 +58,10 @@ class Lane {
   void run(const WorkRef& work);
   void post(const WorkRef& work);
   void help(ShmWork& work);
-  // End the thread; the caller has made waiting impossible before.
+  // End the thread and what is left to run; the caller has made waiting impossible before.
   void stop();
+  // In a forked child, where the thread does not exist.
+  void forget_thread();
 
  private:
   void execute_front(std::unique_lock<std::mutex>& held, Patience patience);
