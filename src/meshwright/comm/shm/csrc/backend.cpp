@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <map>
+#include <tuple>
 
 namespace meshwright {
 
@@ -107,17 +109,20 @@ Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOption
   return allreduce_coalesced(tensors, same);
 }
 
+// Tensors of one dtype travel as one, whatever memory each of them has.
 Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<Reduction> reductions;
-  for (const at::Tensor& tensor : tensors) reductions.push_back(reduction_of(options.reduceOp, tensor));
   auto dense = make_dense(tensors, true);
   premultiply(dense, options.reduceOp);
+  std::map<std::pair<Kind, Reduction>, std::vector<Part>> parts;
+  for (const Dense& tensor : dense) {
+    const std::pair key{elements_of(tensor.dense()).kind, reduction_of(options.reduceOp, tensor.dense())};
+    parts[key].push_back(tensor.part());
+  }
+  std::vector<std::tuple<Kind, Reduction, Pieces>> batches;
+  for (auto& [key, members] : parts) batches.emplace_back(key.first, key.second, Pieces(std::move(members)));
   return submit(c10d::OpType::ALLREDUCE, "shm:all_reduce", tensors, options.timeout, options.asyncOp,
-                [this, dense = std::move(dense), reductions = std::move(reductions)](const Terms& terms) {
-                  for (size_t i = 0; i < dense.size(); ++i) {
-                    const Elements elements = elements_of(dense[i].dense());
-                    collectives_.all_reduce(dense[i].data(), elements.count, elements.kind, reductions[i], terms);
-                  }
+                [this, dense = std::move(dense), batches = std::move(batches)](const Terms& terms) {
+                  for (const auto& [kind, reduction, pieces] : batches) collectives_.all_reduce(pieces, kind, reduction, terms);
                   give_back(dense);
                 });
 }

@@ -82,52 +82,74 @@ void Collectives::compare(const char* name, const Signature& signature, bool sam
   }
 }
 
-void Collectives::all_reduce(char* data, size_t count, Kind kind, Reduction reduction, Terms terms) {
-  const size_t bytes = count * size_of(kind);
-  const Signature signature = sign(Operation::kAllReduce, bytes, 0, kind, reduction);
-  if (bytes <= std::min(kFlatBytes, segment_.slot_bytes())) {
-    all_reduce_flat(data, count, kind, reduction, terms, signature);
-  } else {
-    all_reduce_sliced(data, count, kind, reduction, terms, signature);
+Pieces::Pieces(std::vector<Part> parts) : parts_(std::move(parts)) {
+  size_t end = 0;
+  for (const Part& part : parts_) ends_.push_back(end += part.bytes);
+}
+
+template <class Use>
+void Pieces::visit(size_t at, size_t bytes, Use use) const {
+  size_t index = std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin();
+  for (size_t offset = 0; offset < bytes; ++index) {
+    const size_t begin = ends_[index] - parts_[index].bytes;
+    const size_t now = std::min(bytes - offset, ends_[index] - (at + offset));
+    if (now != 0) use(parts_[index].data + (at + offset - begin), offset, now);
+    offset += now;
   }
 }
 
-void Collectives::all_reduce_flat(char* data, size_t count, Kind kind, Reduction reduction, Terms terms,
+void Pieces::copy_out(char* target, size_t at, size_t bytes) const {
+  visit(at, bytes, [&](const char* data, size_t offset, size_t now) { copy(target + offset, data, now); });
+}
+
+void Pieces::copy_in(const char* source, size_t at, size_t bytes) const {
+  visit(at, bytes, [&](char* data, size_t offset, size_t now) { copy(data, source + offset, now); });
+}
+
+void Collectives::all_reduce(const Pieces& data, Kind kind, Reduction reduction, Terms terms) {
+  const Signature signature = sign(Operation::kAllReduce, data.bytes(), 0, kind, reduction);
+  if (data.bytes() <= std::min(kFlatBytes, segment_.slot_bytes())) {
+    all_reduce_flat(data, kind, reduction, terms, signature);
+  } else {
+    all_reduce_sliced(data, kind, reduction, terms, signature);
+  }
+}
+
+void Collectives::all_reduce_flat(const Pieces& data, Kind kind, Reduction reduction, Terms terms,
                                   const Signature& signature) {
   round(
-      "all_reduce", [&](uint64_t n) { copy(segment_.slot(rank(), n), data, count * size_of(kind)); },
+      "all_reduce", [&](uint64_t n) { data.copy_out(segment_.slot(rank(), n), 0, data.bytes()); },
       [&](uint64_t n) {
         compare("all_reduce", signature, true);
-        const void* parts[kMaxRanks];
-        for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n);
-        meshwright::reduce(data, nullptr, parts, size(), count, kind, reduction);
+        data.visit(0, data.bytes(), [&](char* own, size_t offset, size_t bytes) {
+          const void* parts[kMaxRanks];
+          for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n) + offset;
+          meshwright::reduce(own, nullptr, parts, size(), bytes / size_of(kind), kind, reduction);
+        });
       },
       terms, &signature);
 }
 
 // A slot holds `size` pieces. Piece d of rank r's slot carries r's values of slice d, for rank d to add up; r's own piece is
 // free and carries the finished slice r of the chunk before. So each round adds up one chunk and hands out the last one.
-void Collectives::all_reduce_sliced(char* data, size_t count, Kind kind, Reduction reduction, Terms terms,
+void Collectives::all_reduce_sliced(const Pieces& data, Kind kind, Reduction reduction, Terms terms,
                                     const Signature& signature) {
-  const size_t width = size_of(kind);
   const size_t piece = segment_.slot_bytes() / size() / kLine * kLine;
-  const size_t most = piece / width * size();
-  const size_t num_chunks = num_rounds(count, most);
   // Chunks of one size, their slices in whole cache lines.
-  const size_t even = (count + num_chunks - 1) / num_chunks;
-  const size_t slice = std::min(piece, round_up((even + size() - 1) / size() * width, kLine)) / width;
-  const size_t chunk = slice * size();
-  const size_t steps = num_rounds(count, chunk);
+  const size_t num_chunks = num_rounds(data.bytes(), piece * size());
+  const size_t even = (data.bytes() + num_chunks - 1) / num_chunks;
+  const size_t slice = std::min(piece, round_up((even + size() - 1) / size(), kLine));
+  const size_t steps = num_rounds(data.bytes(), slice * size());
   for (size_t step = 0; step <= steps; ++step) {
-    const auto at = [&](size_t index, int owner) { return index * chunk + owner * slice; };
-    const auto bytes_of = [&](size_t index, int owner) { return span(count, at(index, owner), slice) * width; };
+    const auto at = [&](size_t index, int owner) { return (index * size() + owner) * slice; };
+    const auto bytes_of = [&](size_t index, int owner) { return span(data.bytes(), at(index, owner), slice); };
     round(
         "all_reduce",
         [&](uint64_t n) {
           if (step == steps) return;
           for (int next = 1; next < size(); ++next) {
             const int owner = (rank() + next) % size();
-            copy(segment_.slot(rank(), n) + owner * piece, data + at(step, owner) * width, bytes_of(step, owner));
+            data.copy_out(segment_.slot(rank(), n) + owner * piece, at(step, owner), bytes_of(step, owner));
           }
         },
         [&](uint64_t n) {
@@ -135,17 +157,18 @@ void Collectives::all_reduce_sliced(char* data, size_t count, Kind kind, Reducti
           if (step > 0) {
             for (int next = 1; next < size(); ++next) {
               const int owner = (rank() + next) % size();
-              copy(data + at(step - 1, owner) * width, segment_.slot(owner, n) + owner * piece, bytes_of(step - 1, owner));
+              data.copy_in(segment_.slot(owner, n) + owner * piece, at(step - 1, owner), bytes_of(step - 1, owner));
             }
           }
           if (step == steps) return;
-          char* own = data + at(step, rank()) * width;
-          const void* parts[kMaxRanks];
-          for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n) + rank() * piece;
-          parts[rank()] = own;
-          // The next round's slot: nobody reads it any more, see the class.
+          // Into the next round's slot: nobody reads it any more, see the class.
           char* result = segment_.slot(rank(), n + 1) + rank() * piece;
-          meshwright::reduce(own, result, parts, size(), bytes_of(step, rank()) / width, kind, reduction);
+          data.visit(at(step, rank()), bytes_of(step, rank()), [&](char* own, size_t offset, size_t bytes) {
+            const void* parts[kMaxRanks];
+            for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n) + rank() * piece + offset;
+            parts[rank()] = own;
+            meshwright::reduce(own, result + offset, parts, size(), bytes / size_of(kind), kind, reduction);
+          });
         },
         terms, step == 0 ? &signature : nullptr);
   }

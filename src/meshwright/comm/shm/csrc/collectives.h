@@ -26,6 +26,22 @@ struct ConstPart {
   size_t bytes;
 };
 
+// Several pieces of the caller's memory that take part as one: their bytes count through from the first to the last.
+class Pieces {
+ public:
+  explicit Pieces(std::vector<Part> parts);
+  size_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
+  // Call `use(data, offset, bytes)` for what lies in [at, at + bytes): `offset` counts from `at`.
+  template <class Use>
+  void visit(size_t at, size_t bytes, Use use) const;
+  void copy_out(char* target, size_t at, size_t bytes) const;
+  void copy_in(const char* source, size_t at, size_t bytes) const;
+
+ private:
+  std::vector<Part> parts_;
+  std::vector<size_t> ends_;
+};
+
 // How a call may wait.
 struct Terms {
   Patience patience;
@@ -46,7 +62,8 @@ class Collectives {
  public:
   Collectives(Segment& segment, Waiter& waiter) : segment_(segment), waiter_(waiter) {}
 
-  void all_reduce(char* data, size_t count, Kind kind, Reduction reduction, Terms terms);
+  // In place; all pieces hold elements of one kind.
+  void all_reduce(const Pieces& data, Kind kind, Reduction reduction, Terms terms);
   // outputs[r] receives rank r's input; all ranks know all sizes.
   void all_gather(ConstPart input, const std::vector<Part>& outputs, Terms terms);
   // inputs[r] goes to rank r; output receives the reduction of everybody's inputs[this rank].
@@ -63,8 +80,8 @@ class Collectives {
   template <class Lay, class Take>
   void round(const char* name, Lay lay, Take take, const Terms& terms, const Signature* signature);
   void compare(const char* name, const Signature& signature, bool same_bytes);
-  void all_reduce_flat(char* data, size_t count, Kind kind, Reduction reduction, Terms terms, const Signature& signature);
-  void all_reduce_sliced(char* data, size_t count, Kind kind, Reduction reduction, Terms terms, const Signature& signature);
+  void all_reduce_flat(const Pieces& data, Kind kind, Reduction reduction, Terms terms, const Signature& signature);
+  void all_reduce_sliced(const Pieces& data, Kind kind, Reduction reduction, Terms terms, const Signature& signature);
 
   int rank() const { return segment_.rank(); }
   int size() const { return segment_.num_ranks(); }
