@@ -64,18 +64,22 @@ Deadline ShmBackend::deadline_after(milliseconds timeout) const {
 }
 
 void ShmBackend::refuse_if_lost() const {
-  if (!waiter_.stopping()) return;
-  std::lock_guard<std::mutex> held(failure_lock_);
-  throw std::runtime_error(failure_.empty() ? "shm: this rank has left the group" : failure_);
+  if (waiter_.stopping()) throw std::runtime_error(reason());
 }
 
-void ShmBackend::fail(const LostPeer& error) {
+std::string ShmBackend::reason() const {
+  std::lock_guard<std::mutex> held(failure_lock_);
+  return failure_.empty() ? "shm: this rank has left the group" : failure_;
+}
+
+std::string ShmBackend::fail(const LostPeer& error) {
   {
     std::lock_guard<std::mutex> held(failure_lock_);
     if (failure_.empty()) failure_ = error.what();
   }
   waiter_.stop(kFailed, error.rank);
-  messages_.abandon(error.what());
+  messages_.abandon(reason());
+  return reason();
 }
 
 Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList outputs, milliseconds timeout, bool async,
@@ -88,8 +92,7 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
     try {
       body(Terms{patience, deadline_after(timeout)});
     } catch (const LostPeer& error) {
-      fail(error);
-      refuse_if_lost();  // with the first cause, which may be another
+      throw std::runtime_error(fail(error));
     }
   };
   if (async) {
@@ -379,6 +382,7 @@ Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int 
     server_wanted_.notify_one();
   };
   messages_.post(message);
+  if (waiter_.stopping()) messages_.abandon(reason());  // whoever ended it meanwhile may not have seen this one
   if (!message->ended.load(std::memory_order_acquire)) {
     std::lock_guard<std::mutex> held(server_lock_);
     if (!server_.joinable()) server_ = std::thread([this] { serve_messages(); });

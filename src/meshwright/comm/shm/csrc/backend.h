@@ -80,7 +80,9 @@ class ShmBackend : public c10d::Backend {
   Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
   Deadline deadline_after(std::chrono::milliseconds timeout) const;
   void refuse_if_lost() const;
-  void fail(const LostPeer& error);
+  std::string reason() const;
+  // End everything; returns why the group is lost, which is the first reason that anybody gave.
+  std::string fail(const LostPeer& error);
   void serve_messages();
 
   std::shared_ptr<Segment> segment_;

@@ -85,11 +85,11 @@ void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) 
 }
 
 void Waiter::stop(RankState state, int blamed) {
-  RankLine& mine = segment_.mine();
-  uint32_t expected = kPresent;  // the first reason stays
-  mine.blames.store(blamed, std::memory_order_relaxed);
-  mine.state.compare_exchange_strong(expected, state, std::memory_order_acq_rel);
-  stopping_.store(true, std::memory_order_release);
+  if (!stopping_.exchange(true, std::memory_order_acq_rel)) {  // the first reason stays
+    RankLine& mine = segment_.mine();
+    mine.blames.store(blamed, std::memory_order_relaxed);
+    mine.state.store(state, std::memory_order_release);
+  }
   for (int rank = 0; rank < segment_.num_ranks(); ++rank) ring_one(rank);
 }
 
