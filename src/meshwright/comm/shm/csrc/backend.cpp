@@ -2,7 +2,6 @@
 #include "interpreter.h"
 
 #include <c10/util/thread_name.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <map>
@@ -33,28 +32,33 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
       waiter_(*segment_, settings.process_files, settings.global_ranks),
       collectives_(*segment_, waiter_),
       messages_(*segment_, waiter_),
-      lane_(caller_, background_),
-      owner_(getpid()) {}
+      lane_(std::make_unique<Lane>(caller_, background_)),
+      server_(std::make_unique<Server>()) {}
 
-ShmBackend::~ShmBackend() { shutdown(); }
+ShmBackend::~ShmBackend() {
+  shutdown();
+  if (is_forked()) {
+    // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
+    (void)lane_.release();
+    (void)server_.release();
+  }
+}
 
-void ShmBackend::abort() { fail(LostPeer("this rank has aborted the group", rank_)); }
+void ShmBackend::abort() {
+  if (!is_forked()) fail(LostPeer("this rank has aborted the group", rank_));
+}
 
 void ShmBackend::shutdown() {
-  if (getpid() != owner_) {  // a forked child lets go of what is its parent's
-    lane_.forget_thread();
-    if (server_.joinable()) server_.detach();
-    return;
-  }
+  if (is_forked()) return;  // the parent has not left
   const WithoutGil without_gil;
   waiter_.stop(kLeft, rank_);
-  lane_.stop();
+  lane_->stop();
   {
-    std::lock_guard<std::mutex> held(server_lock_);
-    stopping_ = true;
+    std::lock_guard<std::mutex> held(server_->lock);
+    server_->stopping = true;
   }
-  server_wanted_.notify_all();
-  if (server_.joinable()) server_.join();
+  server_->wanted.notify_all();
+  if (server_->thread.joinable()) server_->thread.join();
   messages_.abandon("this rank has left the group");
 }
 
@@ -63,7 +67,14 @@ Deadline ShmBackend::deadline_after(milliseconds timeout) const {
   return {Clock::now() + given, given};
 }
 
+void ShmBackend::refuse_if_forked() const {
+  if (is_forked()) {
+    throw std::runtime_error("shm: a process that was forked from " + waiter_.name_of(rank_) + " cannot use its group");
+  }
+}
+
 void ShmBackend::refuse_if_lost() const {
+  refuse_if_forked();
   if (waiter_.stopping()) throw std::runtime_error(reason());
 }
 
@@ -96,10 +107,13 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
     }
   };
   if (async) {
-    work->help_ = [this, raw = work.get()] { lane_.help(*raw); };
-    lane_.post(work);
+    work->help_ = [this, raw = work.get()] {
+      refuse_if_forked();
+      lane_->help(*raw);
+    };
+    lane_->post(work);
   } else {
-    lane_.run(work);
+    lane_->run(work);
     if (const std::exception_ptr error = work->exception()) std::rethrow_exception(error);
   }
   return work;
@@ -366,9 +380,10 @@ Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int 
     work->complete(error.empty() ? nullptr : std::make_exception_ptr(std::runtime_error(error)));
   };
   work->help_ = [this, message] {
+    refuse_if_forked();
     {
-      std::lock_guard<std::mutex> held(server_lock_);
-      ++num_helpers_;
+      std::lock_guard<std::mutex> held(server_->lock);
+      ++server_->num_helpers;
     }
     try {
       messages_.wait_for(*message, caller_);
@@ -376,17 +391,17 @@ Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int 
       fail(error);
     }
     {
-      std::lock_guard<std::mutex> held(server_lock_);
-      --num_helpers_;
+      std::lock_guard<std::mutex> held(server_->lock);
+      --server_->num_helpers;
     }
-    server_wanted_.notify_one();
+    server_->wanted.notify_one();
   };
   messages_.post(message);
   if (waiter_.stopping()) messages_.abandon(reason());  // whoever ended it meanwhile may not have seen this one
   if (!message->ended.load(std::memory_order_acquire)) {
-    std::lock_guard<std::mutex> held(server_lock_);
-    if (!server_.joinable()) server_ = std::thread([this] { serve_messages(); });
-    server_wanted_.notify_one();
+    std::lock_guard<std::mutex> held(server_->lock);
+    if (!server_->thread.joinable()) server_->thread = std::thread([this] { serve_messages(); });
+    server_->wanted.notify_one();
   }
   return work;
 }
@@ -395,9 +410,11 @@ void ShmBackend::serve_messages() {
   c10::setThreadName("mw_shm_messages");
   while (true) {
     {
-      std::unique_lock<std::mutex> held(server_lock_);
-      server_wanted_.wait(held, [this] { return stopping_ || (num_helpers_ == 0 && !waiter_.stopping() && !messages_.is_idle()); });
-      if (stopping_) return;
+      std::unique_lock<std::mutex> held(server_->lock);
+      server_->wanted.wait(held, [this] {
+        return server_->stopping || (server_->num_helpers == 0 && !waiter_.stopping() && !messages_.is_idle());
+      });
+      if (server_->stopping) return;
     }
     try {
       messages_.nap();

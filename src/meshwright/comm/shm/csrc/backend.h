@@ -10,6 +10,7 @@
 
 #include "collectives.h"
 #include "messages.h"
+#include "process.h"
 #include "segment.h"
 #include "tensors.h"
 #include "wait.h"
@@ -79,6 +80,9 @@ class ShmBackend : public c10d::Backend {
                          const c10d::ReduceScatterOptions& options);
   Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
   Deadline deadline_after(std::chrono::milliseconds timeout) const;
+  // A forked child has this object, but none of its threads, and the rank's words in the segment are its parent's.
+  bool is_forked() const { return num_forks() != forks_at_birth_; }
+  void refuse_if_forked() const;
   void refuse_if_lost() const;
   std::string reason() const;
   // End everything; returns why the group is lost, which is the first reason that anybody gave.
@@ -88,22 +92,25 @@ class ShmBackend : public c10d::Backend {
   std::shared_ptr<Segment> segment_;
   Ref<Options> options_;
   const Patience caller_, background_;
+  const uint64_t forks_at_birth_ = num_forks();
   Waiter waiter_;
   Collectives collectives_;
   Messages messages_;
-  Lane lane_;
-  const int owner_;  // the process that made this
+  std::unique_ptr<Lane> lane_;
   std::atomic<uint64_t> sequence_{0};
 
   mutable std::mutex failure_lock_;
   std::string failure_;  // why the group is lost; "" while it is not
 
   // The thread for messages that nobody waits for.
-  std::mutex server_lock_;
-  std::condition_variable server_wanted_;
-  std::thread server_;
-  int num_helpers_ = 0;  // threads that wait for a message, and move all others meanwhile
-  bool stopping_ = false;
+  struct Server {
+    std::mutex lock;
+    std::condition_variable wanted;
+    std::thread thread;
+    int num_helpers = 0;  // threads that wait for a message, and move all others meanwhile
+    bool stopping = false;
+  };
+  std::unique_ptr<Server> server_;
 };
 
 }  // namespace meshwright

@@ -121,8 +121,4 @@ void Lane::stop() {
   while (!queue_.empty()) execute_front(held, background_);  // each ends with the error that the group has ended with
 }
 
-void Lane::forget_thread() {
-  if (thread_.joinable()) thread_.detach();
-}
-
 }  // namespace meshwright

@@ -60,8 +60,6 @@ class Lane {
   void help(ShmWork& work);
   // End the thread and what is left to run; the caller has made waiting impossible before.
   void stop();
-  // In a forked child, where the thread does not exist.
-  void forget_thread();
 
  private:
   void execute_front(std::unique_lock<std::mutex>& held, Patience patience);
