@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import os
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from meshwright.comm._torch_private import ProcessGroupGloo
 from meshwright.comm.limits import usable_cores
 from meshwright.comm.shm.attach import CannotAttachError, attach
+from meshwright.comm.shm.build import loaded_extension
 
 __all__: list[str] = []
 
@@ -28,6 +30,17 @@ def register_shm() -> None:
     """
     if not hasattr(dist.Backend, "SHM"):
         dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+        atexit.register(_leave_all)
+
+
+def _leave_all() -> None:
+    """Leave the groups that nobody has destroyed, and end their threads while the interpreter still stands.
+
+    A thread of theirs that runs a callback of a future would need it; one that comes too late ends the process by an abort.
+    """
+    extension = loaded_extension()
+    if extension is not None:
+        extension.leave_all()
 
 
 def _create(given: Any, _options: Any) -> Any:

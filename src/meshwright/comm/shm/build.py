@@ -60,6 +60,11 @@ def load_extension() -> ModuleType:
     return module
 
 
+def loaded_extension() -> ModuleType | None:
+    """Return the extension module where this process has it."""
+    return sys.modules.get(_MODULE)
+
+
 def build_extension() -> Path:
     """Return the path of the extension, building it where the cache has none.
 

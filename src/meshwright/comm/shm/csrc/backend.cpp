@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <map>
+#include <set>
 #include <tuple>
 
 namespace meshwright {
@@ -21,6 +22,16 @@ constexpr Patience kCrowdedCaller{0, microseconds(200)};
 constexpr Patience kRoomyBackground{100, microseconds(0)};
 constexpr Patience kCrowdedBackground{0, microseconds(0)};
 
+// Every backend of this process. Never destroyed: torch may let go of a group after this library's own end.
+struct All {
+  std::mutex lock;
+  std::set<ShmBackend*> backends;
+};
+All& all() {
+  static auto* const found = new All;
+  return *found;
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings)
@@ -33,9 +44,16 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
       collectives_(*segment_, waiter_),
       messages_(*segment_, waiter_),
       lane_(std::make_unique<Lane>(caller_, background_)),
-      server_(std::make_unique<Server>()) {}
+      server_(std::make_unique<Server>()) {
+  std::lock_guard<std::mutex> held(all().lock);
+  all().backends.insert(this);
+}
 
 ShmBackend::~ShmBackend() {
+  {
+    std::lock_guard<std::mutex> held(all().lock);
+    all().backends.erase(this);
+  }
   shutdown();
   if (is_forked()) {
     // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
@@ -60,6 +78,19 @@ void ShmBackend::shutdown() {
   server_->wanted.notify_all();
   if (server_->thread.joinable()) server_->thread.join();
   messages_.abandon("this rank has left the group");
+}
+
+void ShmBackend::leave_all() {
+  while (true) {
+    ShmBackend* next = nullptr;
+    {
+      std::lock_guard<std::mutex> held(all().lock);
+      if (all().backends.empty()) return;
+      next = *all().backends.begin();
+      all().backends.erase(next);
+    }
+    next->shutdown();  // without the lock: callbacks run here
+  }
 }
 
 Deadline ShmBackend::deadline_after(milliseconds timeout) const {

@@ -41,6 +41,8 @@ class ShmBackend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void abort() override;
   void shutdown() override;
+  // Leave every group of this process that is still there.
+  static void leave_all();
 
   Ref<Work> allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) override;
   Ref<Work> allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) override;

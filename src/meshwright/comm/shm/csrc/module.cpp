@@ -14,6 +14,8 @@ PYBIND11_MODULE(MESHWRIGHT_MODULE, m) {
       .def(py::init<int, int, int, size_t, size_t, uint64_t, bool>(), py::arg("file"), py::arg("rank"), py::arg("num_ranks"),
            py::arg("slot_bytes"), py::arg("ring_bytes"), py::arg("nonce"), py::arg("create"));
 
+  m.def("leave_all", &ShmBackend::leave_all);
+
   py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(m, "ShmBackend")
       .def(py::init([](std::shared_ptr<Segment> segment, std::vector<int64_t> global_ranks, std::vector<int> process_files,
                        int64_t timeout_ms, bool crowded) {
