@@ -62,7 +62,7 @@ bool Messages::progress() {
 }
 
 void Messages::wait_for(const Message& message, Patience patience) {
-  const auto is_missing = [&](int rank) { return message.peer == kAnySource || message.peer == rank; };
+  const auto is_missing = [&](int rank) { return needs(message, rank); };
   const auto is_ready = [&] {
     if (message.ended.load(std::memory_order_acquire)) return true;
     progress();
@@ -74,7 +74,7 @@ void Messages::wait_for(const Message& message, Patience patience) {
 void Messages::nap() {
   if (waiter_.sleep_unless([&] { return progress() || is_idle(); })) return;
   for (const MessageRef& message : open_messages()) {
-    const auto is_missing = [&](int rank) { return message->peer == kAnySource || message->peer == rank; };
+    const auto is_missing = [&](int rank) { return needs(*message, rank); };
     try {
       waiter_.check(message->is_send ? "send" : "recv", is_missing, message->deadline);
     } catch (const LostPeer&) {
@@ -247,6 +247,17 @@ void Messages::hand_over(const MessageRef& receiver, int source, Arrival& arriva
 bool Messages::wants(int source) const {
   return std::any_of(receives_.begin(), receives_.end(),
                      [&](const MessageRef& each) { return each->peer == source || each->peer == kAnySource; });
+}
+
+bool Messages::needs(const Message& message, int rank) const {
+  if (message.peer != kAnySource) return message.peer == rank;
+  // A rank that has left was done; one of the others may still send. Only where none is left will nothing come.
+  const auto has_left = [&](int peer) { return segment_.line(peer).state.load(std::memory_order_acquire) == kLeft; };
+  if (!has_left(rank)) return true;
+  for (int peer = 0; peer < segment_.num_ranks(); ++peer) {
+    if (peer != segment_.rank() && !has_left(peer)) return false;
+  }
+  return true;
 }
 
 void Messages::end(const MessageRef& message, const std::string& error) {

@@ -72,6 +72,8 @@ class Messages {
   bool claim_kept(const MessageRef& receiver);
   void hand_over(const MessageRef& receiver, int source, Arrival& arrival);
   bool wants(int source) const;
+  // Whether a message needs this rank, so that its loss is the message's.
+  bool needs(const Message& message, int rank) const;
   void end(const MessageRef& message, const std::string& error);
   void tell_ended(std::unique_lock<std::mutex>& held);
   std::vector<MessageRef> open_messages();
