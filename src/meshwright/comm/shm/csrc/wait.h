@@ -122,10 +122,12 @@ class Waiter {
     std::vector<int> late;
     for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
       if (rank == segment_.rank() || !missing(rank)) continue;
-      if (has_ended(rank)) return {Trouble::kGone, {rank}};
+      // What a rank said before it ended tells more than that it has ended: it may have lost another.
+      const bool ended = has_ended(rank);
       const uint32_t state = segment_.line(rank).state.load(std::memory_order_acquire);
       if (state == kFailed) return {Trouble::kFailed, {rank}};
       if (state == kLeft) return {Trouble::kLeft, {rank}};
+      if (ended) return {Trouble::kGone, {rank}};
       late.push_back(rank);
     }
     if (Clock::now() >= deadline.at) return {Trouble::kLate, late};
