@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,8 +52,8 @@ def load_extension() -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise BuildError(f"{path} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
     try:
+        module = importlib.util.module_from_spec(spec)  # which loads it
         spec.loader.exec_module(module)
     except (ImportError, OSError) as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
@@ -74,15 +75,14 @@ def build_extension() -> Path:
         BuildError: As `load_extension`.
     """
     refuse_platform()
-    compiler = _find_compiler()
     torch_folder = _find_torch()
     directory = _cache_directory()
-    target = directory / f"{_MODULE}-{_key(torch_folder, compiler)}.so"
+    target = directory / f"{_MODULE}-{_key(torch_folder)}.so"
     if target.exists():
         return target
     with _locked(directory / "build.lock"):
         if not target.exists():
-            _compile(compiler or "", torch_folder, target)
+            _compile(torch_folder, target)
     return target
 
 
@@ -96,9 +96,12 @@ def refuse_platform() -> None:
         raise BuildError("this Python was built without memfd_create or pidfd_open")
 
 
-def _find_compiler() -> str | None:
-    wanted = os.environ.get("CXX", "").split()
-    return next((found for name in (*wanted[:1], "c++", "g++", "clang++") if (found := shutil.which(name))), None)
+def _find_compiler() -> list[str]:
+    """Return the compiler's command, which $CXX may give with arguments ("ccache g++")."""
+    for command in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]):
+        if command and (found := shutil.which(command[0])):
+            return [found, *command[1:]]
+    raise BuildError("no C++ compiler was found (tried $CXX, c++, g++, clang++)")
 
 
 def _find_torch() -> Path:
@@ -124,14 +127,14 @@ def _cache_directory() -> Path:
     return directory
 
 
-def _key(torch_folder: Path, compiler: str | None) -> str:
+def _key(torch_folder: Path) -> str:
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode())
         digest.update(source.read_bytes())
     digest.update((torch_folder / "version.py").read_bytes())
-    # A binary outlives its compiler, so only the compiler's place counts; -march=native makes the processor count.
-    digest.update(repr((_FLAGS, sysconfig.get_config_var("SOABI"), _processor(), compiler is not None)).encode())
+    # A binary outlives its compiler, which therefore does not count; -march=native makes the processor count.
+    digest.update(repr((_FLAGS, sysconfig.get_config_var("SOABI"), _processor())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -151,9 +154,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, torch_folder: Path, target: Path) -> None:
-    if not compiler:
-        raise BuildError("no C++ compiler was found (tried $CXX, c++, g++, clang++)")
+def _compile(torch_folder: Path, target: Path) -> None:
+    compiler = _find_compiler()
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
         raise BuildError(f"Python's headers are not installed ({include}/Python.h)")
@@ -162,16 +164,16 @@ def _compile(compiler: str, torch_folder: Path, target: Path) -> None:
     _LOG.warning(
         "compiling the shared-memory transport for torch %s; this is done once and takes about a minute", version
     )
-    common = [*_FLAGS, f"-DMESHWRIGHT_MODULE={_MODULE}", *(f"-isystem{folder}" for folder in includes)]
+    for left in target.parent.glob("build-*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a build that was killed: whoever builds holds the lock
+    common = [*compiler, *_FLAGS, f"-DMESHWRIGHT_MODULE={_MODULE}", *(f"-isystem{folder}" for folder in includes)]
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
         sources = sorted(_SOURCES.glob("*.cpp"))
         objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
-        _run_all(
-            [[compiler, *common, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
-        )
+        _run_all([[*common, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)])
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
         made = str(Path(scratch, target.name))
-        _run_all([[compiler, "-shared", "-o", made, *objects, *libraries]])
+        _run_all([[*compiler, "-shared", "-o", made, *objects, *libraries]])
         os.replace(made, target)
 
 
@@ -194,7 +196,9 @@ def _run_all(commands: list[list[str]]) -> None:
         for process in running:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
 
 
 if __name__ == "__main__":
