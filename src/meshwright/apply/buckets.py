@@ -251,6 +251,14 @@ class GradientBuckets:
         if self._is_learning and self.buckets:
             self._learn_order()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return tensors that together hold each gradient element once."""
+        return [bucket.gradients for bucket in self.buckets]
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return norms that together are the whole gradient's."""
+        return [bucket.norm for bucket in self.buckets]
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.apply.buckets import GradientBuckets
 from meshwright.apply.engine import Engine
+from meshwright.apply.loose import LooseGradients
 from meshwright.apply.norm import norm_of_norms
 from meshwright.comm.communicator import Communicator
 
@@ -48,13 +49,19 @@ class DistributedEngine(Engine):
         self._buckets = self._make_buckets()
         self._sparse = self._sparse_parameters()
 
-    def _make_buckets(self) -> GradientBuckets:
+    def _make_buckets(self, *, may_be_loose: bool = True) -> GradientBuckets | LooseGradients:
         dense = [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and name not in self._sparse_names
         ]
+        if may_be_loose and self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
+            return LooseGradients([parameter for _, parameter in dense], self.group)
         return GradientBuckets(dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap)
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        return isinstance(self._buckets, GradientBuckets)
 
     def _sparse_parameters(self) -> list[nn.Parameter]:
         named = self.module.named_parameters()
@@ -69,6 +76,8 @@ class DistributedEngine(Engine):
 
     def begin_step(self) -> None:
         super().begin_step()
+        if isinstance(self._buckets, LooseGradients) and self._buckets.has_hooks:
+            self._buckets = self._make_buckets(may_be_loose=False)  # whose own hooks notice what others do
         self._buckets.begin_step()
 
     def arm(self) -> None:
@@ -96,16 +105,15 @@ class DistributedEngine(Engine):
             summed = torch.sparse_coo_tensor(all_indices.t(), all_values * scale, parameter.shape)
             parameter.grad = summed.coalesce()
 
+    def _sparse_values(self) -> list[torch.Tensor]:
+        return [p.grad.coalesce().values() for p in self._sparse if p.grad is not None]
+
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
-        dense = [bucket.gradients for bucket in self._buckets.buckets]
-        return dense + [p.grad.coalesce().values() for p in self._sparse if p.grad is not None]
+        return self._buckets.tensors() + self._sparse_values()
 
     def gradient_norm(self) -> torch.Tensor:
-        gradients = self.gradient_tensors()
-        of_buckets = [bucket.norm for bucket in self._buckets.buckets]
-        sparse = gradients[len(of_buckets) :]
-        norms = of_buckets + [torch.linalg.vector_norm(values) for values in sparse]
-        return norm_of_norms(norms, gradients, self.device)
+        norms = self._buckets.norms() + [torch.linalg.vector_norm(values) for values in self._sparse_values()]
+        return norm_of_norms(norms, self.gradient_tensors, self.device)
 
     def _read_buffer_versions(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self.module.buffers()]

@@ -38,6 +38,11 @@ class Engine:
     num_replicas = 1
     """Copies of the module that compute at the same time in this process [count]."""
 
+    @property
+    def exchanges_in_backward(self) -> bool:
+        """Whether gradients may be on their way before backward has ended."""
+        return False
+
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         for parameter in self.parameters:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from meshwright.comm._torch_private import foreach_mul_
 
 __all__: list[str] = []
 
@@ -18,26 +20,33 @@ def total_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     if not tensors:
         return torch.zeros((), device=device)
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    return finite_norm(torch.nn.utils.get_total_norm(dense), dense, device)
+    return finite_norm(torch.nn.utils.get_total_norm(dense), lambda: dense, device)
 
 
-def norm_of_norms(norms: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the 2-norm over all tensors from the norm of each, a scalar; as `total_norm`."""
+def norm_of_norms(
+    norms: Sequence[torch.Tensor], tensors: Callable[[], Sequence[torch.Tensor]], device: torch.device
+) -> torch.Tensor:
+    """Return the 2-norm over all tensors from the norms of their parts, a scalar; as `total_norm`."""
     if not norms:
         return torch.zeros((), device=device)
     return finite_norm(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])), tensors, device)
 
 
-def finite_norm(norm: torch.Tensor, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def finite_norm(
+    norm: torch.Tensor, tensors: Callable[[], Sequence[torch.Tensor]], device: torch.device
+) -> torch.Tensor:
     """Return the norm, or where it is not finite the norm in float64."""
     if math.isfinite(norm.item()):
         return norm
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(device) for tensor in tensors]
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(device) for tensor in tensors()]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale the tensors in place such that their norm is at most `max_norm`: torch.nn.utils.clip_grad_norm_'s rule."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        tensor.mul_(factor.to(tensor.device))
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, members in by_device.items():
+        foreach_mul_(members, factor.to(device))

@@ -15,6 +15,12 @@ _KEPT_BYTES = 2**31 - 1  # the largest that an int holds
 _FROM_HEAP_BYTES = 2**30
 
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""For the environment of a process that is to be started: its heap may lie in huge pages, where the kernel leaves the choice to
+programs (transparent_hugepage is "madvise"). Weights, gradients and moments are read end to end in each step, and a page of 4
+KiB takes a walk through the page tables every 4 KiB."""
+
+
 def keep_freed_memory() -> bool:
     """Have the C library keep what is freed for the next step, rather than give it back to the kernel; tell whether it will.
 
@@ -24,7 +30,8 @@ def keep_freed_memory() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if any(name.startswith("MALLOC_") for name in os.environ) or "_threshold" in tunables:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.comm._torch_private import cpu_backend_name
 from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.errors import InternalError, LostPeerError
 
@@ -107,6 +108,8 @@ class Communicator:
         self.ledger = ledger
         self.timeout_s = timeout_s
         self.axis = axis
+        self.shares_memory = process_group is not None and cpu_backend_name(process_group) == "shm"
+        """Whether these ranks exchange CPU tensors through memory that they share."""
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[], None] | None = None
 
@@ -174,6 +177,19 @@ class Communicator:
             lambda later: dist.all_reduce(tensor, op=_OPS[op], group=self.process_group, async_op=later),
             async_op=async_op,
         )
+
+    def all_reduce_together(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor, on every rank, by the sum over all ranks. In place; counted as one exchange."""
+        if self.size == 1:
+            return
+
+        def call(_: bool) -> None:
+            if self.process_group is not None:
+                options = dist.AllreduceCoalescedOptions()
+                options.asyncOp = False
+                self.process_group.allreduce_coalesced(list(tensors), options).wait()
+
+        self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, async_op: bool = False) -> Pending:
         """Replace the tensor, on every rank, by that of the group's rank `source`. In place."""

@@ -11,6 +11,7 @@ import tempfile
 from typing import IO, Any
 
 from meshwright.comm import guardian
+from meshwright.comm.allocator import HUGE_PAGES
 from meshwright.comm.channel import ParentEnd, pack
 
 __all__: list[str] = []
@@ -57,6 +58,9 @@ def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | N
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(threads)
+    if not any(name.startswith("MALLOC_") for name in environment):
+        for name, value in HUGE_PAGES.items():
+            environment.setdefault(name, value)
     environment.update(extra or {})
     environment[guardian.RUN_ID_VARIABLE] = run_id
     return environment

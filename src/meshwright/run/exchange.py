@@ -1,7 +1,8 @@
 """The two small exchanges of a step: what the ranks bring, and what came out.
 
 Both are vectors of a few float64 that are summed in the background: the first while forward runs, the second while backward
-does. They make everything that a step decides a decision of all ranks.
+does. (Over shared memory at once, the first before forward, the second after backward.) They make everything that a step
+decides a decision of all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Agreement:
         self._total: list[float] | None = mine if group.size == 1 else None
         if group.size > 1:
             self._vector = torch.tensor(mine, dtype=torch.float64, device=device)
-            self._pending: Pending = group.all_reduce(self._vector, async_op=True)
+            # Shared memory takes a few microseconds; to wake another thread for it would take longer.
+            self._pending: Pending = group.all_reduce(self._vector, async_op=not group.shares_memory)
         elif broken is not None:
             raise broken
 
@@ -148,10 +150,17 @@ class SumExchange:
         device: Where the vector lives.
         terms: The losses of this rank's micro-batches.
         buffers_changed: Whether a forward wrote into a buffer on this rank.
+        in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
     """
 
     def __init__(
-        self, group: Communicator, device: torch.device, terms: Sequence[LossTerm], *, buffers_changed: bool
+        self,
+        group: Communicator,
+        device: torch.device,
+        terms: Sequence[LossTerm],
+        *,
+        buffers_changed: bool,
+        in_background: bool,
     ) -> None:
         num_means = sum(term.is_mean for term in terms)
         counts = torch.tensor([len(terms) - num_means, num_means, buffers_changed], dtype=torch.float64, device=device)
@@ -160,8 +169,9 @@ class SumExchange:
         for term in terms:
             loss_sum += term.total().to(device)
             weight += torch.as_tensor(term.weight).to(device)
+        self._group = group
         self._vector = torch.cat([torch.stack([loss_sum, weight]), counts])
-        self._pending = group.all_reduce(self._vector, async_op=True)
+        self._pending = group.all_reduce(self._vector, async_op=True) if in_background else None
 
     def wait(self) -> Sums:
         """Return the sums, once they are there.
@@ -169,7 +179,10 @@ class SumExchange:
         Raises:
             ApplyError: Some losses were means and some were sums, or everything weighs nothing.
         """
-        self._pending.wait()
+        if self._pending is None:
+            self._group.all_reduce(self._vector)
+        else:
+            self._pending.wait()
         loss_sum, weight, num_sums, num_means, changed = self._vector.tolist()
         if num_sums and num_means:
             raise ApplyError(

@@ -157,7 +157,11 @@ class Stepper:
 
         def exchange_sums() -> SumExchange:
             agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
-            return SumExchange(engine.group, engine.device, terms, buffers_changed=engine.buffers_changed())
+            # Over shared memory it is quicker done once backward has ended than handed to another thread now; but not behind
+            # gradients that some ranks have begun to exchange by then.
+            later = engine.group.shares_memory and not engine.exchanges_in_backward
+            changed = engine.buffers_changed()
+            return SumExchange(engine.group, engine.device, terms, buffers_changed=changed, in_background=not later)
 
         def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
             nonlocal exchange
@@ -240,7 +244,9 @@ class Stepper:
                 found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
                 agreement.wait()
                 terms = [term for term in found if term is not None]
-                sums = SumExchange(engine.group, engine.device, terms, buffers_changed=False).wait()
+                sums = SumExchange(
+                    engine.group, engine.device, terms, buffers_changed=False, in_background=False
+                ).wait()
         finally:
             for module, mode in modes:
                 module.training = mode

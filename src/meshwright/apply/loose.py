@@ -1,0 +1,103 @@
+"""Gradients that stay where autograd put them, and are summed together once backward has ended.
+
+The other way beside `buckets.py`, for ranks that share memory and compute on the CPU. There an exchange takes its time from the
+core that computes, so nothing is gained by running it beside backward; and the transport reads any number of tensors as one
+piece of memory, so nothing is gained by copying gradients into a flat one. What is saved is that copy, its memory, and a
+Python hook for each parameter. The census of `buckets.py` travels with the gradients here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.comm._torch_private import foreach_mul_, foreach_norm
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+class LooseGradients:
+    """The gradients of all trainable parameters of one module, summed in place.
+
+    Args:
+        parameters: Those that get dense gradients, in registration order, each once.
+        group: The ranks that hold copies of these parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Communicator) -> None:
+        self.group = group
+        self.parameters = list(parameters)
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody's hook sees gradients before they are summed; such a hook may take one away unseen."""
+        return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
+
+    def begin_step(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._norm = None
+
+    def arm(self) -> None:
+        """Nothing happens before backward has ended."""
+
+    def finish(self, scale: float) -> None:
+        """Sum over the ranks and set every parameter's `.grad`, multiplied by `scale`; None where no rank had one."""
+        if not self.parameters:
+            return
+        grads = [parameter.grad for parameter in self.parameters]
+        present = [grad is not None for grad in grads]
+        full = [
+            torch.zeros_like(parameter, requires_grad=False) if grad is None else grad
+            for parameter, grad in zip(self.parameters, grads, strict=True)
+        ]
+        # A sum of zeros and ones, exact in every floating dtype as long as there are fewer than 256 ranks.
+        census = torch.tensor(present, dtype=full[0].dtype)
+        self.group.all_reduce_together([*(torch.view_as_real(g) if g.is_complex() else g for g in full), _real(census)])
+        used = present if all(present) else [count != 0 for count in census.tolist()]
+        for parameter, grad, was_here, is_used in zip(self.parameters, full, present, used, strict=True):
+            if was_here != is_used:
+                parameter.grad = grad if is_used else None
+        if scale != 1.0:
+            with torch.no_grad():
+                foreach_mul_([grad for grad, is_used in zip(full, used, strict=True) if is_used], scale)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the gradients that there are."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return norms that together are the whole gradient's: each rank measures a part, and all learn all parts."""
+        tensors = self.tensors()
+        mine = _share(tensors, self.group.group_rank, self.group.size)
+        squares = torch.zeros((), dtype=torch.float64)
+        for dtype in {tensor.dtype for tensor in mine}:
+            norms = foreach_norm([tensor for tensor in mine if tensor.dtype == dtype])
+            squares += torch.stack(norms).double().square().sum()
+        self.group.all_reduce(squares)
+        return [squares.sqrt().to(tensors[0].dtype.to_real() if tensors else torch.float32)]
+
+    def close(self) -> None:
+        """Nothing was put on the module."""
+
+
+def _real(census: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(census) if census.is_complex() else census
+
+
+def _share(tensors: Sequence[torch.Tensor], index: int, count: int) -> list[torch.Tensor]:
+    """Return the tensors whose middle lies in this rank's share of all elements."""
+    total = sum(tensor.numel() for tensor in tensors)
+    shared: list[torch.Tensor] = []
+    before = 0
+    for tensor in tensors:
+        middle = before + tensor.numel() // 2
+        if middle * count // max(1, total) == index:
+            shared.append(tensor)
+        before += tensor.numel()
+    return shared
