@@ -97,7 +97,8 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
         _refuse(cards, global_ranks)
         problem = ""
         try:
-            process_files = [-1 if peer == rank else os.pidfd_open(card.pid) for peer, card in enumerate(cards)]
+            for peer, card in enumerate(cards):
+                process_files.append(-1 if peer == rank else os.pidfd_open(card.pid))
             if segment is None and extension is not None:
                 segment = _open(extension, cards[0], shape)
         except (RuntimeError, OSError) as error:
