@@ -6,6 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 from tests.faults import leaks
+from tests.faults.shm_ranks import Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """What starts ranks that no launching process watches over."""
+    started = Zygote()
+    yield started
+    started.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,148 @@
+"""What compiles the shared-memory transport: its cache, its compiler, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.comm.shm import build
+from meshwright.comm.shm.build import BuildError, build_extension, load_extension
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(directory))
+    return directory
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """What would be run; each command "makes" what it is to make."""
+    run: list[list[str]] = []
+
+    def pretend(commands: list[list[str]]) -> None:
+        run.extend(commands)
+        for command in commands:
+            Path(command[command.index("-o") + 1]).write_text("no binary")
+
+    monkeypatch.setattr(build, "_run_all", pretend)
+    monkeypatch.setenv("CXX", "true")  # is there, wherever there is a shell
+    return run
+
+
+def test_it_is_built_once(cache: Path, commands: list[list[str]]) -> None:
+    path = build_extension()
+    assert path.parent == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert len(commands) == len(list(build._SOURCES.glob("*.cpp"))) + 1
+    assert build_extension() == path
+    assert sorted(each.name for each in cache.iterdir()) == sorted([path.name, "build.lock"])
+    commands.clear()
+    assert build_extension() == path
+    assert commands == []
+
+
+def test_a_binary_outlives_its_compiler(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_extension()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CXX", "")
+    assert build_extension() == path
+    path.unlink()
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler was found"):
+        build_extension()
+
+
+def test_a_compiler_with_arguments(cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true 'an argument' -B/x")
+    build_extension()
+    assert all(command[1:3] == ["an argument", "-B/x"] for command in commands)
+    assert all(Path(command[0]).name == "true" for command in commands)
+
+
+def test_what_a_killed_build_has_left_goes_with_the_next(cache: Path, commands: list[list[str]]) -> None:
+    (cache / "build-x").mkdir(parents=True)
+    (cache / "build-x" / "work.o").write_text("half")
+    cache.chmod(0o700)
+    path = build_extension()
+    assert sorted(each.name for each in cache.iterdir()) == sorted([path.name, "build.lock"])
+
+
+@pytest.mark.parametrize("what", ["sources", "flags", "processor"])
+def test_what_the_binary_depends_on(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    path = build_extension()
+    if what == "sources":
+        other = tmp_path / "csrc"
+        other.mkdir()
+        for source in build._SOURCES.iterdir():
+            (other / source.name).write_bytes(source.read_bytes() + b"\n")
+        monkeypatch.setattr(build, "_SOURCES", other)
+    elif what == "flags":
+        monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-g"))
+    else:
+        monkeypatch.setattr(build, "_processor", lambda: "another")
+    assert build_extension() != path
+
+
+def test_a_binary_that_cannot_be_loaded(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, build._MODULE, raising=False)
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        load_extension()
+    assert build._MODULE not in sys.modules
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_cache_that_others_can_write_to_is_refused(cache: Path, mode: int) -> None:
+    cache.mkdir()
+    cache.chmod(mode)
+    with pytest.raises(BuildError, match="can be written by, another user"):
+        build_extension()
+
+
+def test_a_cache_of_another_user_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(BuildError, match="belongs to"):
+        build_extension()
+
+
+def test_a_cache_that_cannot_be_made(cache: Path) -> None:
+    cache.write_text("a file")
+    with pytest.raises(BuildError, match="cannot be used: File exists"):
+        build_extension()
+
+
+def test_a_platform_that_is_not_supported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "platform", "darwin")
+        with pytest.raises(BuildError, match="it needs Linux"):
+            build_extension()
+    with monkeypatch.context() as changed:
+        changed.setattr(platform, "machine", lambda: "riscv64")
+        with pytest.raises(BuildError, match="this is riscv64"):
+            build_extension()
+    with monkeypatch.context() as changed:
+        changed.delattr(os, "pidfd_open")
+        with pytest.raises(BuildError, match="pidfd_open"):
+            build_extension()
+    assert not cache.exists()
+
+
+def test_the_first_error_of_the_compiler_is_told(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'a warning' >&2\necho 'x.h:1: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BuildError, match=r"broken failed: x\.h:1: error: no such thing"):
+        build_extension()
+    assert [path.name for path in cache.iterdir()] == ["build.lock"]
