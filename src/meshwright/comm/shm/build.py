@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ _LOG = logging.getLogger("meshwright")
 _SOURCES = Path(__file__).parent / "csrc"
 _MODULE = "_meshwright_shm"
 _DEADLINE_S = 300.0
+_FAILURE_HOLDS_S = 60.0
 # No fused multiply-add, which would round differently from processor to processor; signed integers wrap as torch's do.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-std=c++20", "-fPIC", "-fvisibility=hidden")
 CACHE_VARIABLE = "MESHWRIGHT_CACHE"
@@ -82,8 +84,26 @@ def build_extension() -> Path:
         return target
     with _locked(directory / "build.lock"):
         if not target.exists():
-            _compile(torch_folder, target)
+            _refuse_known_failure(target)
+            try:
+                _compile(torch_folder, target)
+            except BuildError as error:
+                _failure_of(target).write_text(str(error))
+                raise
     return target
+
+
+def _failure_of(target: Path) -> Path:
+    return target.with_suffix(".failed")
+
+
+def _refuse_known_failure(target: Path) -> None:
+    """Raise what the last attempt raised, where it was just now: its other ranks would each wait for a compiler in vain."""
+    failure = _failure_of(target)
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - failure.stat().st_mtime < _FAILURE_HOLDS_S:
+            raise BuildError(failure.read_text())
+        failure.unlink()
 
 
 def refuse_platform() -> None:

@@ -35,9 +35,18 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
 }
 
 void ShmWork::complete(std::exception_ptr error) {
+  finish_body(std::move(error));
+  mark_future();
+}
+
+void ShmWork::finish_body(std::exception_ptr error) {
   body_ = nullptr;  // lets go of inputs; they may be the last reference
   finish(std::move(error));
-  mark_future();
+}
+
+bool ShmWork::has_future() {
+  std::lock_guard<std::mutex> held(future_lock_);
+  return static_cast<bool>(future_);
 }
 
 void ShmWork::mark_future() {
@@ -66,7 +75,7 @@ void Lane::post(const WorkRef& work) {
   {
     std::lock_guard<std::mutex> held(lock_);
     queue_.push_back(work);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    if (num_free_ == 0) start_thread();
   }
   changed_.notify_all();
 }
@@ -75,14 +84,14 @@ void Lane::help(ShmWork& work) {
   std::unique_lock<std::mutex> held(lock_);
   while (!work.isCompleted()) {
     if (!busy_ && !queue_.empty()) {
-      execute_front(held, caller_);
+      execute_front(held, caller_, false);
     } else {
       changed_.wait(held);
     }
   }
 }
 
-void Lane::execute_front(std::unique_lock<std::mutex>& held, Patience patience) {
+void Lane::execute_front(std::unique_lock<std::mutex>& held, Patience patience, bool is_server) {
   const WorkRef work = std::move(queue_.front());
   queue_.pop_front();
   busy_ = true;
@@ -94,10 +103,32 @@ void Lane::execute_front(std::unique_lock<std::mutex>& held, Patience patience) 
   } catch (...) {
     error = std::current_exception();
   }
-  work->complete(error);
+  work->finish_body(error);
   held.lock();
   busy_ = false;
   changed_.notify_all();
+  // The next exchange may begin from here on.
+  if (is_server) {
+    call_back(held, *work);
+  } else {
+    held.unlock();
+    work->mark_future();
+    held.lock();
+  }
+}
+
+void Lane::call_back(std::unique_lock<std::mutex>& held, ShmWork& work) {
+  if (!work.has_future()) return;
+  if (--num_free_ == 0 && !queue_.empty() && !stopping_) start_thread();
+  held.unlock();
+  work.mark_future();
+  held.lock();
+  ++num_free_;
+}
+
+void Lane::start_thread() {
+  ++num_free_;
+  threads_.emplace_back([this] { serve(); });
 }
 
 void Lane::serve() {
@@ -106,7 +137,7 @@ void Lane::serve() {
   while (true) {
     changed_.wait(held, [this] { return stopping_ || (!busy_ && !queue_.empty()); });
     if (stopping_) return;
-    execute_front(held, background_);
+    execute_front(held, background_, true);
   }
 }
 
@@ -116,9 +147,11 @@ void Lane::stop() {
     stopping_ = true;
   }
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
   std::unique_lock<std::mutex> held(lock_);
-  while (!queue_.empty()) execute_front(held, background_);  // each ends with the error that the group has ended with
+  while (!queue_.empty()) execute_front(held, background_, false);  // each ends with the error that the group has ended with
 }
 
 }  // namespace meshwright

@@ -27,6 +27,10 @@ class ShmWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
   void complete(std::exception_ptr error);
+  // The two halves of that: waiters go on; then whoever asked for a future is called back, in this thread.
+  void finish_body(std::exception_ptr error);
+  void mark_future();
+  bool has_future();
 
  protected:
   friend class Lane;
@@ -39,8 +43,6 @@ class ShmWork : public c10d::Work {
   uint64_t sequence_ = 0;
 
  private:
-  void mark_future();
-
   std::mutex future_lock_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool future_marked_ = false;
@@ -49,7 +51,8 @@ class ShmWork : public c10d::Work {
 using WorkRef = c10::intrusive_ptr<ShmWork>;
 
 // Collectives of one group, in the order of their issue. Whoever waits for one runs it, and all before it, itself: a
-// blocking call never changes threads. What nobody waits for yet runs in the lane's own thread, started by the first such call.
+// blocking call never changes threads. What nobody waits for yet runs in the lane's own thread, started by the first such
+// call. A future's callback may wait for a later exchange (torch's PowerSGD hook does): then another thread takes over.
 class Lane {
  public:
   Lane(Patience caller, Patience background) : caller_(caller), background_(background) {}
@@ -62,7 +65,9 @@ class Lane {
   void stop();
 
  private:
-  void execute_front(std::unique_lock<std::mutex>& held, Patience patience);
+  void execute_front(std::unique_lock<std::mutex>& held, Patience patience, bool is_server);
+  void call_back(std::unique_lock<std::mutex>& held, ShmWork& work);
+  void start_thread();
   void serve();
 
   const Patience caller_, background_;
@@ -71,7 +76,8 @@ class Lane {
   std::deque<WorkRef> queue_;
   bool busy_ = false;
   bool stopping_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;  // more than one only where callbacks wait for exchanges
+  int num_free_ = 0;                  // of these, the ones that no callback keeps
 };
 
 }  // namespace meshwright
