@@ -210,10 +210,6 @@ Ref<Work> ShmBackend::gather_all(TensorList outputs, std::vector<TensorList> par
     targets.push_back(make_dense(part, false));
   }
   auto sources = make_dense(inputs, true);
-  for (size_t i = 0; i < sources.size(); ++i) {
-    TORCH_CHECK(targets[i][rank_].bytes() == sources[i].bytes(), "all_gather: an input of ", sources[i].bytes(),
-                " bytes for an output of ", targets[i][rank_].bytes());
-  }
   return submit(type, "shm:all_gather", std::move(outputs), options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
                   for (size_t i = 0; i < sources.size(); ++i) {
@@ -268,8 +264,6 @@ Ref<Work> ShmBackend::reduce_scatter(TensorList& outputs, std::vector<TensorList
   auto targets = make_dense(outputs, false);
   auto sources = make_dense(inputs[0], true);
   premultiply(sources, options.reduceOp);
-  TORCH_CHECK(sources[rank_].bytes() == targets[0].bytes(), "reduce_scatter: an output of ", targets[0].bytes(),
-              " bytes for an input of ", sources[rank_].bytes());
   return submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", outputs, options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources), reduction](const Terms& terms) {
                   collectives_.reduce_scatter(const_parts_of(sources), targets[0].part(), elements_of(targets[0].dense()).kind,
