@@ -1,8 +1,10 @@
 #include "tensors.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include <numeric>
+#include <optional>
 
 namespace meshwright {
 
@@ -16,7 +18,10 @@ Dense::Dense(const at::Tensor& tensor, bool read) : tensor_(tensor) {
 void Dense::scale(const at::Tensor& factor) { dense_ = dense_.mul(factor).to(dense_.scalar_type()); }
 
 void Dense::give_back() const {
-  if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
+  if (dense_.is_same(tensor_)) return;
+  std::optional<c10::InferenceMode> inference;  // a tensor made there may be written there only, by whichever thread
+  if (tensor_.is_inference()) inference.emplace();
+  tensor_.copy_(dense_);
 }
 
 std::vector<Dense> make_dense(const TensorList& tensors, bool read) {
