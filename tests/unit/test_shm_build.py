@@ -145,4 +145,12 @@ def test_the_first_error_of_the_compiler_is_told(cache: Path, tmp_path: Path, mo
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(BuildError, match=r"broken failed: x\.h:1: error: no such thing"):
         build_extension()
-    assert [path.name for path in cache.iterdir()] == ["build.lock"]
+    assert not list(cache.glob("build-*")), "objects of the failed build were left"
+    # The other ranks of the same start do not each wait for the same failure; a later start tries again.
+    monkeypatch.setattr(build, "_run_all", lambda commands: pytest.fail("it was tried again at once"))
+    with pytest.raises(BuildError, match=r"broken failed: x\.h:1: error: no such thing"):
+        build_extension()
+    (failure,) = cache.glob("*.failed")
+    os.utime(failure, (0, 0))
+    monkeypatch.setattr(build, "_compile", lambda folder, target: target.write_text("made"))
+    assert build_extension().read_text() == "made"
