@@ -77,7 +77,7 @@ class Gang:
         """Run a block of `count` timed steps behind the lead-in, and return its figures."""
         ranks = self._submit(run_block, self.steps_taken, count + LEAD_IN)
         if any(rank["stop"] for rank in ranks):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"a signal asked {self.side.name} to stop")
         self.steps_taken += count + LEAD_IN
         self.losses += [statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
         for name in self.idle:

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent.parent / "tests"
 
@@ -94,6 +96,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def idle_s() -> float:
+    """Return how long this host's cores have done nothing, all together."""
+    return psutil.cpu_times().idle
+
+
+def used_s(pids: list[int]) -> float:
+    """Return how long these processes have computed, all together."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
 def run_programs(arguments: argparse.Namespace, progress: str) -> dict[str, Any]:
     """Run programs until the time is over or one fails; returns the counts."""
     # Read on import, here and in the ranks.
@@ -103,7 +115,8 @@ def run_programs(arguments: argparse.Namespace, progress: str) -> dict[str, Any]
     from transport import player
     from transport.programs import make_program
 
-    found: dict[str, Any] = {"programs": 0, "operations": 0, "checks": 0, "bytes": 0, "seconds": 0.0, "failures": []}
+    found: dict[str, Any] = {"programs": 0, "operations": 0, "checks": 0, "bytes": 0, "seconds": 0.0}
+    found |= {"slowest": {"seconds": 0.0}, "failures": []}
     sabotage = None if arguments.prove is None else player.Sabotage(arguments.prove, arguments.ranks - 1, 20)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -114,6 +127,7 @@ def run_programs(arguments: argparse.Namespace, progress: str) -> dict[str, Any]
             if time.monotonic() - begin > arguments.seconds:
                 break
             player.Progress.create(progress, arguments.ranks)
+            program_begin, idle_before, own_before = time.monotonic(), idle_s(), used_s(group.pids)
             try:
                 with watchdog.over(player.Progress.read):
                     played = group.submit(player.play, seed, arguments.steps, arguments.stall_s, progress, sabotage)
@@ -129,6 +143,16 @@ def run_programs(arguments: argparse.Namespace, progress: str) -> dict[str, Any]
                 )
                 break
             program = make_program(seed, arguments.ranks, arguments.steps, player.takes)
+            took_s = time.monotonic() - program_begin
+            if took_s > found["slowest"]["seconds"]:
+                # Slow on idle cores is a wake-up that came late; slow on cores that others use, their work.
+                cores_s = took_s * (os.cpu_count() or 1)
+                found["slowest"] = {
+                    "seconds": round(took_s, 2),
+                    "seed": seed,
+                    "idle_share": round((idle_s() - idle_before) / cores_s, 2),
+                    "own_share": round((used_s(group.pids) - own_before) / cores_s, 2),
+                }
             found["programs"] += 1
             found["operations"] += len(program.steps)
             found["checks"] += sum(rank.checks for rank in played)
