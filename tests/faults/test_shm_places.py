@@ -113,8 +113,11 @@ def test_the_transport_that_the_environment_asks_for(zygote: Zygote, wanted: str
 def test_a_transport_that_does_not_exist(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"MESHWRIGHT_TRANSPORT": "bogus"}
     with zygote.ranks("join_by_environment", 2, env=env, port=free_port()) as ranks:
-        assert ranks.hear_all("exit") == [2, 2]
-        assert all("ConfigError: MESHWRIGHT_TRANSPORT is 'bogus'" in text for text in ranks.hear_all("failed"))
+        # Rank 0 may be gone with its store before rank 1 has come to the question.
+        codes, failed = ranks.hear_all("exit"), ranks.hear_all("failed")
+        assert codes in ([2, 2], [2, 12]), failed
+        for code, text in zip(codes, failed, strict=True):
+            assert code != 2 or "ConfigError: MESHWRIGHT_TRANSPORT is 'bogus'" in text
     monkeypatch.setenv("MESHWRIGHT_TRANSPORT", "bogus")
     with pytest.raises(ConfigError, match="set it to shm or gloo") as caught:
         launch(jobs.nothing, 2)
