@@ -9,6 +9,7 @@ import pytest
 from tests.faults.command import Command
 from tests.faults.shm_ranks import Zygote
 from tests.faults.test_joined import CLEAN
+from tests.faults.test_shm_killed import AT_ONCE_S
 
 PROGRAM = """
 import json, os, torch, torch.distributed as dist
@@ -86,7 +87,7 @@ def test_a_group_that_is_destroyed_ends_what_is_in_flight(zygote: Zygote) -> Non
         for each in ranks.said(0, "ended"):
             assert each["kind"] == "RuntimeError", each
             assert "this rank has left the group" in each["text"], each
-            assert each["at"] - each["began"] < 0.5
+            assert each["at"] - each["began"] < AT_ONCE_S
 
 
 def test_a_receive_from_anybody_outlives_a_rank_that_has_left(zygote: Zygote) -> None:
