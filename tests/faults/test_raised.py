@@ -32,9 +32,15 @@ def test_two_different_exceptions_give_the_earlier_one() -> None:
     assert str(caught.value)[-1] in caught.value.__notes__[0].split(" of ")[0]
 
 
+def test_an_exception_behind_a_collective_that_its_peers_are_not_in() -> None:
+    with RankGroup(2) as group, pytest.raises(ValueError, match="broken on 1"):
+        group.submit(jobs.fail, [1], "barrier")
+
+
 @pytest.mark.parametrize(("rank", "kind"), [(0, "blocked"), (1, "barrier")])
 def test_an_exception_behind_a_finally_that_blocks(rank: int, kind: str) -> None:
-    with RankGroup(2) as group:
+    # Over shared memory the barrier does not block: it raises, see above.
+    with RankGroup(2, env={"MESHWRIGHT_TRANSPORT": "gloo"}) as group:
         start = time.monotonic()
         with pytest.raises(ValueError, match=f"broken on {rank}") as caught:
             group.submit(jobs.fail, [rank], kind)

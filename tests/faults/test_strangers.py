@@ -22,6 +22,7 @@ def outside_interface() -> str:
 
 
 def test_a_stranger_changes_nothing_and_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_TRANSPORT", "gloo")  # shared memory opens no port at all
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", outside_interface())  # of a job on several hosts; not ours
     with RankGroup(2) as group:
         undisturbed = group.submit(jobs.train, STEPS, True)

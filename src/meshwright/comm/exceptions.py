@@ -32,9 +32,14 @@ def describe_error(error: BaseException, shown: BaseException | None = None) -> 
     chain = [error]
     while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None and earlier not in chain:
         chain.append(earlier)
-    secondary = is_lost_peer(chain[-1])
-    if not secondary and is_lost_peer(error):
-        error = next(link for link in chain if not is_lost_peer(link))
+
+    def is_consequence(link: BaseException) -> bool:
+        # A rank that fails runs into a collective that its peers are not in, where it cleans up (a barrier in a `finally`).
+        return is_lost_peer(link) or (isinstance(link, RuntimeError) and "the ranks do not agree" in str(link))
+
+    secondary = is_consequence(chain[-1])
+    if not secondary and is_consequence(error):
+        error = next(link for link in chain if not is_consequence(link))
     text = _safe_text(error)
     shown = error if shown is None else shown
     return {
