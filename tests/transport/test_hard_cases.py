@@ -161,13 +161,13 @@ def _leaves(group: dist.ProcessGroup, me: int, num: int, report: Report) -> None
 
 def _nobody_keeps(group: dist.ProcessGroup, me: int, num: int, report: Report) -> None:
     """Only the result of an operation is kept, not the tensors it was given."""
-    count = 200_000
+    count = 100_000
     works = []
     outputs = [torch.zeros(num * count, dtype=torch.int64) for _ in range(8)]
     for index, output in enumerate(outputs):
         works.append(gather_single(output, _part(me, index, count), group=group, async_op=True))
-        gc.collect()
         torch.full((count,), -1)  # takes the place of what was freed too early
+    gc.collect()
     for work in works:
         work.wait()
     for index, output in enumerate(outputs):

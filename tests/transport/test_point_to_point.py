@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -296,23 +298,33 @@ def test_messages_between_collectives(num_ranks: int) -> None:
 
 
 def _strided_rooms(group: dist.ProcessGroup, me: int, num: int, report: Report) -> None:
-    """Whoever finds that a message has come, and whoever waits for it: the values lie in the tensor when the wait is over."""
+    """Another thread may find that a message has come just when its receiver begins to wait: values and source are there."""
     source, target = (me - 1) % num, (me + 1) % num
-    early = 0
-    for round_ in range(150):
-        count = 20_000 + 64 * round_
-        room = torch.zeros(2 * count, dtype=torch.int64)[::2]
+    pause = random.Random(me)
+    early_values = early_sources = 0
+    for round_ in range(2500):
+        room = torch.zeros(200, dtype=torch.int64)[::2]
         receive = dist.irecv(room, group_src=source, group=group)
-        send = dist.isend(torch.full((count,), round_ + 1), group_dst=target, group=group)
+        _compute(pause.random() * 2e-4)
+        send = dist.isend(torch.full((100,), round_ + 1), group_dst=target, group=group)
+        _compute(pause.random() * 2e-4)
         receive.wait()
-        early += int((room != round_ + 1).sum() > 0)
+        early_values += int((room != round_ + 1).any())
+        early_sources += int(receive._source_rank() != source)
         send.wait()
-    report.equal("waits that were over before the values had come", early, 0)
+    report.equal("waits that were over before the values had come", early_values, 0)
+    report.equal("waits that were over before the source was known", early_sources, 0)
+
+
+def _compute(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 @pytest.mark.skipif(backends.IS_GLOO, reason="gloo receives into tensors as if they had no strides")
 def test_a_wait_is_over_when_the_values_are_there() -> None:
-    assert_reports(testing.run_ranks(_world, 3, _strided_rooms), at_least=3)
+    assert_reports(testing.run_ranks(_world, 3, _strided_rooms), at_least=6)
 
 
 def _objects(group: dist.ProcessGroup, me: int, num: int, report: Report) -> None:
