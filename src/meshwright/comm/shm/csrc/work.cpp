@@ -12,6 +12,9 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
   if (!isCompleted()) {
     if (timeout == kNoTimeout && help_) {
       help_();
+      // Another thread may have moved the data, and may still be giving it to the caller's tensor.
+      std::unique_lock<std::mutex> held(mutex_);
+      cv_.wait(held, [this] { return completed_; });
     } else {
       std::unique_lock<std::mutex> held(mutex_);
       if (!cv_.wait_for(held, timeout, [this] { return completed_; })) {
