@@ -29,7 +29,7 @@ import torch
 from bench import CASES
 from gangs import LEAD_IN, Gang
 from peers import KEEP_FREED_MEMORY, PEERS, Side, ours
-from rounds import OTHERS_LIMIT, run_rounds
+from rounds import OTHERS_LIMIT, run_rounds, wait_for_quiet
 
 HERE = Path(__file__).resolve().parent
 NUM_SHARES = 2
@@ -51,6 +51,8 @@ def quartiles(values: Iterable[float]) -> list[float]:
 
 def run_start(case: str, sides: list[Side], arguments: argparse.Namespace) -> dict[str, Any]:
     """Start all sides and take this start's share of the rounds."""
+    patience_s = arguments.patience_s / arguments.starts
+    patience_s -= wait_for_quiet(patience_s)
     with contextlib.ExitStack() as stack:
         gangs: dict[str, Gang] = {}
         facts = {}
@@ -67,7 +69,7 @@ def run_start(case: str, sides: list[Side], arguments: argparse.Namespace) -> di
             gangs,
             rounds=math.ceil(arguments.rounds / arguments.starts),
             steps=arguments.steps,
-            patience_s=arguments.patience_s / arguments.starts,
+            patience_s=patience_s,
         )
         return {
             "sides": facts,
@@ -177,10 +179,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=CHECKED_STEPS)
     parser.add_argument("--keep-freed-memory", action="store_true", help="give the other sides our allocator settings")
     parser.add_argument("--no-freeze", action="store_true", help="do not stop the processes of waiting sides")
-    parser.add_argument(
-        "--patience-s", type=float, default=300.0, help="for disturbed rounds of one case, all together"
-    )
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="for one exchange, and for a side's start")
+    parser.add_argument("--patience-s", type=float, default=300.0, help="for waiting and disturbed rounds, per case")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one exchange, a block, and a side's start")
     parser.add_argument("--limit-s", type=int, default=3600, help="for everything")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()

@@ -50,12 +50,12 @@ def run_rounds(gangs: dict[str, Gang], *, rounds: int, steps: int, patience_s: f
         done.append({"counts": counts, "others_cores": others, "wall_s": wall, "blocks": blocks})
         num_counted += counts
         if not counts:
-            patience_s -= wall + _wait_for_quiet(patience_s - wall)
+            patience_s -= wall + wait_for_quiet(patience_s - wall)
     return done
 
 
-def _wait_for_quiet(at_most_s: float) -> float:
-    """Wait until the machine is quiet, while all gangs wait; return how long that took [s]."""
+def wait_for_quiet(at_most_s: float) -> float:
+    """Wait until the machine is quiet, while no gang computes; return how long that took [s]."""
     start = time.perf_counter()
     while time.perf_counter() - start < at_most_s:
         before = _busy_s()
