@@ -123,7 +123,7 @@ _NAMES_OF_MODULE: Final = {
     "train.loader": ("make_loader",),
 }
 _MODULE_OF_NAME: Final = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
-_SUBMODULES: Final = ("testing",)
+_SUBMODULES: Final = ("nn", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(PLANNING, VOCABULARY),
     "comm": VOCABULARY,
     "describe": VOCABULARY | {"comm"},
-    "apply": VOCABULARY | {"comm", "describe"},  # the flow's order: describe stands before apply, never behind it
+    "nn": VOCABULARY | {"comm", "checkpoint.layout"},
+    # The flow's order: describe stands before apply, never behind it.
+    "apply": VOCABULARY | {"comm", "describe", "nn", "checkpoint.layout"},
     "checkpoint.store": VOCABULARY | {"comm", "checkpoint.layout"},
 }
 MAY_IMPORT["checkpoint"] = MAY_IMPORT["checkpoint.store"] | {"checkpoint.store"}
-MAY_IMPORT["run"] = VOCABULARY | {"comm", "describe", "apply", "checkpoint", "checkpoint.store", "checkpoint.layout"}
+MAY_IMPORT["run"] = MAY_IMPORT["apply"] | {"apply", "checkpoint", "checkpoint.store"}
 MAY_IMPORT["measure"] = MAY_IMPORT["run"] | {"run"}
 MAY_IMPORT["testing"] = MAY_IMPORT["measure"] | {"measure"}
 MAY_IMPORT["train"] = MAY_IMPORT["measure"] | {"measure", "plan", "report"}
@@ -180,6 +182,8 @@ def test_there_is_something_to_check() -> None:
         (wrong_direction, "run/step.py", "from meshwright import testing"),
         (wrong_direction, "mesh.py", "from meshwright.spec import Plan"),
         (wrong_direction, "checkpoint/layout.py", "from meshwright.checkpoint.store import save"),
+        (wrong_direction, "nn/linear.py", "from meshwright.apply.engine import x"),
+        (wrong_direction, "comm/functional.py", "from meshwright.nn.linear import x"),
         (wrong_direction, "newcomer.py", "x = 1"),
         (relative_imports, "spec/plan.py", "from . import model"),
         (relative_imports, "spec/plan.py", "from .model import x"),

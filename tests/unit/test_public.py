@@ -69,9 +69,13 @@ def test_dir_lists_the_names() -> None:
     assert set(meshwright.__all__) <= set(dir(meshwright))
 
 
-def test_testing_is_a_submodule() -> None:
-    assert meshwright.testing is importlib.import_module("meshwright.testing")
-    assert "testing" not in meshwright.__all__
+@pytest.mark.parametrize("name", ["nn", "testing"])
+def test_submodules_load_when_they_are_used(name: str) -> None:
+    module = getattr(meshwright, name)
+    assert module is importlib.import_module(f"meshwright.{name}")
+    assert name not in meshwright.__all__
+    assert name in dir(meshwright)
+    assert module.__all__ == sorted(module.__all__)
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

@@ -1,0 +1,297 @@
+"""Collectives that autograd goes through: what tensor and sequence parallel layers exchange.
+
+[Note: conjugate pairs] Backward of each operation is forward of its partner, so second derivatives are right, too.
+
+    forward                 of                  gives                backward
+    copy_to_group           replicated          replicated           reduce_from_group: all-reduce
+    reduce_from_group       partial sums        replicated           copy_to_group: nothing
+    scatter_to_group        replicated          own slice            gather_from_group: all-gather
+    gather_from_group       slices              replicated           scatter_to_group: own slice
+    all_gather_along        slices              replicated           reduce_scatter_along
+    reduce_scatter_along    partial sums        own slice of sum     all_gather_along
+
+The two gathers differ in what follows them. After `gather_from_group` every rank computes the same, so every rank has the
+whole gradient and keeps its slice. After `all_gather_along` every rank computes something else, so the gradients are
+terms of a sum. The first two pairs are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), the
+last is g and its conjugate of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+
+All ranks of a group call the same operations in the same order, with tensors that require gradients on all ranks or on
+none: an all-reduce that only some ranks come to in backward waits until the timeout. Inputs are never written to. In a
+group of one rank every operation returns its input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import ConfigError
+
+__all__ = [
+    "all_gather_along",
+    "copy_to_group",
+    "gather_from_group",
+    "reduce_from_group",
+    "reduce_scatter_along",
+    "scatter_to_group",
+]
+
+# torch 2.13 renamed them and warns about the old names; 2.11 has the old ones only.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
+    """Hand a replicated tensor to computations that differ from rank to rank; backward adds up their gradients.
+
+    Args:
+        tensor: Any shape, the same on every rank.
+        group: The ranks.
+
+    Returns:
+        The same values; not to be written to.
+    """
+    return tensor if group.size == 1 else _Copy.apply(tensor, group)
+
+
+def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
+    """Add up the ranks' tensors; every rank goes on with the same sum, so backward exchanges nothing.
+
+    Args:
+        tensor: This rank's term; one shape on all ranks.
+        group: The ranks.
+
+    Returns:
+        The sum, on every rank.
+    """
+    return tensor if group.size == 1 else _Reduce.apply(tensor, group)
+
+
+def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Join the ranks' slices where all go on with the same computation; backward keeps the own slice of the gradient.
+
+    Args:
+        tensor: This rank's slice.
+        group: The ranks.
+        dim: The dim along which the slices lie.
+        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
+
+    Returns:
+        The full tensor, on every rank.
+
+    Raises:
+        ConfigError: `sizes` does not fit the group, or this rank's slice.
+    """
+    if group.size == 1:
+        return tensor
+    dim, sizes = _check(tensor, group, dim, sizes, is_slice=True)
+    return _Gather.apply(tensor, group, dim, sizes)
+
+
+def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Keep this rank's slice of a replicated tensor; backward gathers the slices' gradients.
+
+    Args:
+        tensor: The full tensor, the same on every rank.
+        group: The ranks.
+        dim: The dim to cut.
+        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
+
+    Returns:
+        This rank's slice, in memory of its own.
+
+    Raises:
+        ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
+    """
+    if group.size == 1:
+        return tensor
+    dim, sizes = _check(tensor, group, dim, sizes, is_slice=False)
+    return _Scatter.apply(tensor, group, dim, sizes)
+
+
+def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Join the ranks' slices where each goes on with a computation of its own; backward is a reduce-scatter.
+
+    Args:
+        tensor: This rank's slice.
+        group: The ranks.
+        dim: The dim along which the slices lie.
+        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
+
+    Returns:
+        The full tensor, on every rank.
+
+    Raises:
+        ConfigError: `sizes` does not fit the group, or this rank's slice.
+    """
+    if group.size == 1:
+        return tensor
+    dim, sizes = _check(tensor, group, dim, sizes, is_slice=True)
+    return _AllGather.apply(tensor, group, dim, sizes)
+
+
+def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Add up the ranks' tensors and keep this rank's slice of the sum; backward is an all-gather.
+
+    Args:
+        tensor: This rank's term; one shape on all ranks.
+        group: The ranks.
+        dim: The dim to cut.
+        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
+
+    Returns:
+        This rank's slice of the sum.
+
+    Raises:
+        ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
+    """
+    if group.size == 1:
+        return tensor
+    dim, sizes = _check(tensor, group, dim, sizes, is_slice=False)
+    return _ReduceScatter.apply(tensor, group, dim, sizes)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Reduce.apply(gradients[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator) -> Tensor:
+        ctx.group = group
+        # A copy: autograd may have handed the same gradient to others, and the caller may need its tensor.
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Copy.apply(gradients[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.arguments = (group, dim, sizes)
+        return _all_gather(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Scatter.apply(gradients[0], *ctx.arguments), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.arguments = (group, dim, sizes)
+        start = sum(sizes[: group.group_rank])
+        # A copy: autograd forbids writing in place to a view that a function of ours returns.
+        return tensor.narrow(dim, start, sizes[group.group_rank]).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gather.apply(gradients[0], *ctx.arguments), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.arguments = (group, dim, sizes)
+        return _all_gather(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReduceScatter.apply(gradients[0], *ctx.arguments), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.arguments = (group, dim, sizes)
+        return _reduce_scatter(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGather.apply(gradients[0], *ctx.arguments), None, None, None
+
+
+def _all_gather(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    """Join slices along a dim. The backends take equal, contiguous pieces, so uneven ones are padded to the largest."""
+    largest = max(sizes)
+    piece = _padded(tensor, dim, largest)
+    stacked = tensor.new_empty((group.size * piece.shape[0], *piece.shape[1:]))
+    if stacked.numel():
+        _exchange(
+            group, "all_gather", stacked.nbytes, lambda: _all_gather_single(stacked, piece, group=group.process_group)
+        )
+    if dim == 0 and min(sizes) == largest:
+        return stacked
+    pieces = stacked.view(group.size, *piece.shape).unbind(0)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(pieces, sizes, strict=True)], dim)
+
+
+def _reduce_scatter(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    """Add up and cut along a dim; pieces are stacked along dim 0, and uneven ones padded, as in `_all_gather`."""
+    largest, size = max(sizes), sizes[group.group_rank]
+    if dim == 0 and min(sizes) == largest:
+        stacked = tensor.contiguous()
+    else:
+        stacked = torch.cat([_padded(piece, dim, largest) for piece in tensor.split(sizes, dim)])
+    own = tensor.new_empty((stacked.shape[0] // group.size, *stacked.shape[1:]))
+    if stacked.numel():
+        _exchange(
+            group,
+            "reduce_scatter",
+            stacked.nbytes,
+            lambda: _reduce_scatter_single(own, stacked, group=group.process_group),
+        )
+    return own if size == largest else own.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
+
+
+def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
+    if piece.shape[dim] == size:
+        return piece.contiguous()
+    padded = piece.new_zeros((*piece.shape[:dim], size, *piece.shape[dim + 1 :]))
+    padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    return padded
+
+
+def _exchange(group: Communicator, name: str, tensor_bytes: int, call: Callable[[], Any]) -> None:
+    """Count an exchange and make it. The bytes are those that cross, padding included."""
+    entry = group.ledger.record(name, group.axis, tensor_bytes, group.size)
+    start = time.perf_counter()
+    group.run_waiting(name, call)
+    entry.wait_s += time.perf_counter() - start
+
+
+def _check(
+    tensor: Tensor, group: Communicator, dim: int, sizes: Sequence[int], *, is_slice: bool
+) -> tuple[int, tuple[int, ...]]:
+    """Return the dim counted from 0, and the sizes, once they fit the group and the tensor."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ConfigError(
+            f"dim={dim} of a tensor with {tensor.dim()} dims (rule: -{tensor.dim()} <= dim < {tensor.dim()})"
+        )
+    if len(sizes) != group.size:
+        raise ConfigError(f"{len(sizes)} sizes for a group of {group.size} ranks (rule: one for each rank)")
+    expected = sizes[group.group_rank] if is_slice else sum(sizes)
+    if tensor.shape[dim] != expected:
+        what = f"this rank ({group.group_rank} of the group) holds" if is_slice else "the tensor has"
+        raise ConfigError(
+            f"{what} {tensor.shape[dim]} entries along dim {dim}, by sizes={list(sizes)} it would be {expected}"
+        )
+    return dim % tensor.dim(), tuple(sizes)

@@ -1,0 +1,29 @@
+"""Building blocks of tensor and sequence parallelism, for models that are written with them.
+
+    group = mw.join_world().default_group           # or any Communicator
+    up = mw.nn.ColumnParallelLinear(1024, 4096, group=group)
+    down = mw.nn.RowParallelLinear(4096, 1024, group=group)
+    y = down(torch.relu(up(x)))                     # one all-reduce forward, one backward
+
+Every module says which part of which full tensor it holds (`layouts`), and puts the full tensors together again
+(`full_state_dict`).
+"""
+
+from __future__ import annotations
+
+from meshwright.nn.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.nn.embedding import VocabParallelEmbedding
+from meshwright.nn.linear import ColumnParallelLinear, RowParallelLinear
+from meshwright.nn.sharded import ShardedModule
+from meshwright.nn.shards import gather_full, join_shards, take_shard
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "ShardedModule",
+    "VocabParallelEmbedding",
+    "gather_full",
+    "join_shards",
+    "take_shard",
+    "vocab_parallel_cross_entropy",
+]
