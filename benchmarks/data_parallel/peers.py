@@ -8,6 +8,7 @@ of all ranks; the average over the ranks is the same number. Nothing is tuned: e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -41,16 +42,16 @@ class Side:
         return self.name.startswith("ours")
 
 
-def make_ours(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
-    """Ours: the plan "distributed" over whatever transport this rank was started with."""
+def make_ours(model: nn.Module, make_optimizer: MakeOptimizer, preset: str = "distributed") -> Step:
+    """Ours: a plan by its preset's name, over whatever transport this rank was started with."""
     import meshwright as mw
 
-    world = mw.join_world()
-    trained = mw.apply_plan(model, mw.Plan(dp=world.world_size), loss_fn=loss_fn, optimizer=make_optimizer)
+    plan = mw.Plan.preset(preset, mw.join_world().world_size)
+    trained = mw.apply_plan(model, plan, loss_fn=loss_fn, optimizer=make_optimizer)
     return lambda batch: trained.step(batch).loss
 
 
-def _plain_step(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def plain_step(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(batch: Batch) -> float:
         optimizer.zero_grad()
         loss = loss_fn(forward(batch[0]), batch)
@@ -64,13 +65,13 @@ def _plain_step(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 def make_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     """torch's DistributedDataParallel with its defaults."""
     wrapped = nn.parallel.DistributedDataParallel(model)
-    return _plain_step(wrapped, make_optimizer(wrapped.parameters()))
+    return plain_step(wrapped, make_optimizer(wrapped.parameters()))
 
 
 def make_ddp_view(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     """DistributedDataParallel whose gradients live in its buckets, which saves the copies."""
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain_step(wrapped, make_optimizer(wrapped.parameters()))
+    return plain_step(wrapped, make_optimizer(wrapped.parameters()))
 
 
 def make_accelerate(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
@@ -93,8 +94,8 @@ def make_accelerate(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     return step
 
 
-def make_deepspeed(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
-    """DeepSpeed at ZeRO stage 0: data parallelism, gradients averaged in one flat copy after backward."""
+def make_deepspeed(model: nn.Module, make_optimizer: MakeOptimizer, stage: int = 0) -> Step:
+    """DeepSpeed. ZeRO stage 0 is data parallelism, gradients averaged in one flat copy after backward."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it tells its whole configuration otherwise
     import deepspeed
 
@@ -106,7 +107,7 @@ def make_deepspeed(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
         "train_micro_batch_size_per_gpu": 1,  # it only counts samples with this; the batches come as they are
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # its own default is 1.0, which the other sides do not do
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
@@ -124,12 +125,13 @@ def make_deepspeed(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
 
 def make_one_process(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     """Plain PyTorch: the whole batch in one process, which computes with all the threads."""
-    return _plain_step(model, make_optimizer(model.parameters()))
+    return plain_step(model, make_optimizer(model.parameters()))
 
 
-def ours(transport: str) -> Side:
+def ours(transport: str, preset: str) -> Side:
     environment = (("MESHWRIGHT_TRANSPORT", transport),)
-    return Side(f"ours-{transport}", make_ours, transport, packages=("torch", "meshwright"), environment=environment)
+    make = functools.partial(make_ours, preset=preset)
+    return Side(f"ours-{transport}", make, transport, packages=("torch", "meshwright"), environment=environment)
 
 
 PEERS = {

@@ -30,11 +30,33 @@ from bench import CASES
 from gangs import LEAD_IN, Gang
 from peers import KEEP_FREED_MEMORY, PEERS, Side, ours
 from rounds import OTHERS_LIMIT, run_rounds, wait_for_quiet
+from sharded_peers import FSDP2, ZERO_REDUNDANCY, deepspeed
 
 HERE = Path(__file__).resolve().parent
 NUM_SHARES = 2
-BOUND_TO_BEST = {"latency-bound": 0.82, "balanced": 0.96, "bandwidth-bound": 0.70}
-"""What our step may take at most, as a ratio to the fastest other library's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One way to train: our preset, and the libraries that do the same."""
+
+    preset: str
+    peers: tuple[Side, ...]
+    bounds: dict[str, float]
+    """What our step may take at most, as a ratio to the fastest other library's."""
+
+
+ZERO_2_BOUNDS = {"latency-bound": 0.70, "balanced": 0.93, "bandwidth-bound": 0.55}
+KINDS = {
+    "distributed": Kind(
+        "distributed",
+        tuple(PEERS.values()),
+        {"latency-bound": 0.82, "balanced": 0.96, "bandwidth-bound": 0.70},
+    ),
+    "zero1": Kind("zero1", (ZERO_REDUNDANCY, deepspeed(1)), ZERO_2_BOUNDS),
+    "zero2": Kind("zero2", (ZERO_REDUNDANCY, deepspeed(2)), ZERO_2_BOUNDS),
+    "zero3": Kind("zero3", (FSDP2, deepspeed(3)), {"latency-bound": 0.45, "balanced": 0.82, "bandwidth-bound": 0.45}),
+}
 BOUND_TO_ONE_PROCESS = {"balanced": 1.0}
 CHECKED_STEPS = 10
 """Losses of these first steps must agree; later ones drift apart by rounding, which training makes grow [count]."""
@@ -88,7 +110,7 @@ def loss_difference(starts: list[dict[str, Any]], mine: str, other: str, count: 
     )
 
 
-def summarise(case: str, starts: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(case: str, kind: Kind, starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one case, from its raw samples."""
     rounds = [entry for start in starts for entry in start["rounds"]]
     counted = [entry for entry in rounds if entry["counts"]]
@@ -106,7 +128,7 @@ def summarise(case: str, starts: list[dict[str, Any]]) -> dict[str, Any]:
             row["ratio"] = quartiles(mine / other for mine, other in zip(figures[subject], times, strict=True))
             row["loss_difference"] = loss_difference(starts, subject, name, CHECKED_STEPS)
             row["loss_difference_at_end"] = loss_difference(starts, subject, name)
-            bound = BOUND_TO_BEST.get(case) if name == best else None
+            bound = kind.bounds.get(case) if name == best else None
             if name == "one-process":
                 bound = BOUND_TO_ONE_PROCESS.get(case)
             if bound is not None:
@@ -170,7 +192,8 @@ def environment() -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--kind", choices=list(KINDS), default="distributed")
+    parser.add_argument("--peers", nargs="*", default=None, help="names; default: all of the kind")
     parser.add_argument("--ours", nargs="+", choices=["shm", "gloo"], default=["shm"], help="bounds are for the first")
     parser.add_argument("--optimizer", choices=["adamw", "adamw-fused", "sgd"], default="adamw")
     parser.add_argument("--rounds", type=int, default=20)
@@ -197,20 +220,21 @@ def main() -> int:
     arguments = parse()
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(arguments.limit_s)
-    peers = [PEERS[name] for name in arguments.peers]
+    kind = KINDS[arguments.kind]
+    peers = [side for side in kind.peers if arguments.peers is None or side.name in arguments.peers]
     if arguments.keep_freed_memory:
         peers = [dataclasses.replace(side, environment=(*side.environment, *KEEP_FREED_MEMORY)) for side in peers]
-    sides = [ours(transport) for transport in arguments.ours] + peers
+    sides = [ours(transport, kind.preset) for transport in arguments.ours] + peers
     record: dict[str, Any] = {
         "options": {**vars(arguments), "out": None},
-        "bounds": {"best": BOUND_TO_BEST, "one-process": BOUND_TO_ONE_PROCESS},
+        "bounds": {"best": kind.bounds, "one-process": BOUND_TO_ONE_PROCESS},
         "environment": environment(),
         "results": {},
     }
     passed = True
     for case in arguments.cases:
         starts = [run_start(case, sides, arguments) for _ in range(arguments.starts)]
-        summary = summarise(case, starts)
+        summary = summarise(case, kind, starts)
         print_summary(case, summary)
         record["results"][case] = {"summary": summary, "starts": starts}
         passed = passed and summary["losses_agree"] and summary["idle_cores"] <= IDLE_LIMIT

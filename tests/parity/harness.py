@@ -114,10 +114,16 @@ def assert_ranks_agree(per_rank: Sequence[Sequence[testing.StepRecord]]) -> None
 
 
 def assert_distributed_parity(
-    name: str, num_ranks: int, setting: Setting, *, tolerance: float = FLOAT64, piecewise: bool = False
+    name: str,
+    num_ranks: int,
+    setting: Setting,
+    *,
+    plan_text: str = "",
+    tolerance: float = FLOAT64,
+    piecewise: bool = False,
 ) -> list[list[testing.StepRecord]]:
     """Train a case on ranks of the pool, compare all of them, and one of them with the oracle."""
-    per_rank = testing.run_ranks(run_case, num_ranks, name, f"dp={num_ranks}", setting)
+    per_rank = testing.run_ranks(run_case, num_ranks, name, plan_text or f"dp={num_ranks}", setting)
     expected = reference(name, setting, num_ranks if piecewise else None)
     testing.assert_parity(per_rank[0], expected, tolerance, buffers=piecewise)
     assert_ranks_agree(per_rank)

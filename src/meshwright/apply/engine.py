@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,8 @@ class Engine:
     """A module placed on its device(s), and how its gradients come together.
 
     The step calls, in this order: `begin_step`, then for each micro-batch `forward_backward` (after `arm` for the last
-    one), then `finish_gradients`, and after the optimizer `sync_buffers`. A rank with an empty share calls
-    everything but `forward_backward`.
+    one), then `finish_gradients`, and after the optimizer `finish_step` and `sync_buffers`. A rank with an empty share calls
+    everything but `forward_backward`, and `idle_pass` in its place where the strategy needs lockstep.
 
     Args:
         module: The user's module; its parameters keep their identity and their FQNs.
@@ -43,6 +44,14 @@ class Engine:
         """Whether gradients may be on their way before backward has ended."""
         return False
 
+    @property
+    def needs_lockstep(self) -> bool:
+        """Whether every rank must run as many micro-batches as any: what it has none for, it plays with `idle_pass`."""
+        return False
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take note of the optimizer before anything runs; a strategy that shards gives it this rank's shards."""
+
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         for parameter in self.parameters:
@@ -53,6 +62,15 @@ class Engine:
 
     def begin_forward(self) -> None:
         """Get ready for a forward that no step surrounds."""
+
+    def before_layer(self, layer: nn.Module) -> None:
+        """Take note that a layer's forward runs now, maybe again in backward."""
+
+    def begin_backward(self) -> None:
+        """Take note that a micro-batch's forward is over and that its backward begins."""
+
+    def idle_pass(self) -> None:
+        """Take part in what the other ranks exchange during a micro-batch; without a backward where gradients are off."""
 
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched, on every rank."""
@@ -79,6 +97,25 @@ class Engine:
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of the whole gradient, a scalar."""
         return total_norm(self.gradient_tensors(), self.device)
+
+    def finish_step(self) -> None:
+        """Take note that the optimizer has written new values."""
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Have every parameter hold its whole value inside. Every rank enters it."""
+        yield
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return each parameter's whole gradient by FQN, after `finish_gradients`; None where it has none. On every rank."""
+        return {name: parameter.grad for name, parameter in self.module.named_parameters()}
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors whose memory this rank holds for "parameters" and "gradients"; several may share memory."""
+        return {
+            "parameters": list(self.parameters),
+            "gradients": [parameter.grad for parameter in self.parameters if parameter.grad is not None],
+        }
 
     def buffers_changed(self) -> bool:
         """Tell whether a forward wrote into a buffer since the last `sync_buffers`."""

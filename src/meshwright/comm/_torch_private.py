@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ProcessGroupGloo", "TorchDispatchMode", "cpu_backend_name", "foreach_mul_", "foreach_norm"]
+__all__ = [
+    "DEAR_OPERATORS",
+    "ProcessGroupGloo",
+    "TorchDispatchMode",
+    "cpu_backend",
+    "cpu_backend_name",
+    "foreach_add_",
+    "foreach_mul_",
+    "foreach_norm",
+]
 
 # One call for a list of tensors; torch's own optimizers and clipping are written with them.
+foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+_ATEN = torch.ops.aten
+DEAR_OPERATORS = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.baddbmm.default,
+        _ATEN.convolution.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Matrix products, convolutions and attention: what selective recompute does not do twice."""
 
 
 def cpu_backend_name(group: ProcessGroup) -> str:
     """Return what exchanges a group's CPU tensors: "gloo", "shm"; "" where nothing does."""
+    backend = cpu_backend(group)
+    return "" if backend is None else backend.name()
+
+
+def cpu_backend(group: ProcessGroup) -> Any:
+    """Return the object that exchanges a group's CPU tensors; None where nothing does."""
     try:
-        return group._get_backend(torch.device("cpu")).name()
+        return group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return ""
+        return None

@@ -5,19 +5,23 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm._torch_private import cpu_backend_name
+from meshwright.comm._torch_private import cpu_backend, cpu_backend_name
 from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.errors import InternalError, LostPeerError
 
 __all__: list[str] = []
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# torch 2.13 renamed them and warns about the old names; 2.11 has the old ones only.
+ALL_GATHER_SINGLE: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER_SINGLE: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # What gloo, NCCL and the store say when the other side is gone or late. There is no exception type for it.
 _LOST_PEER_TEXTS = (
@@ -191,6 +195,54 @@ class Communicator:
 
         self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
+    def all_gather_into(self, flat: torch.Tensor, segment: torch.Tensor) -> None:
+        """Fill `flat`, [size * n], with every rank's `segment`, [n], in group order; `segment` may be its own part of it."""
+        if self.size == 1:
+            if flat.data_ptr() != segment.data_ptr():
+                flat.copy_(segment)
+            return
+        # Bytes: not every backend knows every dtype.
+        output, source = flat.view(torch.uint8), segment.view(torch.uint8)
+        self._issue(
+            "all_gather",
+            flat.nbytes,
+            lambda later: ALL_GATHER_SINGLE(output, source, group=self.process_group, async_op=later),
+            async_op=False,
+        )
+
+    def reduce_slices(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
+        """Sum over the ranks, in place, this rank's slice of the tensors joined end to end; the rest of them is undefined then.
+
+        Args:
+            tensors: Contiguous, one dtype, [n_i] each; the same on every rank.
+            ends: Where each rank's slice of the joined tensors ends, in group order; the last is their whole length.
+        """
+        if self.size == 1:
+            return
+        shared = self.shares_memory and tensors[0].device.type == "cpu"
+        backend = cpu_backend(self.process_group) if shared and self.process_group is not None else None
+
+        def call(_: bool) -> None:
+            if backend is not None:
+                backend.reduce_slices(list(tensors), list(ends))
+            else:
+                self._reduce_packed(tensors, ends)
+
+        self._issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
+
+    def _reduce_packed(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
+        starts = [0, *ends[:-1]]
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        packed = tensors[0].new_zeros((self.size, width))
+        places = list(_cut_at(tensors, ends))
+        for owner, at, part in places:
+            packed[owner, at : at + part.numel()].copy_(part)
+        summed = torch.empty_like(packed[0])
+        REDUCE_SCATTER_SINGLE(summed, packed, group=self.process_group)
+        for owner, at, part in places:
+            if owner == self.group_rank:
+                part.copy_(summed[at : at + part.numel()])
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, async_op: bool = False) -> Pending:
         """Replace the tensor, on every rank, by that of the group's rank `source`. In place."""
         if self.size == 1:
@@ -245,3 +297,16 @@ class Communicator:
                 self.process_group.barrier(options).wait()
 
         self.run_waiting("barrier", wait)
+
+
+def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield (slice, place in that slice, part) for tensors joined end to end and cut into slices at `ends`."""
+    owner, begin, at = 0, 0, 0  # the slice that `at` lies in, where it begins, and the place in the joined tensors
+    for tensor in tensors:
+        done = 0
+        while done < tensor.numel():
+            while at >= ends[owner]:
+                begin, owner = ends[owner], owner + 1
+            count = min(tensor.numel() - done, ends[owner] - at)
+            yield owner, at - begin, tensor[done : done + count]
+            done, at = done + count, at + count

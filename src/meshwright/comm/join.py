@@ -105,7 +105,15 @@ def _make_world(
         world_size=place.world_size,
         timeout=datetime.timedelta(seconds=group_timeout_s),
     )
-    world = _world_around(dist.group.WORLD, place, device, timeout_s=timeout_s, link=link, store=store)
+    world = _world_around(
+        dist.group.WORLD,
+        place,
+        device,
+        timeout_s=timeout_s,
+        group_timeout_s=group_timeout_s,
+        link=link,
+        store=store,
+    )
     atexit.register(leave_group, world)
     return world
 
@@ -113,6 +121,8 @@ def _make_world(
 def leave_group(world: World) -> None:
     """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
     world.default_group.release()
+    for communicator in world.subgroups.values():
+        communicator.release()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError, ValueError):  # peers may have left before
             dist.destroy_process_group()
@@ -124,6 +134,7 @@ def _world_around(
     device: torch.device,
     *,
     timeout_s: float,
+    group_timeout_s: float | None = None,
     link: Link | None = None,
     store: Store | None = None,
 ) -> World:
@@ -139,6 +150,7 @@ def _world_around(
         device=device,
         ledger=ledger,
         timeout_s=timeout_s,
+        group_timeout_s=group_timeout_s,
         link=link,
         store=store,
     )

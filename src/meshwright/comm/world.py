@@ -71,6 +71,7 @@ class World:
         device: Where this rank computes.
         ledger: Counts what this rank exchanges.
         timeout_s: How long one exchange may wait [s].
+        group_timeout_s: What torch.distributed's groups are given, where that is longer because somebody watches [s].
         link: The connection to the launching process; None where there is none.
         store: Where joined ranks tell each other of failures; None where there is none.
     """
@@ -85,6 +86,7 @@ class World:
         device: torch.device,
         ledger: Ledger,
         timeout_s: float,
+        group_timeout_s: float | None = None,
         link: Link | None = None,
         store: Store | None = None,
     ) -> None:
@@ -95,10 +97,13 @@ class World:
         self.device = device
         self.ledger = ledger
         self.timeout_s = timeout_s
+        self.group_timeout_s = timeout_s if group_timeout_s is None else group_timeout_s
         self.store = store
         self.is_launched = link is not None
         self.on_event: Callable[[int, dict[str, Any]], None] | None = None
         """Where `emit` goes in a world that was joined, not launched; None drops the events."""
+        self.subgroups: dict[tuple[tuple[int, ...], ...], Communicator] = {}
+        """Communicators of some of the ranks that were made before, by the groups that were made together; see groups.py."""
         self._link: Link = link if link is not None else _NoLink()
         self._signals: StopSignals | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.measure.oracle import StepRecord, copy_gradients, to_dtype
+from meshwright.measure.oracle import StepRecord, to_dtype
 from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.spec import Plan
@@ -79,12 +79,14 @@ def plan_steps(
             share = split_batch(batches[step % len(batches)], model) if shares is None else shares[step % len(shares)]
             seen.gradients = {}
             result = model.step(share)
+            with model.whole_parameters():
+                parameters = {name: p.detach().clone().cpu() for name, p in model.module.named_parameters()}
             records.append(
                 StepRecord(
                     loss=result.loss,
                     grad_norm=result.grad_norm,
                     gradients=seen.gradients,
-                    parameters={name: p.detach().clone().cpu() for name, p in model.module.named_parameters()},
+                    parameters=parameters,
                     buffers={name: b.detach().clone().cpu() for name, b in model.module.named_buffers()},
                     skipped=result.skipped,
                 )
@@ -99,12 +101,13 @@ class GradientRecorder:
 
     def __init__(self, model: ParallelModel) -> None:
         self.gradients: dict[str, Tensor | None] = {}
-        self._module = model.module
+        self._model = model
         if model.optimizer is not None:
             model.optimizer.register_step_pre_hook(self._record)
 
     def _record(self, *_: Any) -> None:
-        self.gradients = copy_gradients(self._module)
+        full = self._model.full_gradients()
+        self.gradients = {name: None if g is None else g.detach().clone().cpu() for name, g in full.items()}
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from meshwright.apply.data import DistributedEngine
+from meshwright.apply.data.distributed import DistributedEngine
+from meshwright.apply.data.sharded import ShardedEngine, Sharding
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
 from meshwright.apply.replicas import ReplicasEngine
+from meshwright.comm.groups import subgroup
 from meshwright.comm.world import World
 from meshwright.describe.tree import BatchSplitter
 from meshwright.errors import ApplyError
@@ -130,9 +132,22 @@ def build_engine(
     module.to(devices[0])
     if plan.mode == "data_parallel":
         return ReplicasEngine(module, group, devices, splitter=splitter)
+    if plan.zero > 0 and plan.dp > 1:
+        return ShardedEngine(module, group, devices[0], _sharding(plan, world))
     if world.world_size > 1:
         return DistributedEngine(module, group, devices[0], bucket_bytes=plan.bucket_bytes, overlap=plan.overlap)
     return Engine(module, group, devices[0])
+
+
+def _sharding(plan: Plan, world: World) -> Sharding:
+    """Return who shards with whom: `shard` neighbours on the dp axis hold one copy between them."""
+    degree, dp = plan.shard_degree, plan.dp
+    neighbours = [range(first, first + degree) for first in range(0, dp, degree)]
+    copies = [range(place, dp, degree) for place in range(degree)]
+    options = {} if plan.whole_below is None else {"whole_below": plan.whole_below}
+    return Sharding(
+        zero=plan.zero, shards=subgroup(world, neighbours, "dp"), replicas=subgroup(world, copies, "dp"), **options
+    )
 
 
 def build_optimizer(

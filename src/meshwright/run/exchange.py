@@ -32,6 +32,7 @@ class Agreement:
         wants_stop: Whether this rank was asked to stop.
         switched: A parameter whose `requires_grad` was switched on this rank, or None.
         broken: Why this rank cannot take the step, or None.
+        num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Agreement:
         wants_stop: bool,
         switched: str | None,
         broken: ApplyError | None,
+        num_passes: int | None = None,
     ) -> None:
         self._group = group
         self._device = device
@@ -52,6 +54,9 @@ class Agreement:
         self._broken = broken
         flags = (wants_stop, switched is not None, broken is not None)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
+        if num_passes is not None:
+            # A sum cannot find a maximum: each rank has a place of its own.
+            mine += [float(num_passes) if index == group.group_rank else 0.0 for index in range(group.size)]
         self._total: list[float] | None = mine if group.size == 1 else None
         if group.size > 1:
             self._vector = torch.tensor(mine, dtype=torch.float64, device=device)
@@ -109,6 +114,11 @@ class Agreement:
     def num_tokens(self) -> int:
         """Tokens in the global batch [count]."""
         return int(self.wait()[2])
+
+    @property
+    def num_passes(self) -> int:
+        """The most micro-batches that any rank has, where the ranks were asked for it; else 0 [count]."""
+        return int(max(self.wait()[6:], default=0))
 
     @property
     def wants_stop(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.recompute import Recompute
 from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
@@ -82,19 +84,29 @@ def apply_plan(
     chosen = choose_devices(plan, devices, world)
     module = build_module(build_model, seed, world)
     splitter = BatchSplitter(split)
+    recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
+    built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1)
+    engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,
         LossRule(loss_fn, module, splitter),
         splitter,
-        optimizer=build_optimizer(optimizer, module, may_fuse=plan.dp > 1),
+        optimizer=built,
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         autocast=_AUTOCAST[plan.precision],
         max_grad_norm=max_grad_norm,
         non_finite=non_finite,
     )
-    return ParallelModel(plan, world, engine, stepper)
+    if recompute is not None:
+        recompute.before = engine.before_layer
+    return ParallelModel(plan, world, engine, stepper, recompute)
+
+
+def _memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}.values())
 
 
 def _check_options(max_grad_norm: float | None, non_finite: str) -> None:
@@ -112,13 +124,16 @@ class ParallelModel:
     Made by `apply_plan`. Everything here is called on every rank.
     """
 
-    def __init__(self, plan: Plan, world: World, engine: Engine, stepper: Stepper) -> None:
+    def __init__(
+        self, plan: Plan, world: World, engine: Engine, stepper: Stepper, recompute: Recompute | None = None
+    ) -> None:
         self.plan = plan
         """The plan that was applied."""
         self.world = world
         """This process's place among the ranks."""
         self.engine = engine
         self.stepper = stepper
+        self._recompute = recompute
         self.num_steps = 0
         """Calls of `step` so far [count]."""
 
@@ -160,7 +175,8 @@ class ParallelModel:
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step.
 
-        Gradients stay readable as ``parameter.grad`` until the next step begins.
+        Gradients stay readable until the next step begins: as ``parameter.grad`` where ranks hold whole ones, and by
+        `full_gradients` under every plan.
 
         Args:
             batch: This rank's share of the global batch (see `split_batch`), or None where it has no sample: a mapping
@@ -204,10 +220,37 @@ class ParallelModel:
         module = self.module
         if type(module).__name__ == "OptimizedModule":  # torch.compile's wrapper is not the user's model
             module = module.get_submodule("_orig_mod")
-        return {
-            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in module.state_dict().items()
-        }
+        with self.engine.whole_parameters():
+            return {
+                name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in module.state_dict().items()
+            }
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the last step's gradients as one device would have them, after clipping; every rank calls it.
+
+        Returns:
+            FQN -> the whole gradient, or None where the parameter has none. Valid until the next step begins.
+        """
+        return self.engine.full_gradients()
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Have every parameter of the module hold its whole value inside; every rank enters it. For reading, not for writing."""
+        return self.engine.whole_parameters()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the memory that this rank holds for "parameters", "gradients" and "optimizer" state, as it is now [bytes].
+
+        Memory that several tensors share counts once. Gradients are there from `step` until the next one begins.
+        """
+        held = self.engine.held_tensors()
+        state = (
+            []
+            if self.optimizer is None
+            else [value for entry in self.optimizer.state.values() for value in entry.values()]
+        )
+        held["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
+        return {kind: _memory_bytes(tensors) for kind, tensors in held.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the module's parameters."""
@@ -229,6 +272,8 @@ class ParallelModel:
     def close(self) -> None:
         """Release hooks and threads; the module is a plain one again."""
         self.engine.close()
+        if self._recompute is not None:
+            self._recompute.close()
 
     def __enter__(self) -> ParallelModel:
         return self

@@ -108,6 +108,7 @@ class Stepper:
             on_phase("optimizer")
             if self.optimizer is not None:
                 self.optimizer.step()
+                engine.finish_step()
         if sums.buffers_changed:
             engine.sync_buffers()
         self.stop_requested = agreement.wants_stop
@@ -142,6 +143,7 @@ class Stepper:
             wants_stop=wants_stop,
             switched=switched,
             broken=broken,
+            num_passes=len(parts) if self.engine.needs_lockstep else None,
         )
         if broken is not None or (switched is not None and agreement.trainable_changed):
             agreement.wait()
@@ -163,6 +165,10 @@ class Stepper:
             changed = engine.buffers_changed()
             return SumExchange(engine.group, engine.device, terms, buffers_changed=changed, in_background=not later)
 
+        lockstep = engine.needs_lockstep
+        if lockstep:
+            agreement.wait()  # before anything that another rank may wait in
+
         def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
             nonlocal exchange
             term = self._loss_term_if_any(module, part)
@@ -170,7 +176,7 @@ class Stepper:
                 return
             with self._lock:  # replicas come here from several threads
                 terms.append(term)
-            if is_last and engine.num_replicas == 1:
+            if is_last and engine.num_replicas == 1 and not lockstep:
                 exchange = exchange_sums()
                 on_phase("backward")
             self._backward(term, agreement, alone=alone)
@@ -180,6 +186,10 @@ class Stepper:
             if is_last:
                 engine.arm()
             engine.forward_backward(part, lambda module, chunk, last=is_last: compute(module, chunk, is_last=last))
+        if lockstep:
+            for _ in range(agreement.num_passes - len(parts)):
+                engine.idle_pass()
+            on_phase("backward")
         exchange = exchange or exchange_sums()
         sums = exchange.wait()
         # Alone, backward has been run from the mean already.
@@ -199,6 +209,7 @@ class Stepper:
         return self._loss_term(module, part, weight) if weight else None
 
     def _backward(self, term: LossTerm, agreement: Agreement, *, alone: bool) -> None:
+        self.engine.begin_backward()
         if not term.value.requires_grad:
             return  # this micro-batch used frozen parameters only
         if term.is_mean:
@@ -218,7 +229,8 @@ class Stepper:
         def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
             return self._loss_term(module, part, self.rule.known_weight(part)).value
 
-        finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
+        with engine.whole_parameters():
+            finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
         return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device)
 
     def _leave_out(self, snapshot: _Snapshot, error: NonFiniteError) -> None:
@@ -241,8 +253,12 @@ class Stepper:
             agreement = self._agree(parts, weights, wants_stop=False)
             with torch.no_grad():
                 engine.begin_forward()
+                if engine.needs_lockstep:
+                    agreement.wait()
                 found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
                 agreement.wait()
+                for _ in range(agreement.num_passes - len(parts)):
+                    engine.idle_pass()
                 terms = [term for term in found if term is not None]
                 sums = SumExchange(
                     engine.group, engine.device, terms, buffers_changed=False, in_background=False

@@ -49,6 +49,7 @@ class Plan(Value):
         overlap: Communicate while computing.
         micro_batch_size: Samples of one forward pass; None splits what comes [samples].
         bucket_bytes: Size of a gradient bucket; None is the measured default [bytes].
+        whole_below: ZeRO-3 keeps layers with fewer bytes of parameters whole; None is the default [bytes].
         layouts: FQN -> how that parameter is split, as text.
         stages: Module name -> the stage that it runs in, counted from 0.
         reasons: Why this plan, for people.
@@ -83,6 +84,7 @@ class Plan(Value):
     overlap: bool = True
     micro_batch_size: int | None = None
     bucket_bytes: int | None = None
+    whole_below: int | None = None
     layouts: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str])
     stages: Mapping[str, int] = dataclasses.field(default_factory=FrozenMap[int])
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -257,6 +259,11 @@ class Plan(Value):
                 f"shard={self.shard} with zero=0 (rule: shard says where ZeRO shards, so zero is 1, 2 or 3)",
                 fix="zero=1",
             )
+        problems.require(
+            self.whole_below is None or (self.zero == 3 and self.whole_below >= 0),
+            f"whole_below={self.whole_below} with zero={self.zero} (rule: it says what ZeRO-3 leaves whole, and is not negative)",
+            fix="zero=3",
+        )
         problems.require(
             not self.sequence_parallel or self.tp > 1,
             f"sequence_parallel=on with tp={self.tp} (rule: it splits over tp, so tp is at least 2)",

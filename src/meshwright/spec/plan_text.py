@@ -54,6 +54,7 @@ _PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "overlap": _parse_switch,
     "micro_batch_size": _parse_int,
     "bucket_bytes": _parse_bytes_word,
+    "whole_below": _parse_bytes_word,
 }
 
 _DEGREES: Final = ("dp", "tp", "pp", "cp")
@@ -149,7 +150,7 @@ def format_line(entries: Mapping[str, Any]) -> str:
             value = entries[key]
             if isinstance(value, bool):
                 value = "on" if value else "off"
-            elif key == "bucket_bytes":
+            elif _PARSERS[key] is _parse_bytes_word:
                 value = print_bytes_exactly(value)
             words.append(f"{key}={value}")
     return ",".join(words) or "single"

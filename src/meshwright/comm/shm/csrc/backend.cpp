@@ -1,8 +1,6 @@
 #include "backend.h"
 #include "interpreter.h"
 
-#include <c10/util/thread_name.h>
-
 #include <chrono>
 #include <map>
 #include <set>
@@ -303,6 +301,22 @@ Ref<Work> ShmBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, Tenso
                 });
 }
 
+void ShmBackend::reduce_slices(const TensorList& tensors, const std::vector<int64_t>& ends) {
+  TORCH_CHECK(!tensors.empty() && static_cast<int>(ends.size()) == size_, "reduce_slices: ", tensors.size(), " tensors and ",
+              ends.size(), " ends for ", size_, " ranks");
+  std::vector<Part> parts;
+  const Kind kind = elements_of(tensors[0]).kind;
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.is_contiguous() && elements_of(tensor).kind == kind, "reduce_slices: contiguous tensors of one dtype");
+    parts.push_back({static_cast<char*>(tensor.data_ptr()), tensor.nbytes()});
+  }
+  std::vector<size_t> byte_ends;
+  for (const int64_t end : ends) byte_ends.push_back(static_cast<size_t>(end) * size_of(kind));
+  const Pieces pieces(std::move(parts));
+  submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", tensors, c10d::kUnsetTimeout, false,
+         [&](const Terms& terms) { collectives_.reduce_slices(pieces, byte_ends, kind, Reduction::kSum, terms); });
+}
+
 Ref<Work> ShmBackend::gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& options) {
   check_one(inputs, "gather");
   const int root = static_cast<int>(options.rootRank);
@@ -374,79 +388,6 @@ Ref<Work> ShmBackend::barrier(const c10d::BarrierOptions& options) {
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) {
   submit(c10d::OpType::BARRIER, "shm:monitored_barrier", {}, options.timeout, false,
          [this](const Terms& terms) { collectives_.barrier(terms); });
-}
-
-Ref<Work> ShmBackend::send(TensorList& tensors, int target, int tag) { return exchange(tensors, true, target, tag); }
-
-Ref<Work> ShmBackend::recv(TensorList& tensors, int source, int tag) { return exchange(tensors, false, source, tag); }
-
-Ref<Work> ShmBackend::recvAnysource(TensorList& tensors, int tag) { return exchange(tensors, false, kAnySource, tag); }
-
-Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int tag) {
-  check_one(tensors, is_send ? "send" : "recv");
-  refuse_if_lost();
-  auto dense = make_dense(tensors, is_send);
-  const c10d::OpType type = is_send ? c10d::OpType::SEND : peer == kAnySource ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
-  auto work = c10::make_intrusive<ShmWork>(rank_, type, is_send ? "shm:send" : "shm:recv", tensors);
-  work->sequence_ = ++sequence_;
-  auto message = std::make_shared<Message>();
-  message->is_send = is_send;
-  message->peer = peer;
-  message->tag = tag;
-  message->data = dense[0].data();
-  message->bytes = dense[0].bytes();
-  message->deadline = deadline_after(c10d::kUnsetTimeout);
-  message->on_end = [work, dense, is_send, raw = message.get()](const std::string& error) {
-    if (!is_send && error.empty()) {
-      const at::NoGradGuard no_grad;
-      give_back(dense);
-    }
-    work->source_rank_ = raw->peer;
-    work->complete(error.empty() ? nullptr : std::make_exception_ptr(std::runtime_error(error)));
-  };
-  work->help_ = [this, message] {
-    refuse_if_forked();
-    {
-      std::lock_guard<std::mutex> held(server_->lock);
-      ++server_->num_helpers;
-    }
-    try {
-      messages_.wait_for(*message, caller_);
-    } catch (const LostPeer& error) {
-      fail(error);
-    }
-    {
-      std::lock_guard<std::mutex> held(server_->lock);
-      --server_->num_helpers;
-    }
-    server_->wanted.notify_one();
-  };
-  messages_.post(message);
-  if (waiter_.stopping()) messages_.abandon(reason());  // whoever ended it meanwhile may not have seen this one
-  if (!message->ended.load(std::memory_order_acquire)) {
-    std::lock_guard<std::mutex> held(server_->lock);
-    if (!server_->thread.joinable()) server_->thread = std::thread([this] { serve_messages(); });
-    server_->wanted.notify_one();
-  }
-  return work;
-}
-
-void ShmBackend::serve_messages() {
-  c10::setThreadName("mw_shm_messages");
-  while (true) {
-    {
-      std::unique_lock<std::mutex> held(server_->lock);
-      server_->wanted.wait(held, [this] {
-        return server_->stopping || (server_->num_helpers == 0 && !waiter_.stopping() && !messages_.is_idle());
-      });
-      if (server_->stopping) return;
-    }
-    try {
-      messages_.nap();
-    } catch (const LostPeer& error) {
-      fail(error);
-    }
-  }
 }
 
 }  // namespace meshwright

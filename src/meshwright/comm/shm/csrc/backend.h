@@ -59,6 +59,8 @@ class ShmBackend : public c10d::Backend {
   Ref<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
   Ref<Work> reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                             const c10d::ReduceScatterOptions& options) override;
+  // Beyond torch's interface: sum this rank's slice of the tensors, joined end to end, in place. Ends in elements.
+  void reduce_slices(const TensorList& tensors, const std::vector<int64_t>& ends);
   Ref<Work> gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& options) override;
   Ref<Work> scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& options) override;
   Ref<Work> alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) override;

@@ -9,7 +9,9 @@ namespace meshwright {
 
 namespace {
 
-constexpr size_t kFlatBytes = 16 * 1024;  // below it one round of more work beats two of less
+// Below it one round of more work beats two of less. Two ranks read and write as much either way, so that one round wins until
+// what it saves is lost in the copies.
+constexpr size_t kFlatBytes = 16 * 1024, kFlatBytesOfTwo = 128 * 1024;
 
 const char* name_of(Operation operation) {
   constexpr const char* names[] = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
@@ -95,33 +97,9 @@ void Collectives::compare(const char* name, const Signature& signature, bool sam
   }
 }
 
-Pieces::Pieces(std::vector<Part> parts) : parts_(std::move(parts)) {
-  size_t end = 0;
-  for (const Part& part : parts_) ends_.push_back(end += part.bytes);
-}
-
-template <class Use>
-void Pieces::visit(size_t at, size_t bytes, Use use) const {
-  size_t index = std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin();
-  for (size_t offset = 0; offset < bytes; ++index) {
-    const size_t begin = ends_[index] - parts_[index].bytes;
-    const size_t now = std::min(bytes - offset, ends_[index] - (at + offset));
-    if (now != 0) use(parts_[index].data + (at + offset - begin), offset, now);
-    offset += now;
-  }
-}
-
-void Pieces::copy_out(char* target, size_t at, size_t bytes) const {
-  visit(at, bytes, [&](const char* data, size_t offset, size_t now) { copy(target + offset, data, now); });
-}
-
-void Pieces::copy_in(const char* source, size_t at, size_t bytes) const {
-  visit(at, bytes, [&](char* data, size_t offset, size_t now) { copy(data, source + offset, now); });
-}
-
 void Collectives::all_reduce(const Pieces& data, Kind kind, Reduction reduction, Terms terms) {
   const Signature signature = sign(Operation::kAllReduce, data.bytes(), 0, kind, reduction);
-  if (data.bytes() <= std::min(kFlatBytes, segment_.slot_bytes())) {
+  if (data.bytes() <= std::min(size() == 2 ? kFlatBytesOfTwo : kFlatBytes, segment_.slot_bytes())) {
     all_reduce_flat(data, kind, reduction, terms, signature);
   } else {
     all_reduce_sliced(data, kind, reduction, terms, signature);
@@ -243,6 +221,43 @@ void Collectives::reduce_scatter(const std::vector<ConstPart>& inputs, Part outp
           parts[rank()] = inputs[rank()].data + at;
           const size_t count = span(output.bytes, at, piece) / width;
           meshwright::reduce(output.data + at, nullptr, parts, size(), count, kind, reduction);
+        },
+        terms, step == 0 ? &signature : nullptr);
+  }
+}
+
+void Collectives::reduce_slices(const Pieces& data, const std::vector<size_t>& ends, Kind kind, Reduction reduction,
+                                Terms terms) {
+  std::vector<ConstPart> slices;
+  size_t longest = 0;
+  for (size_t owner = 0; owner < ends.size(); ++owner) {
+    slices.push_back({nullptr, ends[owner] - (owner == 0 ? 0 : ends[owner - 1])});
+    longest = std::max(longest, slices.back().bytes);
+  }
+  Signature signature = sign(Operation::kReduceScatter, data.bytes(), 0, kind, reduction);
+  add_sizes(signature, slices, data.bytes() == ends.back(), rank());
+  const size_t piece = segment_.slot_bytes() / size() / kLine * kLine;
+  const size_t steps = num_rounds(longest, piece);
+  for (size_t step = 0; step < steps; ++step) {
+    const size_t at = step * piece;
+    const auto begin_of = [&](int owner) { return ends[owner] - slices[owner].bytes + at; };
+    const auto bytes_of = [&](int owner) { return span(slices[owner].bytes, at, piece); };
+    round(
+        "reduce_scatter",
+        [&](uint64_t n) {
+          for (int next = 1; next < size(); ++next) {
+            const int owner = (rank() + next) % size();
+            data.copy_out(segment_.slot(rank(), n) + owner * piece, begin_of(owner), bytes_of(owner));
+          }
+        },
+        [&](uint64_t n) {
+          if (step == 0) compare("reduce_scatter", signature, true);
+          data.visit(begin_of(rank()), bytes_of(rank()), [&](char* own, size_t offset, size_t bytes) {
+            const void* parts[kMaxRanks];
+            for (int peer = 0; peer < size(); ++peer) parts[peer] = segment_.slot(peer, n) + rank() * piece + offset;
+            parts[rank()] = own;
+            meshwright::reduce(own, nullptr, parts, size(), bytes / size_of(kind), kind, reduction);
+          });
         },
         terms, step == 0 ? &signature : nullptr);
   }

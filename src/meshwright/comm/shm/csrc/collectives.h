@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "pieces.h"
 #include "reduce.h"
 #include "segment.h"
 #include "wait.h"
@@ -14,32 +15,6 @@ namespace meshwright {
 
 enum class Operation : unsigned char {
   kAllReduce, kAllGather, kReduceScatter, kBroadcast, kReduce, kGather, kScatter, kAllToAll, kBarrier
-};
-
-// A part of the caller's memory.
-struct Part {
-  char* data;
-  size_t bytes;
-};
-struct ConstPart {
-  const char* data;
-  size_t bytes;
-};
-
-// Several pieces of the caller's memory that take part as one: their bytes count through from the first to the last.
-class Pieces {
- public:
-  explicit Pieces(std::vector<Part> parts);
-  size_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
-  // Call `use(data, offset, bytes)` for what lies in [at, at + bytes): `offset` counts from `at`.
-  template <class Use>
-  void visit(size_t at, size_t bytes, Use use) const;
-  void copy_out(char* target, size_t at, size_t bytes) const;
-  void copy_in(const char* source, size_t at, size_t bytes) const;
-
- private:
-  std::vector<Part> parts_;
-  std::vector<size_t> ends_;
 };
 
 // How a call may wait.
@@ -68,6 +43,8 @@ class Collectives {
   void all_gather(ConstPart input, const std::vector<Part>& outputs, Terms terms);
   // inputs[r] goes to rank r; output receives the reduction of everybody's inputs[this rank].
   void reduce_scatter(const std::vector<ConstPart>& inputs, Part output, Kind kind, Reduction reduction, Terms terms);
+  // In place: each rank's slice of `data`, which ends where `ends` says, is replaced by everybody's sum of it on that rank alone.
+  void reduce_slices(const Pieces& data, const std::vector<size_t>& ends, Kind kind, Reduction reduction, Terms terms);
   void broadcast(Part data, int root, Terms terms);
   void reduce(char* data, size_t count, Kind kind, Reduction reduction, int root, Terms terms);
   void gather(ConstPart input, const std::vector<Part>& outputs, int root, Terms terms);   // outputs on the root alone

@@ -22,5 +22,7 @@ PYBIND11_MODULE(MESHWRIGHT_MODULE, m) {
              const meshwright::Settings settings{std::move(global_ranks), std::move(process_files), timeout_ms, crowded};
              return c10::make_intrusive<ShmBackend>(std::move(segment), settings);
            }),
-           py::arg("segment"), py::arg("global_ranks"), py::arg("process_files"), py::arg("timeout_ms"), py::arg("crowded"));
+           py::arg("segment"), py::arg("global_ranks"), py::arg("process_files"), py::arg("timeout_ms"), py::arg("crowded"))
+      .def("reduce_slices", &ShmBackend::reduce_slices, py::arg("tensors"), py::arg("ends"),
+           py::call_guard<py::gil_scoped_release>());
 }

@@ -1,4 +1,4 @@
-"""distributed: one process per device, equal parameters everywhere, gradients summed while backward runs."""
+"""What data parallelism over processes always needs: equal copies at the start, buffers that follow rank 0, sparse gradients."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from meshwright.apply.buckets import GradientBuckets
 from meshwright.apply.engine import Engine
-from meshwright.apply.loose import LooseGradients
-from meshwright.apply.norm import norm_of_norms
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -19,77 +16,40 @@ BROADCAST_BYTES = 32 * 2**20
 """Tensors travel together up to this size when copies are made equal [bytes]; bounds the extra memory."""
 
 
-class DistributedEngine(Engine):
-    """Data parallelism over processes.
+class DataParallelEngine(Engine):
+    """Ranks that share a global batch, one process per device.
 
     Args:
         module: The user's module, on `device`.
         group: The data-parallel ranks.
         device: This rank's device.
-        bucket_bytes: Size of a gradient bucket [bytes], or None for the measured default.
-        overlap: Whether reduction may run while backward does.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: Communicator,
-        device: torch.device,
-        *,
-        bucket_bytes: int | None = None,
-        overlap: bool = True,
-    ) -> None:
+    def __init__(self, module: nn.Module, group: Communicator, device: torch.device) -> None:
         super().__init__(module, group, device)
-        self._bucket_bytes = bucket_bytes
-        self._overlap = overlap
-        self._sparse_names = _names_with_sparse_gradients(module)
+        self.sparse_names = names_with_sparse_gradients(module)
         make_copies_equal(self.parameters, group)
         make_copies_equal(module.buffers(), group)
         self._buffer_versions = self._read_buffer_versions()
-        self._buckets = self._make_buckets()
         self._sparse = self._sparse_parameters()
 
-    def _make_buckets(self, *, may_be_loose: bool = True) -> GradientBuckets | LooseGradients:
-        dense = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self._sparse_names
-        ]
-        if may_be_loose and self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
-            return LooseGradients([parameter for _, parameter in dense], self.group)
-        return GradientBuckets(dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap)
-
-    @property
-    def exchanges_in_backward(self) -> bool:
-        return isinstance(self._buckets, GradientBuckets)
+    def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (FQN, parameter) of those whose gradients are dense, each once."""
+        return [(name, p) for name, p in self.module.named_parameters() if name not in self.sparse_names]
 
     def _sparse_parameters(self) -> list[nn.Parameter]:
         named = self.module.named_parameters()
-        return [parameter for name, parameter in named if parameter.requires_grad and name in self._sparse_names]
+        return [parameter for name, parameter in named if parameter.requires_grad and name in self.sparse_names]
 
     def refresh_trainable(self) -> None:
-        """Build the buckets anew after `requires_grad` was switched, on all ranks."""
-        self._buckets.close()
-        super().begin_step()
-        self._buckets = self._make_buckets()
         self._sparse = self._sparse_parameters()
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        if isinstance(self._buckets, LooseGradients) and self._buckets.has_hooks:
-            self._buckets = self._make_buckets(may_be_loose=False)  # whose own hooks notice what others do
-        self._buckets.begin_step()
-
-    def arm(self) -> None:
-        self._buckets.arm()
-
-    def finish_gradients(self, scale: float) -> None:
-        self._buckets.finish(scale)
+    def sum_sparse_gradients(self, scale: float) -> None:
+        """Sum sparse gradients over the ranks by gathering rows: [nnz] indices and [nnz, ...] values of each rank."""
         for parameter in self._sparse:
             self._sum_sparse(parameter, scale)
 
     def _sum_sparse(self, parameter: nn.Parameter, scale: float) -> None:
-        """Sum a sparse gradient over the ranks by gathering rows: [nnz] indices and [nnz, ...] values of each rank."""
         grad = parameter.grad
         if grad is None:
             indices = torch.empty((0, 1), dtype=torch.int64, device=parameter.device)
@@ -105,15 +65,9 @@ class DistributedEngine(Engine):
             summed = torch.sparse_coo_tensor(all_indices.t(), all_values * scale, parameter.shape)
             parameter.grad = summed.coalesce()
 
-    def _sparse_values(self) -> list[torch.Tensor]:
+    def sparse_values(self) -> list[torch.Tensor]:
+        """Return the values of the sparse gradients, which every rank has whole."""
         return [p.grad.coalesce().values() for p in self._sparse if p.grad is not None]
-
-    def gradient_tensors(self) -> Sequence[torch.Tensor]:
-        return self._buckets.tensors() + self._sparse_values()
-
-    def gradient_norm(self) -> torch.Tensor:
-        norms = self._buckets.norms() + [torch.linalg.vector_norm(values) for values in self._sparse_values()]
-        return norm_of_norms(norms, self.gradient_tensors, self.device)
 
     def _read_buffer_versions(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self.module.buffers()]
@@ -126,11 +80,8 @@ class DistributedEngine(Engine):
         make_copies_equal(self.module.buffers(), self.group)
         self._buffer_versions = self._read_buffer_versions()
 
-    def close(self) -> None:
-        self._buckets.close()
 
-
-def _names_with_sparse_gradients(module: nn.Module) -> set[str]:
+def names_with_sparse_gradients(module: nn.Module) -> set[str]:
     """Return the FQNs of embeddings that produce sparse gradients; these cannot lie in flat memory."""
     sparse_ids = {
         id(child.weight)

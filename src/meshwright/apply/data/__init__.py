@@ -1,0 +1,12 @@
+"""apply.data: ranks that share a global batch, with whole copies of the model or with shards of it.
+
+base         what every such engine does: copies equal at the start, buffers, sparse gradients
+distributed  whole copies, gradients summed (DDP): buckets during backward, or loose ones after it
+sharded      ZeRO 1, 2, 3 and HSDP: flat units whose optimizer state, gradients and values are sharded
+flat         where parameters lie in a unit's flat memory, and which part is whose (no tensors)
+unit         one unit: its memory, its pieces for the optimizer, how its gradients are summed
+gathering    ZeRO-3: units that are whole only while they are needed, in one order on all ranks
+optimizer    which optimizers may work on pieces, and giving them the pieces
+"""
+
+__all__: list[str] = []

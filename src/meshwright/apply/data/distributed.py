@@ -1,0 +1,82 @@
+"""distributed: one process per device, equal parameters everywhere, gradients summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.apply.data.base import DataParallelEngine
+from meshwright.apply.data.buckets import GradientBuckets
+from meshwright.apply.data.loose import LooseGradients
+from meshwright.apply.norm import norm_of_norms
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+class DistributedEngine(DataParallelEngine):
+    """Data parallelism over processes.
+
+    Args:
+        module: The user's module, on `device`.
+        group: The data-parallel ranks.
+        device: This rank's device.
+        bucket_bytes: Size of a gradient bucket [bytes], or None for the measured default.
+        overlap: Whether reduction may run while backward does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Communicator,
+        device: torch.device,
+        *,
+        bucket_bytes: int | None = None,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__(module, group, device)
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self._buckets = self._make_buckets()
+
+    def _make_buckets(self, *, may_be_loose: bool = True) -> GradientBuckets | LooseGradients:
+        dense = [(name, parameter) for name, parameter in self.dense_parameters() if parameter.requires_grad]
+        if may_be_loose and self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
+            return LooseGradients([parameter for _, parameter in dense], self.group)
+        return GradientBuckets(dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap)
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        return isinstance(self._buckets, GradientBuckets)
+
+    def refresh_trainable(self) -> None:
+        """Build the buckets anew after `requires_grad` was switched, on all ranks."""
+        self._buckets.close()
+        super().begin_step()
+        super().refresh_trainable()
+        self._buckets = self._make_buckets()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        if isinstance(self._buckets, LooseGradients) and self._buckets.has_hooks:
+            self._buckets = self._make_buckets(may_be_loose=False)  # whose own hooks notice what others do
+        self._buckets.begin_step()
+
+    def arm(self) -> None:
+        self._buckets.arm()
+
+    def finish_gradients(self, scale: float) -> None:
+        self._buckets.finish(scale)
+        self.sum_sparse_gradients(scale)
+
+    def gradient_tensors(self) -> Sequence[torch.Tensor]:
+        return self._buckets.tensors() + self.sparse_values()
+
+    def gradient_norm(self) -> torch.Tensor:
+        norms = self._buckets.norms() + [torch.linalg.vector_norm(values) for values in self.sparse_values()]
+        return norm_of_norms(norms, self.gradient_tensors, self.device)
+
+    def close(self) -> None:
+        self._buckets.close()

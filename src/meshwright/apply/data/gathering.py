@@ -1,0 +1,386 @@
+"""Units that are whole only while they are needed, and gradients that are summed as they come: in one order on all ranks.
+
+What a rank needs, and when, its own data decides: a branch, a loop, an empty share. What the ranks exchange must not
+depend on that, or they wait for each other for ever. So a pass over the model is played from a score that all ranks share:
+
+    forward    gather unit 0, gather unit 1, ...
+    backward   gather the last unit, the one before, sum the last one's gradients, ...
+
+Whoever needs a unit plays the score up to it; whoever does not need one plays it at the end of the pass, or where a later
+one is needed. The score is the order of registration at first, and what rank 0 did in the first step afterwards.
+
+A unit is needed when its module is called, or when one of its parameters is looked up anywhere (a tied head, a
+weight that another module multiplies by); in backward, when autograd takes up a tensor that it saved of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.apply.data.unit import FlatUnit
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import tensors_in
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+GATHER, REDUCE = "gather", "reduce"
+Action = tuple[str, int]
+"""("gather" or "reduce", index of the unit)."""
+
+
+class Gathering:
+    """The passes over a module whose units are gathered and reduced.
+
+    Args:
+        module: The user's module.
+        units: All units, those that are always whole too.
+        owners: The module that each unit's parameters belong to.
+        group: The data-parallel ranks, which share the score.
+        device: Where small exchanges live.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[FlatUnit],
+        owners: Sequence[nn.Module],
+        group: Communicator,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._units = list(units)
+        self._group = group
+        self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
+        self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
+        self._score: list[Action] = []
+        self._place = 0
+        self._phase = "none"
+        self._everything_whole = False
+        self._at_address: dict[int, int] = {}
+        self._seen: list[list[bool]] = [[False] * len(unit.parameters) for unit in units]
+        self._missing = [0] * len(units)
+        # Learned in the first step, then the same on all ranks.
+        self._is_learning = True
+        self._keeps_all = self._gathered_bytes() <= _spare_bytes(group, device)
+        self._events: dict[str, list[Action]] = {"forward": [], "backward": []}
+        """What this rank did in each phase of the first step, in its order."""
+        self._is_over: set[int] = set()
+        self.keeps_until_end: set[int] = set()
+        """Units that are needed again after their module's forward: they stay whole until the pass is over."""
+        self._scores = self._first_scores()
+        self._hooks: list[Any] = []
+        self._dicts: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._watch(owners)
+
+    def _first_scores(self) -> dict[str, list[Action]]:
+        """Return the scores of a chain of layers, in the order in which they are registered."""
+        order = range(len(self._units))
+        forward = [(GATHER, index) for index in order if index in self._gathered]
+        if self._keeps_all:  # nothing is known yet, and there is room
+            return {
+                "forward": forward,
+                "backward": forward[::-1] + [(REDUCE, i) for i in order[::-1] if i in self._trainable],
+            }
+        return {"forward": forward, "backward": _chain_backward(order, self._gathered, self._trainable)}
+
+    def _complete(self, events: Sequence[Action]) -> list[Action]:
+        """Return a score that has every unit: what the leading rank did, and at its end what it had no need of."""
+        gathers = [(GATHER, index) for index in sorted(self._gathered)]
+        sums = [(REDUCE, index) for index in sorted(self._trainable)]
+        return [*events, *(action for action in gathers + sums if action not in events)]
+
+    def _gathered_bytes(self) -> int:
+        return sum(self._units[index].layout.numel * self._units[index].segment.itemsize for index in self._gathered)
+
+    # -- noticing that a unit is needed -------------------------------------------------------------------------
+
+    def _watch(self, owners: Sequence[nn.Module]) -> None:
+        unit_of = {id(p): index for index in self._gathered for p in self._units[index].parameters}
+        for child in self._module.modules():
+            needed = {name: unit_of[id(p)] for name, p in child._parameters.items() if id(p) in unit_of}
+            if needed:
+                self._dicts.append((child, child._parameters))
+                child._parameters = WatchedParameters(child._parameters, needed, self.need)
+        by_owner: dict[int, tuple[nn.Module, list[int]]] = {}
+        for index in sorted(self._gathered):
+            by_owner.setdefault(id(owners[index]), (owners[index], []))[1].append(index)
+        self._units_of = {key: indices for key, (_, indices) in by_owner.items()}
+        for owner, indices in by_owner.values():
+            self._hooks.append(owner.register_forward_pre_hook(self._before(indices)))
+            self._hooks.append(owner.register_forward_hook(self._after(indices)))
+        if by_owner:
+            self._hooks.append(self._module.register_state_dict_pre_hook(self._refuse_state_dict))
+        for index in sorted(self._trainable - self._gathered):
+            for parameter in self._units[index].parameters:
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient(index)))
+
+    def _before(self, indices: Sequence[int]) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if self._phase == "none" and not self._everything_whole:
+                raise ApplyError(
+                    f"a module with '{self._units[indices[0]].names[0]}' was called outside of a step; its values are not here",
+                    fix="call the model that apply_plan returned, on every rank",
+                )
+            for index in indices:
+                self.need(index)
+
+        return hook
+
+    def _after(self, indices: Sequence[int]) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, outputs: Any) -> None:
+            if self._phase != "forward" or self._everything_whole:
+                return
+            self._is_over.update(indices)
+            if self._is_learning and self._keeps_all:
+                return
+            for index in indices:
+                if index not in self.keeps_until_end and not self._aliases(index, outputs):
+                    self._let_go(index)
+
+        return hook
+
+    def _aliases(self, index: int, outputs: Any) -> bool:
+        """Tell whether an output is a view of the unit's own memory, which somebody may read when the unit is gone."""
+        return any(self._at_address.get(tensor.untyped_storage().data_ptr()) == index for tensor in tensors_in(outputs))
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if not self._everything_whole:
+            raise ApplyError(
+                "state_dict() of the module would hold no values: under ZeRO-3 a rank has its shards alone",
+                fix="call full_state_dict() of the model that apply_plan returned, on every rank",
+            )
+
+    def _on_gradient(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._note((REDUCE, index))
+                self._sum_what_is_ready()
+
+        return hook
+
+    @contextlib.contextmanager
+    def watching_saved_tensors(self) -> Iterator[None]:
+        """Have autograd save places instead of values of gathered units, so that their memory is free between the passes."""
+        if not self._gathered:
+            yield
+            return
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout != torch.strided:
+            return tensor
+        index = self._at_address.get(tensor.untyped_storage().data_ptr())
+        return tensor if index is None else (index, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        index, shape, stride, offset = packed
+        self.need(index)
+        flat = self._units[index].flat
+        if flat is None:
+            raise ApplyError(
+                f"the values of '{self._units[index].names[0]}' were needed in a backward that is not the step's own",
+                fix="leave backward to step(), or use zero=2",
+            )
+        return flat.as_strided(shape, stride, offset)
+
+    def need(self, index: int) -> None:
+        """Return when the unit is whole."""
+        if self._phase == "none":
+            return
+        self._note_need(index)
+        if self._units[index].is_whole:
+            return
+        self._sum_what_is_ready()
+        while not self._units[index].is_whole and self._place < len(self._score):
+            self._play_next()
+        if not self._units[index].is_whole:
+            # Once more after it was let go of: the other ranks do so in the same place, unless their data decides.
+            self._make_whole(index)
+
+    def need_layer(self, layer: nn.Module) -> None:
+        """Return when the units of a layer, and of the modules in it, are whole."""
+        for child in layer.modules():
+            for index in self._units_of.get(id(child), ()):
+                self.need(index)
+
+    def _note_need(self, index: int) -> None:
+        if self._phase == "forward" and index in self._is_over:
+            self.keeps_until_end.add(index)
+        if self._is_learning:
+            if self._phase == "backward" and (GATHER, index) not in self._events["backward"]:
+                for done in sorted(self._trainable & self._gathered):
+                    if self._units[done].is_ready:
+                        self._note((REDUCE, done))
+            self._note((GATHER, index))
+
+    def _note(self, action: Action) -> None:
+        if self._is_learning and self._phase != "none" and action not in self._events[self._phase]:
+            self._events[self._phase].append(action)
+
+    # -- playing the score --------------------------------------------------------------------------------------
+
+    def _play_next(self) -> None:
+        kind, index = self._score[self._place]
+        self._place += 1
+        if kind == GATHER:
+            self._make_whole(index)
+        else:
+            unit = self._units[index]
+            seen = self._seen[index]
+            for position, parameter in enumerate(unit.parameters):
+                seen[position] = seen[position] or parameter.grad is not None
+            was_ready = unit.is_ready
+            unit.reduce()
+            if was_ready:  # else its backward may not be over; it goes with the pass
+                self._let_go(index)
+
+    def _sum_what_is_ready(self) -> None:
+        """Play the sums that are next and whose gradients are all here."""
+        while self._phase == "backward" and self._place < len(self._score):
+            kind, index = self._score[self._place]
+            if kind != REDUCE or not self._units[index].is_ready:
+                return
+            self._play_next()
+
+    def _make_whole(self, index: int) -> None:
+        unit = self._units[index]
+        if not unit.is_whole:
+            unit.gather()
+            if unit.flat is not None:
+                self._at_address[unit.flat.data_ptr()] = index
+
+    def _let_go(self, index: int) -> None:
+        unit = self._units[index]
+        if unit.is_gathered and unit.flat is not None and not self._everything_whole:
+            del self._at_address[unit.flat.data_ptr()]
+            unit.release()
+
+    def _play_rest(self) -> None:
+        while self._place < len(self._score):
+            self._play_next()
+            self._let_all_go()
+        self._let_all_go()
+
+    def _let_all_go(self) -> None:
+        for index in self._gathered:
+            self._let_go(index)
+
+    # -- passes -------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward begins."""
+        self._phase, self._score, self._place = "forward", self._scores["forward"], 0
+        self._is_over = set()
+
+    def begin_backward(self) -> None:
+        """The forward is over, and its backward begins."""
+        self._play_rest()
+        self._phase, self._score, self._place = "backward", self._scores["backward"], 0
+        self._is_over = set()
+        for index in self._trainable - self._gathered:
+            self._missing[index] = sum(parameter.requires_grad for parameter in self._units[index].parameters)
+
+    def end_pass(self) -> None:
+        """A micro-batch is over. What this rank did not need is played now, a whole backward too where it ran none."""
+        if self._phase == "forward" and torch.is_grad_enabled():
+            self.begin_backward()
+        self._play_rest()
+        self._phase = "none"
+
+    def seen_gradients(self) -> list[list[bool]]:
+        """Return, for each unit, which parameters had a gradient in this step so far, and forget it."""
+        seen, self._seen = self._seen, [[False] * len(unit.parameters) for unit in self._units]
+        return seen
+
+    def learn(self) -> None:
+        """Take what the first rank with samples did in the first step for everyone's score. Every rank calls it."""
+        if not self._is_learning:
+            return
+        everyone = self._group.all_gather_json(self._events, device=torch.device("cpu"))
+        lead = next((events for events in everyone if events["backward"]), None)
+        if lead is None:
+            return  # no rank had a sample
+        self._is_learning = False
+        for phase, events in lead.items():
+            score = self._complete([(kind, index) for kind, index in events])
+            self._scores[phase] = [action for action in score if phase == "backward" or action[0] == GATHER]
+
+    @contextlib.contextmanager
+    def everything_whole(self) -> Iterator[None]:
+        """Have all units whole inside. Every rank enters it."""
+        before, self._everything_whole = self._everything_whole, True
+        for index in sorted(self._gathered):
+            self._make_whole(index)
+        try:
+            yield
+        finally:
+            self._everything_whole = before
+            self._let_all_go()
+
+    def close(self) -> None:
+        """Make everything whole again and take the hooks off. Every rank calls it."""
+        for index in sorted(self._gathered):
+            self._make_whole(index)
+        self._everything_whole = True
+        for hook in self._hooks:
+            hook.remove()
+        for owner, plain in self._dicts:
+            owner._parameters = plain
+
+
+def _spare_bytes(group: Communicator, device: torch.device) -> int:
+    """Return how much memory every rank can spare for the time of one step: a quarter of what is free [bytes]."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available // group.size
+    least = torch.tensor([free // 4], dtype=torch.int64, device=device)
+    group.all_reduce(least, "min")
+    return int(least)
+
+
+def _chain_backward(order: Sequence[int], gathered: set[int], trainable: set[int]) -> list[Action]:
+    """Return the score of a chain of layers: a layer's gradients are whole when the layer before it begins."""
+    score: list[Action] = []
+    waiting: list[int] = []
+    for index in reversed(order):
+        if index in gathered:
+            score.append((GATHER, index))
+        score.extend((REDUCE, done) for done in waiting)
+        waiting = [index] if index in trainable else []
+    return score + [(REDUCE, done) for done in waiting]
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's parameters, which says when one is looked up. Iterating over them says nothing."""
+
+    def __init__(self, plain: dict[str, Any], units: dict[str, int], need: Callable[[int], None]) -> None:
+        super().__init__(plain)
+        self._units = units
+        self._need = need
+
+    def __getitem__(self, name: str) -> Any:
+        unit = self._units.get(name)
+        if unit is not None:
+            self._need(unit)
+        return super().__getitem__(name)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy of the module is a plain one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)

@@ -1,0 +1,284 @@
+"""ZeRO and HSDP: optimizer state, gradients and parameters sharded over data-parallel ranks.
+
+Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024: stage 1 shards the optimizer's state, stage 2 also the gradients,
+stage 3 also the parameters. Parameters lie in units (`unit.py`); a rank updates its own segment of each.
+
+Whatever the ranks exchange inside a step, they exchange in one order, which no rank's own data decides: a rank with fewer
+micro-batches, or one that takes another branch, plays its part with zeros. See `gathering.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshwright.apply.data.base import DataParallelEngine
+from meshwright.apply.data.gathering import Gathering
+from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, require_fresh
+from meshwright.apply.data.unit import FlatUnit
+from meshwright.comm._torch_private import foreach_norm
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.layers import find_layers
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+WHOLE_BELOW_BYTES = 64 * 2**10
+"""A layer with fewer parameters than this stays whole under ZeRO-3: to gather it would take longer than it saves [bytes].
+Norms, biases and small heads; DeepSpeed keeps parameters below 1e5 elements (its stage3_param_persistence_threshold)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What is sharded, and over whom.
+
+    Args:
+        zero: 1, 2 or 3.
+        shards: The ranks that hold one copy of the model between them.
+        replicas: The ranks that hold the same segment as this one.
+        whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
+    """
+
+    zero: int
+    shards: Communicator
+    replicas: Communicator
+    whole_below: int = WHOLE_BELOW_BYTES
+
+
+class ShardedEngine(DataParallelEngine):
+    """Data parallelism whose ranks hold shards.
+
+    Args:
+        module: The user's module, on `device`.
+        group: The data-parallel ranks: all that share a global batch.
+        device: This rank's device.
+        sharding: What is sharded, and over whom.
+    """
+
+    def __init__(self, module: nn.Module, group: Communicator, device: torch.device, sharding: Sharding) -> None:
+        super().__init__(module, group, device)
+        self.sharding = sharding
+        self.units: list[FlatUnit] = []
+        self._owners: list[nn.Module] = []
+        self._gathering: Gathering | None = None
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Cut the parameters into units that suit the optimizer, and give it this rank's pieces.
+
+        Raises:
+            ApplyError: The optimizer has state already.
+        """
+        keep_whole = False
+        if optimizer is not None:
+            require_fresh(optimizer)
+            keep_whole = not acts_per_element(optimizer)
+        self._make_units(keep_whole=keep_whole)
+        if optimizer is not None:
+            held = {id(p): [] for unit in self.units for p in unit.parameters}
+            for unit in self.units:
+                for piece in unit.pieces:
+                    held[id(unit.parameters[piece.span.index])].append(piece.tensor)
+            hand_over_pieces(optimizer, held)
+
+    def _make_units(self, *, keep_whole: bool) -> None:
+        zero = self.sharding.zero
+        for owner, members in self._layers():
+            kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+            for name, parameter in members:
+                kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(
+                    (name, parameter)
+                )
+            for kind in kinds.values():
+                size = sum(parameter.nbytes for _, parameter in kind)
+                unit = FlatUnit(
+                    kind,
+                    self.sharding.shards,
+                    keep_whole=keep_whole,
+                    is_gathered=zero == 3 and size >= max(1, self.sharding.whole_below),
+                    keeps_gradients=zero == 1,
+                )
+                self.units.append(unit)
+                self._owners.append(owner)
+        if zero > 1:
+            self._gathering = Gathering(self.module, self.units, self._owners, self.group, self.device)
+
+    def _layers(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
+        """Return (module, its parameters) of what is gathered and reduced together; each parameter once.
+
+        ZeRO-1 touches everything at once at the end of the step, so it has one layer.
+        """
+        dense = self.dense_parameters()
+        if self.sharding.zero == 1:
+            return [(self.module, dense)]
+        owner_of: dict[int, nn.Module] = {}
+        for _, layer in find_layers(self.module):
+            for parameter in layer.parameters():
+                owner_of.setdefault(id(parameter), layer)
+        members: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
+        for name, parameter in dense:
+            owner = owner_of.get(id(parameter), self.module)
+            members.setdefault(id(owner), (owner, []))[1].append((name, parameter))
+        return list(members.values())
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        return self._gathering is not None
+
+    @property
+    def needs_lockstep(self) -> bool:
+        return self._gathering is not None
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        for unit in self.units:
+            unit.begin_step()
+
+    def refresh_trainable(self) -> None:
+        super().refresh_trainable()
+        for unit in self.units:
+            unit.expect([True] * len(unit.parameters))
+            for piece in unit.pieces:
+                piece.tensor.requires_grad_(unit.parameters[piece.span.index].requires_grad)
+
+    def begin_forward(self) -> None:
+        if self._gathering is not None:
+            self._gathering.begin_forward()
+
+    def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
+        if self._gathering is None:
+            return super().forward_backward(batch, compute)
+        with self._gathering.watching_saved_tensors():
+            self._gathering.begin_forward()
+            results = super().forward_backward(batch, compute)
+            self._gathering.end_pass()
+        return results
+
+    def idle_pass(self) -> None:
+        if self._gathering is not None:
+            self._gathering.begin_forward()
+            self._gathering.end_pass()
+
+    def before_layer(self, layer: nn.Module) -> None:
+        if self._gathering is not None:
+            self._gathering.need_layer(layer)
+
+    def begin_backward(self) -> None:
+        if self._gathering is not None:
+            self._gathering.begin_backward()
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._gathering is None:
+            return super().forward(args, kwargs)
+        # Its gradients are nobody's: this is for outputs. Under ZeRO-3 every rank calls it.
+        with torch.no_grad():
+            self._gathering.begin_forward()
+            outputs = super().forward(args, kwargs)
+            self._gathering.end_pass()
+        return outputs
+
+    def finish_gradients(self, scale: float) -> None:
+        used = self._take_census()
+        if self._gathering is None:
+            for unit in self.units:
+                if unit.is_trainable:
+                    unit.reduce()
+        start = 0
+        for unit in self.units:
+            if unit.is_trainable:
+                unit.settle(used[start : start + len(unit.parameters)], scale, self.sharding.replicas)
+            start += len(unit.parameters)
+        self.sum_sparse_gradients(scale)
+
+    def _take_census(self) -> list[bool]:
+        """Return, for each parameter of each unit, whether any rank has a gradient for it in this step."""
+        present = [[p.grad is not None for p in unit.parameters] for unit in self.units]
+        late = keeps = [False] * len(self.units)
+        gathering = self._gathering
+        if gathering is not None:
+            # Gradients that came after their unit had been summed: reentrant checkpointing, or a weight used late.
+            late = [any(flags) for flags in present]
+            keeps = [index in gathering.keeps_until_end for index in range(len(self.units))]
+            seen = gathering.seen_gradients()
+            present = [[a or b for a, b in zip(*pair, strict=True)] for pair in zip(present, seen, strict=True)]
+        flags = [flag for unit in present for flag in unit]
+        census = torch.tensor([*flags, *late, *keeps], dtype=torch.float32, device=self.device)
+        self.group.all_reduce(census)
+        found = [count > 0 for count in census.tolist()]
+        if gathering is not None:
+            for unit, is_late in zip(self.units, found[len(flags) :], strict=False):
+                if is_late:
+                    unit.reduce()
+            for index, is_kept in enumerate(found[len(flags) + len(self.units) :]):
+                if is_kept:
+                    gathering.keeps_until_end.add(index)
+            gathering.learn()
+        return found[: len(flags)]
+
+    def gradient_tensors(self) -> Sequence[torch.Tensor]:
+        pieces = [piece.tensor.grad for unit in self.units for piece in unit.pieces]
+        return [grad for grad in pieces if grad is not None] + self.sparse_values()
+
+    def gradient_norm(self) -> torch.Tensor:
+        mine = [piece.tensor.grad for unit in self.units for piece in unit.pieces if piece.tensor.grad is not None]
+        if self.sharding.shards.group_rank == 0:
+            mine += self.sparse_values()  # which every rank has whole
+        norm = self._norm_over_shards([torch.stack(foreach_norm(kind)) for kind in _by_dtype(mine)])
+        if not math.isfinite(norm.item()):  # on all ranks; the squares may only be too large for their dtype
+            norm = self._norm_over_shards([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in _real(mine)])
+        return norm
+
+    def _norm_over_shards(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in norms:
+            squares += part.double().square().sum()
+        self.sharding.shards.all_reduce(squares)
+        return squares.sqrt()
+
+    def finish_step(self) -> None:
+        for unit in self.units:
+            unit.spread()
+
+    # -- whole values -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        if self._gathering is None:
+            yield
+            return
+        with self._gathering.everything_whole():
+            yield
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        found: dict[str, torch.Tensor | None] = {}
+        for unit in self.units:
+            found.update(unit.full_gradients())
+        named = self.module.named_parameters()
+        return {name: found.get(name, parameter.grad) for name, parameter in named}
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        held = super().held_tensors()
+        for unit in self.units:
+            held["parameters"].append(unit.segment)
+            held["gradients"] += unit.held_gradients()
+        return held
+
+    def close(self) -> None:
+        if self._gathering is not None:
+            self._gathering.close()
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {tensor.dtype for tensor in tensors}]
+
+
+def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

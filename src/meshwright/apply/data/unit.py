@@ -1,0 +1,229 @@
+"""One unit of sharded memory: parameters of one kind, their flat memory, and the pieces that the optimizer works on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.apply.data.flat import FlatLayout, Span
+from meshwright.comm._torch_private import foreach_add_, foreach_mul_
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """What the optimizer sees of one parameter on this rank: a slice of its memory, or all of it."""
+
+    span: Span
+    tensor: nn.Parameter
+    """[span.numel], or the parameter's own shape where it is never cut. Its memory is the unit's segment."""
+
+
+class FlatUnit:
+    """Parameters of one dtype and device, in flat memory whose segments belong to the ranks of a group.
+
+    A unit either keeps its values whole, and the segment is a view of them (ZeRO 1 and 2), or keeps its own segment alone
+    and is made whole where it is needed (`is_gathered`, ZeRO 3).
+
+    Gradients stay where autograd puts them until the ranks sum them; then each rank keeps its own segment's. With
+    `keeps_gradients` (ZeRO 1) the sums are written over this rank's part of the whole gradients, which live until the next
+    step. Otherwise they are added up in a segment of their own, and the whole gradients are let go of.
+
+    Args:
+        named_parameters: (FQN, parameter) pairs, in registration order; all of one dtype and device.
+        group: The ranks that share the memory.
+        keep_whole: Whether no parameter may be cut.
+        is_gathered: Whether values are whole only while needed.
+        keeps_gradients: Whether whole gradients stay.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        group: Communicator,
+        *,
+        keep_whole: bool,
+        is_gathered: bool,
+        keeps_gradients: bool,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.group = group
+        self.is_gathered = is_gathered
+        self.keeps_gradients = keeps_gradients
+        self.layout = FlatLayout([p.numel() for p in self.parameters], group.size, keep_whole=keep_whole)
+        self._strides = [_dense_stride(parameter) for parameter in self.parameters]
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self.flat: torch.Tensor | None = None
+        """[layout.numel], all ranks' values; None while only the segment is here."""
+        self.gradient: torch.Tensor | None = None
+        """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
+        self._whole_gradients: list[torch.Tensor] = []
+        self.expect([True] * len(self.parameters))
+        self._take_over(keep_whole=keep_whole)
+
+    def _take_over(self, *, keep_whole: bool) -> None:
+        like = self.parameters[0]
+        flat = torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device)
+        self._placeholder = torch.full((), _not_a_value(like.dtype), dtype=like.dtype, device=like.device)
+        for index, parameter in enumerate(self.parameters):
+            view = self._view(flat, index)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.flat = flat
+        begin = self.group.group_rank * self.layout.segment_numel
+        self.segment = flat[begin : begin + self.layout.segment_numel]  # [segment_numel], this rank's values
+        if self.is_gathered:
+            self.segment = self.segment.clone()
+            self.release()
+        self.pieces = [self._piece(span, keep_whole=keep_whole) for span in self.layout.spans(self.group.group_rank)]
+        self._ends = self.layout.ends()
+
+    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        return flat.as_strided(self._shapes[index], self._strides[index], self.layout.offsets[index])
+
+    def _piece(self, span: Span, *, keep_whole: bool) -> Piece:
+        values = self.segment[span.offset : span.offset + span.numel]
+        if keep_whole:
+            values = values.as_strided(self._shapes[span.index], self._strides[span.index])
+        return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters gets a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values are here."""
+        return self.flat is not None
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Make the values whole, with fresh memory. All ranks of the group call it together."""
+        flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
+        self.group.all_gather_into(flat, self.segment.detach())
+        self.flat = flat
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self._view(flat, index)
+
+    def release(self) -> None:
+        """Keep this rank's segment alone. What still looks like a value is NaN, of the right shape and without memory."""
+        self.flat = None
+        for parameter, shape in zip(self.parameters, self._shapes, strict=True):
+            parameter.data = self._placeholder.expand(shape)
+
+    def spread(self) -> None:
+        """After the optimizer: give every rank the new values of all segments."""
+        if self.flat is not None and not self.is_gathered:
+            self.group.all_gather_into(self.flat, self.segment.detach())
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the gradients."""
+        self.gradient = None
+        self._whole_gradients = []
+        for parameter in self.parameters:
+            parameter.grad = None
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every parameter that is expected to get a gradient has one."""
+        return all(parameter.grad is not None for parameter in self._expected)
+
+    def expect(self, used: Sequence[bool]) -> None:
+        """Say which parameters get gradients, as far as is known: those that did in the step before."""
+        self._expected = [p for p, is_used in zip(self.parameters, used, strict=True) if is_used and p.requires_grad]
+
+    def reduce(self) -> None:
+        """Sum what autograd has left over the ranks; missing gradients count as zeros. All ranks call it together."""
+        whole = [self._in_memory_order(index) for index in self.layout.order]
+        real = [torch.view_as_real(grad).reshape(-1) if grad.is_complex() else grad for grad in whole]
+        factor = 2 if whole[0].is_complex() else 1
+        self.group.reduce_slices(real, [end * factor for end in self._ends])
+        by_index = dict(zip(self.layout.order, whole, strict=True))
+        sums = [by_index[piece.span.index][piece.span.start : piece.span.stop] for piece in self.pieces]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.keeps_gradients:
+            self._whole_gradients = whole
+            for piece, part in zip(self.pieces, sums, strict=True):
+                piece.tensor.grad = part.as_strided(piece.tensor.shape, piece.tensor.stride())
+            return
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.segment)
+        targets = [self.gradient[piece.span.offset : piece.span.offset + piece.span.numel] for piece in self.pieces]
+        if targets:
+            foreach_add_(targets, sums)
+
+    def _in_memory_order(self, index: int) -> torch.Tensor:
+        """Return a parameter's gradient as [numel], in the order in which its values lie in memory; zeros where it has none."""
+        grad, numel = self.parameters[index].grad, self.layout.numels[index]
+        if grad is None:
+            return torch.zeros(numel, dtype=self.segment.dtype, device=self.segment.device)
+        grad = grad.detach()
+        if grad.stride() != tuple(self._strides[index]) and numel > 0:
+            ordered = grad.new_empty(numel).as_strided(self._shapes[index], self._strides[index])
+            grad = ordered.copy_(grad)
+        return grad.as_strided((numel,), (1,))
+
+    def settle(self, used: Sequence[bool], scale: float, replicas: Communicator) -> None:
+        """Sum over the replicas of the group, scale, and hand each piece its gradient; None where no rank used it.
+
+        Args:
+            used: For each parameter, whether any rank had a gradient.
+            scale: What the sums are multiplied by.
+            replicas: The ranks that hold the same segment.
+        """
+        self.expect(used)
+        if self.gradient is not None:
+            for piece in self.pieces:
+                part = self.gradient[piece.span.offset : piece.span.offset + piece.span.numel]
+                piece.tensor.grad = part.as_strided(piece.tensor.shape, piece.tensor.stride())
+        grads = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
+        if grads:
+            replicas.all_reduce_together([torch.view_as_real(g) if g.is_complex() else g for g in grads])
+            if scale != 1.0:
+                foreach_mul_(grads, scale)
+        for piece in self.pieces:
+            if not used[piece.span.index]:
+                piece.tensor.grad = None
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Return the tensors that hold gradients between the steps."""
+        return self._whole_gradients if self.gradient is None else [*self._whole_gradients, self.gradient]
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return every parameter's whole gradient by FQN, after `settle`. All ranks of the group call it together."""
+        mine = torch.zeros_like(self.segment)
+        present = torch.zeros(len(self.parameters), dtype=torch.float32, device=mine.device)
+        for piece in self.pieces:
+            if piece.tensor.grad is not None:
+                part = mine[piece.span.offset : piece.span.offset + piece.span.numel]
+                part.as_strided(piece.tensor.shape, piece.tensor.stride()).copy_(piece.tensor.grad)
+                present[piece.span.index] = 1
+        flat = mine.new_empty(self.layout.numel)
+        self.group.all_gather_into(flat, mine)
+        self.group.all_reduce(present)
+        return {
+            name: self._view(flat, index).clone() if present[index] else None for index, name in enumerate(self.names)
+        }
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return strides in which the parameter fills its memory without a hole: its own (channels_last, say), or plain ones."""
+    dense = torch.empty_like(parameter, memory_format=torch.preserve_format).stride() == parameter.stride()
+    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+
+
+def _not_a_value(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -1,0 +1,78 @@
+"""Recompute (activation checkpointing): a layer keeps its inputs, and runs its forward again when its backward begins.
+
+Chen et al. 2016, arXiv:1604.06174; selective recompute after Korthikanti et al. 2022, arXiv:2205.05198: what matrix products
+and convolutions give is kept, since it is dear to compute, and all else is computed again. The engine is torch's own
+non-reentrant checkpoint, which sets the random generators back, so that dropout draws the same mask.
+
+A layer's class is exchanged for a subclass with another forward, as FSDP2 does it: names, hooks, `isinstance` and copies of
+the module stay right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.comm._torch_private import DEAR_OPERATORS
+from meshwright.describe.layers import find_layers
+
+__all__: list[str] = []
+
+
+class Recompute:
+    """The layers of a module that run again in backward.
+
+    Args:
+        module: The user's module.
+        kind: "full" or "selective".
+    """
+
+    def __init__(self, module: nn.Module, kind: str) -> None:
+        self.before: Callable[[nn.Module], None] | None = None
+        """Called with a layer before its forward runs, again too; a strategy that shards makes its values whole then."""
+        pieces = [layer for _, layer in find_layers(module)]
+        # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
+        layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
+        self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
+        contexts = selective_contexts if kind == "selective" else None
+        for layer in layers:
+            self._changed.append((layer, type(layer)))
+            layer.__class__ = _recomputed(type(layer), self, contexts)
+
+    def close(self) -> None:
+        """Give the layers their own classes back."""
+        for layer, original in self._changed:
+            layer.__class__ = original
+
+
+def selective_contexts() -> Any:
+    """Return torch's contexts for a forward and its repetition that keep what is dear."""
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[[], Any] | None) -> type[nn.Module]:
+    options = {} if contexts is None else {"context_fn": contexts}
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(_run, original, owner, self)
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+    members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), members)
+
+
+def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if owner.before is not None:
+        owner.before(layer)
+    return original.forward(layer, *args, **kwargs)

@@ -1,0 +1,124 @@
+"""Functions that ranks import: what the tests of ZeRO run under a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gpt
+import meshwright as mw
+from meshwright import testing
+from parity import losses
+
+
+class Chain(nn.Module):
+    """Layers in a list, as large models have them; the head multiplies by the embedding's weight without calling it."""
+
+    def __init__(self, width: int = 16, depth: int = 3, vocabulary: int = 13) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x) @ self.embedding.weight.t()
+
+
+def build_chain() -> nn.Module:
+    return Chain().double()
+
+
+def language(num_samples: int, seed: int = 0, vocabulary: int = 13, length: int = 5) -> Any:
+    ids = torch.randint(vocabulary, (num_samples, length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def apply_chain(plan: str, optimizer: Any = None, **options: Any) -> mw.ParallelModel:
+    make = optimizer or functools.partial(torch.optim.SGD, lr=0.1)
+    return mw.apply_plan(build_chain, plan, loss_fn=losses.cross_entropy, optimizer=make, **options)
+
+
+def exchanges_of_a_step(plan: str, num_samples: int = 4) -> dict[str, tuple[int, int, float]]:
+    """Return (calls, tensor bytes, sent bytes) by collective of one step that is not the first."""
+    with apply_chain(plan) as model:
+        batch = mw.split_batch(language(num_samples), model)
+        model.step(batch)
+        with testing.count_collectives(model) as counts:
+            model.step(batch)
+        kinds = {name for name, _ in counts.entries}
+        return {kind: (counts.calls(kind), counts.tensor_bytes(kind), counts.sent_bytes(kind)) for kind in kinds}
+
+
+def held_bytes(plan: str) -> dict[str, int]:
+    """Return the memory of a float32 GPT of 1.3M parameters after two steps of AdamW."""
+    build = functools.partial(
+        gpt.build_gpt,
+        vocabulary_size=512,
+        max_length=16,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=4,
+        hidden_size=128,
+        ffn_size=512,
+        tie_embeddings=True,
+    )
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    with mw.apply_plan(build, plan, loss_fn=losses.cross_entropy, optimizer=optimizer) as model:
+        for seed in range(2):
+            model.step(mw.split_batch(language(4, seed, 512, 8), model))
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        return {"numel": numel, **model.held_bytes()}
+
+
+def train(plan: str, optimizer: Callable[..., Any], num_steps: int = 3) -> dict[str, Tensor]:
+    """Return the state after some steps with an optimizer of the caller's choice."""
+    with apply_chain(plan, optimizer) as model:
+        for seed in range(num_steps):
+            model.step(mw.split_batch(language(7, seed), model))
+        return model.full_state_dict()
+
+
+def evaluate_unevenly(plan: str) -> list[float]:
+    """Return losses of global batches of different sizes, one of which is smaller than the world."""
+    with apply_chain(plan) as model:
+        return [model.evaluate(mw.split_batch(language(n, n), model))["loss"] for n in (7, 1, 4)]
+
+
+def what_is_refused(plan: str) -> dict[str, str]:
+    """Return the messages of what cannot be done with a sharded module."""
+    found = {}
+    with apply_chain(plan) as model:
+        for name, call in {
+            "state_dict": model.module.state_dict,
+            "call": lambda: model.module(language(2)[0]),
+        }.items():
+            try:
+                call()
+            except mw.ApplyError as error:
+                found[name] = error.message
+        found["outputs"] = str(tuple(model(language(2)[0]).shape))
+        state = model.full_state_dict()
+        found["names"] = ",".join(state)
+        found["nan"] = str(any(bool(value.isnan().any()) for value in state.values()))
+    found["closed"] = str(bool(model.module(language(2)[0]).isfinite().all()))
+    return found
+
+
+def optimizer_with_state(plan: str) -> str:
+    """Return why an optimizer that has stepped is refused."""
+    module = build_chain()
+    optimizer = torch.optim.AdamW(module.parameters())
+    losses.cross_entropy(module(language(2)[0]), language(2)).backward()
+    optimizer.step()
+    try:
+        mw.apply_plan(module, plan, loss_fn=losses.cross_entropy, optimizer=optimizer)
+    except mw.ApplyError as error:
+        return str(error.message)
+    return ""
