@@ -1,7 +1,8 @@
 """Recompute (activation checkpointing): a layer keeps its inputs, and runs its forward again when its backward begins.
 
 Chen et al. 2016, arXiv:1604.06174; selective recompute after Korthikanti et al. 2022, arXiv:2205.05198: what matrix products
-and convolutions give is kept, since it is dear to compute, and all else is computed again. The engine is torch's own
+and convolutions give is kept, since it is dear to compute, and all else is computed again; layers that write over such
+results in place (recurrent ones, `inplace=True`) are recomputed whole. The engine is torch's own
 non-reentrant checkpoint, which sets the random generators back, so that dropout draws the same mask.
 
 A layer's class is exchanged for a subclass with another forward, as FSDP2 does it: names, hooks, `isinstance` and copies of
@@ -39,8 +40,8 @@ class Recompute:
         # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
-        contexts = selective_contexts if kind == "selective" else None
         for layer in layers:
+            contexts = selective_contexts if kind == "selective" and not _writes_in_place(layer) else None
             self._changed.append((layer, type(layer)))
             layer.__class__ = _recomputed(type(layer), self, contexts)
 
@@ -48,6 +49,11 @@ class Recompute:
         """Give the layers their own classes back."""
         for layer, original in self._changed:
             layer.__class__ = original
+
+
+def _writes_in_place(layer: nn.Module) -> bool:
+    """Tell whether a layer is known to write over results that selective recompute would keep; it is then recomputed whole."""
+    return any(isinstance(child, nn.RNNBase) or getattr(child, "inplace", False) for child in layer.modules())
 
 
 def selective_contexts() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DEAR_OPERATORS",
@@ -17,7 +17,11 @@ __all__ = [
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
+    "without_dispatch_modes",
 ]
+
+without_dispatch_modes = _disable_current_modes
+"""Context in which no TorchDispatchMode sees what is done: selective recompute counts the operators of a layer."""
 
 # One call for a list of tensors; torch's own optimizers and clipping are written with them.
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]

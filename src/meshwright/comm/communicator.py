@@ -238,7 +238,7 @@ class Communicator:
         for owner, at, part in places:
             packed[owner, at : at + part.numel()].copy_(part)
         summed = torch.empty_like(packed[0])
-        REDUCE_SCATTER_SINGLE(summed, packed, group=self.process_group)
+        REDUCE_SCATTER_SINGLE(summed, packed.view(-1), group=self.process_group)
         for owner, at, part in places:
             if owner == self.group_rank:
                 part.copy_(summed[at : at + part.numel()])

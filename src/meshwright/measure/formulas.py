@@ -143,6 +143,51 @@ def ring_gradient_bytes(gradient_bytes: int, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) * gradient_bytes / num_ranks
 
 
+def sharded_bytes(
+    gradient_bytes: int,
+    parameter_bytes: int,
+    gathered_bytes: int,
+    *,
+    zero: int,
+    shards: int,
+    replicas: int,
+    passes: int,
+) -> float:
+    """Return what each rank sends in a step of ZeRO: ``2P`` at stages 1 and 2, ``3P`` at stage 3, times ``(n - 1) / n``.
+
+    Gradients are reduce-scattered, once at stage 1 and in each micro-batch above it. Values that are kept whole are
+    all-gathered after the optimizer; those that are not (stage 3), in each forward and each backward. With several replicas
+    (HSDP) the sums of a shard are all-reduced over them once a step.
+
+    Args:
+        gradient_bytes: Gradients of all trainable dense parameters [bytes].
+        parameter_bytes: Trainable dense parameters that are kept whole [bytes].
+        gathered_bytes: Parameters that are gathered where they are needed [bytes].
+        zero: 1, 2 or 3.
+        shards: n, ranks that hold one copy between them [count].
+        replicas: Copies [count].
+        passes: Micro-batches of a step [count].
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Source:
+        Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024, section 7.
+
+    >>> sharded_bytes(100, 100, 0, zero=1, shards=4, replicas=1, passes=1)
+    150.0
+    >>> sharded_bytes(100, 0, 100, zero=3, shards=4, replicas=1, passes=1)
+    225.0
+    """
+    _require_devices(shards)
+    _require_devices(replicas)
+    for number in (gradient_bytes, parameter_bytes, gathered_bytes):
+        _require_bytes(number)
+    times = passes if zero > 1 else 1
+    over_shards = (times * gradient_bytes + parameter_bytes + 2 * passes * gathered_bytes) * (shards - 1) / shards
+    return over_shards + 2 * (replicas - 1) / replicas * gradient_bytes / shards
+
+
 def cut_activation_bytes(
     output_bytes: Sequence[int],
     stages: Sequence[int],

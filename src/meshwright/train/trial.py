@@ -14,11 +14,12 @@ import psutil
 import torch
 from torch import nn
 
+from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.layers import LayersEngine
 from meshwright.comm.world import join_world
 from meshwright.describe.layers import describe_chain
 from meshwright.errors import ConfigError, StoppedOnRequest
-from meshwright.measure.formulas import cut_activation_bytes, replica_copy_bytes, ring_gradient_bytes
+from meshwright.measure.formulas import cut_activation_bytes, replica_copy_bytes, ring_gradient_bytes, sharded_bytes
 from meshwright.run.batch import model_inputs
 from meshwright.run.build import choose_devices
 from meshwright.run.parallel_model import ParallelModel, apply_plan
@@ -268,8 +269,20 @@ def formula_bytes(
         others = sum(device != devices[0] for device in devices)
         parameters = sum(parameter.nbytes for parameter in module.parameters())
         return float(replica_copy_bytes(parameters, _gradient_bytes(module), others))
-    if (plan.tp, plan.pp, plan.cp, plan.zero, plan.compress) == (1, 1, 1, 0, "none"):
-        return ring_gradient_bytes(_gradient_bytes(module), plan.dp)
+    if (plan.tp, plan.pp, plan.cp, plan.compress) == (1, 1, 1, "none"):
+        if plan.zero == 0:
+            return ring_gradient_bytes(_gradient_bytes(module), plan.dp)
+        if isinstance(model.engine, ShardedEngine):
+            shares = model.engine.memory_bytes()
+            return sharded_bytes(
+                _gradient_bytes(module),
+                shares["whole"],
+                shares["gathered"],
+                zero=plan.zero,
+                shards=plan.shard_degree,
+                replicas=plan.dp // plan.shard_degree,
+                passes=plan.micro_batches,
+            )
     return None
 
 

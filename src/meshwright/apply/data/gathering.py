@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.apply.data.unit import FlatUnit
+from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
 from meshwright.errors import ApplyError
@@ -204,12 +205,13 @@ class Gathering:
         self._note_need(index)
         if self._units[index].is_whole:
             return
-        self._sum_what_is_ready()
-        while not self._units[index].is_whole and self._place < len(self._score):
-            self._play_next()
-        if not self._units[index].is_whole:
-            # Once more after it was let go of: the other ranks do so in the same place, unless their data decides.
-            self._make_whole(index)
+        with without_dispatch_modes():
+            self._sum_what_is_ready()
+            while not self._units[index].is_whole and self._place < len(self._score):
+                self._play_next()
+            if not self._units[index].is_whole:
+                # Once more after it was let go of: the other ranks do so in the same place, unless their data decides.
+                self._make_whole(index)
 
     def need_layer(self, layer: nn.Module) -> None:
         """Return when the units of a layer, and of the modules in it, are whole."""

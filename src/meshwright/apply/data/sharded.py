@@ -245,7 +245,8 @@ class ShardedEngine(DataParallelEngine):
 
     def finish_step(self) -> None:
         for unit in self.units:
-            unit.spread()
+            if unit.is_trainable:
+                unit.spread()
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -263,6 +264,14 @@ class ShardedEngine(DataParallelEngine):
             found.update(unit.full_gradients())
         named = self.module.named_parameters()
         return {name: found.get(name, parameter.grad) for name, parameter in named}
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes of the parameters that are "whole" and trainable, and of those that are "gathered" when needed."""
+        sizes = {"whole": 0, "gathered": 0}
+        for unit in self.units:
+            if unit.is_gathered or unit.is_trainable:
+                sizes["gathered" if unit.is_gathered else "whole"] += sum(p.nbytes for p in unit.parameters)
+        return sizes
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         held = super().held_tensors()
