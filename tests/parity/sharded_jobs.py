@@ -122,3 +122,28 @@ def optimizer_with_state(plan: str) -> str:
     except mw.ApplyError as error:
         return str(error.message)
     return ""
+
+
+class Dropping(nn.Module):
+    """Layers with dropout, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 6)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def train_with_dropout(plan: str) -> dict[str, Tensor]:
+    """Return the state after three steps of a model with dropout."""
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(lambda: Dropping().double(), plan, loss_fn=losses.square, optimizer=make) as model:
+        for seed in range(3):
+            x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            model.step(mw.split_batch((x, x.sin()), model))
+        return model.full_state_dict()

@@ -122,3 +122,22 @@ def test_a_sharded_module_says_so() -> None:
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     for message in testing.run_ranks(sharded_jobs.optimizer_with_state, 2, "dp=2,zero=1"):
         assert "holds state of" in message
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", f"dp=2,zero=3{WHOLE}"])
+def test_recompute_changes_no_bit(plan: str) -> None:
+    # E032: dropout draws the same mask when a layer runs again.
+    runs = [
+        testing.run_ranks(sharded_jobs.train_with_dropout, 2, f"{plan},micro_batches=2,recompute={kind}")[0]
+        for kind in ("none", "full", "selective")
+    ]
+    for state in runs[1:]:
+        testing.assert_parity(state, runs[0], 0.0)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=2", f"dp=2,zero=3{WHOLE}"])
+def test_an_offloaded_optimizer_is_equal(plan: str) -> None:
+    # E116: gradients of earlier micro-batches are added to, not replaced.
+    plan = f"{plan},offload=optimizer,micro_batches=3"
+    for state in testing.run_ranks(sharded_jobs.train, 2, plan, OPTIMIZERS["momentum"]):
+        testing.assert_parity(state, plain(OPTIMIZERS["momentum"]), 1e-11)

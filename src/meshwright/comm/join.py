@@ -158,6 +158,7 @@ def _world_around(
 
 def join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float) -> World:
     """Join a world that something else has started; see `world.join_world`."""
+    choose_transport(os.environ)  # a word that is wrong is told at once, on a rank alone too
     if dist.is_initialized():
         place = _place_of_default_group()
         found = device or _device_of(place.local_rank, place.local_size)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.distributed import DistributedEngine
-from meshwright.apply.data.sharded import ShardedEngine, Sharding
+from meshwright.apply.data.sharded import WHOLE_BELOW_BYTES, ShardedEngine, Sharding
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
@@ -144,9 +144,12 @@ def _sharding(plan: Plan, world: World) -> Sharding:
     degree, dp = plan.shard_degree, plan.dp
     neighbours = [range(first, first + degree) for first in range(0, dp, degree)]
     copies = [range(place, dp, degree) for place in range(degree)]
-    options = {} if plan.whole_below is None else {"whole_below": plan.whole_below}
     return Sharding(
-        zero=plan.zero, shards=subgroup(world, neighbours, "dp"), replicas=subgroup(world, copies, "dp"), **options
+        zero=plan.zero,
+        shards=subgroup(world, neighbours, "dp"),
+        replicas=subgroup(world, copies, "dp"),
+        whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
+        offload=plan.offload == "optimizer",
     )
 
 

@@ -20,6 +20,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16"]
 Compress = Literal["none", "bf16", "int8", "int4", "powersgd"]
+Offload = Literal["none", "optimizer"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class Plan(Value):
         precision: "fp32" computes in the model's own dtype, "bf16" in bfloat16 with full-precision parameters.
         compress: What gradients are sent as.
         overlap: Communicate while computing.
+        offload: What is kept in the host's memory; "optimizer" is the state of this rank's shards, which are updated there.
         micro_batch_size: Samples of one forward pass; None splits what comes [samples].
         bucket_bytes: Size of a gradient bucket; None is the measured default [bytes].
         whole_below: ZeRO-3 keeps layers with fewer bytes of parameters whole; None is the default [bytes].
@@ -82,6 +84,7 @@ class Plan(Value):
     precision: Precision = "fp32"
     compress: Compress = "none"
     overlap: bool = True
+    offload: Offload = "none"
     micro_batch_size: int | None = None
     bucket_bytes: int | None = None
     whole_below: int | None = None
@@ -259,6 +262,11 @@ class Plan(Value):
                 f"shard={self.shard} with zero=0 (rule: shard says where ZeRO shards, so zero is 1, 2 or 3)",
                 fix="zero=1",
             )
+        problems.require(
+            self.offload == "none" or self.zero > 0,
+            f"offload={self.offload} with zero=0 (rule: a rank offloads the state of its shards, so zero is 1, 2 or 3)",
+            fix="zero=1",
+        )
         problems.require(
             self.whole_below is None or (self.zero == 3 and self.whole_below >= 0),
             f"whole_below={self.whole_below} with zero={self.zero} (rule: it says what ZeRO-3 leaves whole, and is not negative)",

@@ -52,6 +52,7 @@ _PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "precision": str,
     "compress": str,
     "overlap": _parse_switch,
+    "offload": str,
     "micro_batch_size": _parse_int,
     "bucket_bytes": _parse_bytes_word,
     "whole_below": _parse_bytes_word,

@@ -44,12 +44,14 @@ class Sharding:
         shards: The ranks that hold one copy of the model between them.
         replicas: The ranks that hold the same segment as this one.
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
+        offload: Whether the optimizer works in the host's memory.
     """
 
     zero: int
     shards: Communicator
     replicas: Communicator
     whole_below: int = WHOLE_BELOW_BYTES
+    offload: bool = False
 
 
 class ShardedEngine(DataParallelEngine):
@@ -103,6 +105,7 @@ class ShardedEngine(DataParallelEngine):
                     keep_whole=keep_whole,
                     is_gathered=zero == 3 and size >= max(1, self.sharding.whole_below),
                     keeps_gradients=zero == 1,
+                    offload=self.sharding.offload,
                 )
                 self.units.append(unit)
                 self._owners.append(owner)
@@ -276,7 +279,7 @@ class ShardedEngine(DataParallelEngine):
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         held = super().held_tensors()
         for unit in self.units:
-            held["parameters"].append(unit.segment)
+            held["parameters"] += [unit.segment, unit.master]
             held["gradients"] += unit.held_gradients()
         return held
 

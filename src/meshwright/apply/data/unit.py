@@ -40,6 +40,7 @@ class FlatUnit:
         keep_whole: Whether no parameter may be cut.
         is_gathered: Whether values are whole only while needed.
         keeps_gradients: Whether whole gradients stay.
+        offload: Whether the optimizer works in the host's memory: on a copy of the segment, with gradients copied there.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class FlatUnit:
         keep_whole: bool,
         is_gathered: bool,
         keeps_gradients: bool,
+        offload: bool = False,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.group = group
         self.is_gathered = is_gathered
         self.keeps_gradients = keeps_gradients
+        self.offload = offload
         self.layout = FlatLayout([p.numel() for p in self.parameters], group.size, keep_whole=keep_whole)
         self._strides = [_dense_stride(parameter) for parameter in self.parameters]
         self._shapes = [parameter.shape for parameter in self.parameters]
@@ -64,6 +67,7 @@ class FlatUnit:
         self.gradient: torch.Tensor | None = None
         """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
         self._whole_gradients: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
         self.expect([True] * len(self.parameters))
         self._take_over(keep_whole=keep_whole)
 
@@ -81,6 +85,8 @@ class FlatUnit:
         if self.is_gathered:
             self.segment = self.segment.clone()
             self.release()
+        self.master = self.segment.to("cpu", copy=True) if self.offload else self.segment
+        """[segment_numel], the values that the optimizer updates."""
         self.pieces = [self._piece(span, keep_whole=keep_whole) for span in self.layout.spans(self.group.group_rank)]
         self._ends = self.layout.ends()
 
@@ -88,7 +94,7 @@ class FlatUnit:
         return flat.as_strided(self._shapes[index], self._strides[index], self.layout.offsets[index])
 
     def _piece(self, span: Span, *, keep_whole: bool) -> Piece:
-        values = self.segment[span.offset : span.offset + span.numel]
+        values = self.master[span.offset : span.offset + span.numel]
         if keep_whole:
             values = values.as_strided(self._shapes[span.index], self._strides[span.index])
         return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
@@ -121,6 +127,8 @@ class FlatUnit:
 
     def spread(self) -> None:
         """After the optimizer: give every rank the new values of all segments."""
+        if self.offload:
+            self.segment.copy_(self.master)
         if self.flat is not None and not self.is_gathered:
             self.group.all_gather_into(self.flat, self.segment.detach())
 
@@ -130,6 +138,7 @@ class FlatUnit:
         """Forget the gradients."""
         self.gradient = None
         self._whole_gradients = []
+        self._sums = []
         for parameter in self.parameters:
             parameter.grad = None
         for piece in self.pieces:
@@ -155,15 +164,13 @@ class FlatUnit:
         for parameter in self.parameters:
             parameter.grad = None
         if self.keeps_gradients:
-            self._whole_gradients = whole
-            for piece, part in zip(self.pieces, sums, strict=True):
-                piece.tensor.grad = part.as_strided(piece.tensor.shape, piece.tensor.stride())
+            self._whole_gradients, self._sums = whole, sums
             return
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.segment)
-        targets = [self.gradient[piece.span.offset : piece.span.offset + piece.span.numel] for piece in self.pieces]
-        if targets:
-            foreach_add_(targets, sums)
+            self._sums = [self.gradient[piece.span.offset :][: piece.span.numel] for piece in self.pieces]
+        if sums:
+            foreach_add_(self._sums, sums)
 
     def _in_memory_order(self, index: int) -> torch.Tensor:
         """Return a parameter's gradient as [numel], in the order in which its values lie in memory; zeros where it has none."""
@@ -185,18 +192,14 @@ class FlatUnit:
             replicas: The ranks that hold the same segment.
         """
         self.expect(used)
-        if self.gradient is not None:
-            for piece in self.pieces:
-                part = self.gradient[piece.span.offset : piece.span.offset + piece.span.numel]
-                piece.tensor.grad = part.as_strided(piece.tensor.shape, piece.tensor.stride())
-        grads = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-        if grads:
-            replicas.all_reduce_together([torch.view_as_real(g) if g.is_complex() else g for g in grads])
+        if self._sums:
+            replicas.all_reduce_together([torch.view_as_real(g) if g.is_complex() else g for g in self._sums])
             if scale != 1.0:
-                foreach_mul_(grads, scale)
-        for piece in self.pieces:
-            if not used[piece.span.index]:
-                piece.tensor.grad = None
+                foreach_mul_(self._sums, scale)
+        for piece, part in zip(self.pieces, self._sums, strict=True) if self._sums else ():
+            if used[piece.span.index]:
+                there = part.to("cpu", copy=True) if self.offload else part
+                piece.tensor.grad = there.as_strided(piece.tensor.shape, piece.tensor.stride())
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that hold gradients between the steps."""
