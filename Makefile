@@ -20,8 +20,9 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults tests/docs -q
-	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -q
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 2 -q
+	$(BIN)/python -m pytest tests/faults tests/docs -q
+	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 2 -q
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -107,8 +107,18 @@ def what_is_refused(plan: str) -> dict[str, str]:
         state = model.full_state_dict()
         found["names"] = ",".join(state)
         found["nan"] = str(any(bool(value.isnan().any()) for value in state.values()))
-    found["closed"] = str(bool(model.module(language(2)[0]).isfinite().all()))
+    found["closed"] = str(bool(model.module(language(2)[0]).isnan().all()))
     return found
+
+
+def apply_compiled(plan: str) -> str:
+    """Return why a compiled module is refused."""
+    module = torch.compile(build_chain(), backend="eager")
+    try:
+        mw.apply_plan(module, plan, loss_fn=losses.cross_entropy)  # pyright: ignore[reportArgumentType]
+    except mw.ApplyError as error:
+        return str(error.message)
+    return ""
 
 
 def optimizer_with_state(plan: str) -> str:

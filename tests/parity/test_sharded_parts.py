@@ -119,6 +119,11 @@ def test_a_sharded_module_says_so() -> None:
         assert (found["nan"], found["closed"]) == ("False", "True")
 
 
+def test_a_compiled_module_is_refused_by_zero_3() -> None:
+    for message in testing.run_ranks(sharded_jobs.apply_compiled, 2, "dp=2,zero=3"):
+        assert "is compiled" in message
+
+
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     for message in testing.run_ranks(sharded_jobs.optimizer_with_state, 2, "dp=2,zero=1"):
         assert "holds state of" in message

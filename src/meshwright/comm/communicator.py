@@ -195,19 +195,19 @@ class Communicator:
 
         self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
-    def all_gather_into(self, flat: torch.Tensor, segment: torch.Tensor) -> None:
+    def all_gather_into(self, flat: torch.Tensor, segment: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Fill `flat`, [size * n], with every rank's `segment`, [n], in group order; `segment` may be its own part of it."""
         if self.size == 1:
             if flat.data_ptr() != segment.data_ptr():
                 flat.copy_(segment)
-            return
+            return Pending(self, "all_gather", None, None)
         # Bytes: not every backend knows every dtype.
         output, source = flat.view(torch.uint8), segment.view(torch.uint8)
-        self._issue(
+        return self._issue(
             "all_gather",
             flat.nbytes,
             lambda later: ALL_GATHER_SINGLE(output, source, group=self.process_group, async_op=later),
-            async_op=False,
+            async_op=async_op,
         )
 
     def reduce_slices(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:

@@ -148,6 +148,7 @@ def _sharding(plan: Plan, world: World) -> Sharding:
         zero=plan.zero,
         shards=subgroup(world, neighbours, "dp"),
         replicas=subgroup(world, copies, "dp"),
+        prefetches=plan.overlap,
         whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
         offload=plan.offload == "optimizer",
     )

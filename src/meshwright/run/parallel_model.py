@@ -270,7 +270,10 @@ class ParallelModel:
         return self.train(mode=False)
 
     def close(self) -> None:
-        """Release hooks and threads; the module is a plain one again."""
+        """Release hooks and threads; the module is a plain one again. Nothing is exchanged.
+
+        After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
+        """
         self.engine.close()
         if self._recompute is not None:
             self._recompute.close()

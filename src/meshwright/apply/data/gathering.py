@@ -16,7 +16,6 @@ weight that another module multiplies by); in backward, when autograd takes up a
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.apply.data.unit import FlatUnit
+from meshwright.apply.data.watch import WatchedParameters
 from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
@@ -47,6 +47,7 @@ class Gathering:
         owners: The module that each unit's parameters belong to.
         group: The data-parallel ranks, which share the score.
         device: Where small exchanges live.
+        prefetches: Whether the next unit may be gathered while this one computes.
     """
 
     def __init__(
@@ -56,10 +57,13 @@ class Gathering:
         owners: Sequence[nn.Module],
         group: Communicator,
         device: torch.device,
+        *,
+        prefetches: bool = True,
     ) -> None:
         self._module = module
         self._units = list(units)
         self._group = group
+        self._prefetches = prefetches and not group.shares_memory
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
         self._score: list[Action] = []
@@ -212,6 +216,18 @@ class Gathering:
             if not self._units[index].is_whole:
                 # Once more after it was let go of: the other ranks do so in the same place, unless their data decides.
                 self._make_whole(index)
+            self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        """Start the next gather while this rank computes. It is the next in the score, so the order stays everyone's.
+
+        Over shared memory it would take its time from the core that computes; while the score is being learned a gather
+        outside of it may come first.
+        """
+        if self._prefetches and not self._is_learning and self._place < len(self._score):
+            kind, index = self._score[self._place]
+            if kind == GATHER:
+                self._units[index].start_gather()
 
     def need_layer(self, layer: nn.Module) -> None:
         """Return when the units of a layer, and of the modules in it, are whole."""
@@ -285,6 +301,7 @@ class Gathering:
 
     def begin_forward(self) -> None:
         """A forward begins."""
+        self._let_all_go()  # where the pass before ended in an error
         self._phase, self._score, self._place = "forward", self._scores["forward"], 0
         self._is_over = set()
 
@@ -313,7 +330,7 @@ class Gathering:
         if not self._is_learning:
             return
         everyone = self._group.all_gather_json(self._events, device=torch.device("cpu"))
-        lead = next((events for events in everyone if events["backward"]), None)
+        lead = next((events for events in everyone if any(events.values())), None)
         if lead is None:
             return  # no rank had a sample
         self._is_learning = False
@@ -334,10 +351,7 @@ class Gathering:
             self._let_all_go()
 
     def close(self) -> None:
-        """Make everything whole again and take the hooks off. Every rank calls it."""
-        for index in sorted(self._gathered):
-            self._make_whole(index)
-        self._everything_whole = True
+        """Take the hooks off. Nothing is exchanged: this rank may be alone with an error. Gathered units stay away."""
         for hook in self._hooks:
             hook.remove()
         for owner, plain in self._dicts:
@@ -365,24 +379,3 @@ def _chain_backward(order: Sequence[int], gathered: set[int], trainable: set[int
         score.extend((REDUCE, done) for done in waiting)
         waiting = [index] if index in trainable else []
     return score + [(REDUCE, done) for done in waiting]
-
-
-class WatchedParameters(dict[str, Any]):
-    """A module's parameters, which says when one is looked up. Iterating over them says nothing."""
-
-    def __init__(self, plain: dict[str, Any], units: dict[str, int], need: Callable[[int], None]) -> None:
-        super().__init__(plain)
-        self._units = units
-        self._need = need
-
-    def __getitem__(self, name: str) -> Any:
-        unit = self._units.get(name)
-        if unit is not None:
-            self._need(unit)
-        return super().__getitem__(name)
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # a copy of the module is a plain one
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)

@@ -25,6 +25,7 @@ from meshwright.apply.data.unit import FlatUnit
 from meshwright.comm._torch_private import foreach_norm
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.layers import find_layers
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -43,6 +44,7 @@ class Sharding:
         zero: 1, 2 or 3.
         shards: The ranks that hold one copy of the model between them.
         replicas: The ranks that hold the same segment as this one.
+        prefetches: Whether the next unit may be gathered while this one computes.
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
         offload: Whether the optimizer works in the host's memory.
     """
@@ -50,6 +52,7 @@ class Sharding:
     zero: int
     shards: Communicator
     replicas: Communicator
+    prefetches: bool = True
     whole_below: int = WHOLE_BELOW_BYTES
     offload: bool = False
 
@@ -91,6 +94,12 @@ class ShardedEngine(DataParallelEngine):
 
     def _make_units(self, *, keep_whole: bool) -> None:
         zero = self.sharding.zero
+        compiled = [name for name, child in self.module.named_modules() if type(child).__name__ == "OptimizedModule"]
+        if zero == 3 and compiled:
+            raise ApplyError(
+                f"'{compiled[0] or 'the model itself'}' is compiled, and ZeRO-3 exchanges its values between calls of its layers",
+                fix="pass the model before torch.compile, or use zero=2",
+            )
         for owner, members in self._layers():
             kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
             for name, parameter in members:
@@ -110,7 +119,9 @@ class ShardedEngine(DataParallelEngine):
                 self.units.append(unit)
                 self._owners.append(owner)
         if zero > 1:
-            self._gathering = Gathering(self.module, self.units, self._owners, self.group, self.device)
+            self._gathering = Gathering(
+                self.module, self.units, self._owners, self.group, self.device, prefetches=self.sharding.prefetches
+            )
 
     def _layers(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
         """Return (module, its parameters) of what is gathered and reduced together; each parameter once.

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.apply.data.flat import FlatLayout, Span
 from meshwright.comm._torch_private import foreach_add_, foreach_mul_
-from meshwright.comm.communicator import Communicator
+from meshwright.comm.communicator import Communicator, Pending
 
 __all__: list[str] = []
 
@@ -68,6 +68,7 @@ class FlatUnit:
         """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
         self._whole_gradients: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
+        self._coming: tuple[torch.Tensor, Pending] | None = None
         self.expect([True] * len(self.parameters))
         self._take_over(keep_whole=keep_whole)
 
@@ -111,17 +112,29 @@ class FlatUnit:
 
     # -- values -------------------------------------------------------------------------------------------------
 
+    def start_gather(self) -> None:
+        """Start to make the values whole, in the background. All ranks of the group do, before `gather` finishes it."""
+        if self.flat is None and self._coming is None:
+            flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
+            self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=True)
+
     def gather(self) -> None:
         """Make the values whole, with fresh memory. All ranks of the group call it together."""
-        flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
-        self.group.all_gather_into(flat, self.segment.detach())
-        self.flat = flat
+        if self._coming is not None:
+            flat, pending = self._coming
+            pending.wait()
+        else:
+            flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
+            self.group.all_gather_into(flat, self.segment.detach())
+        self.flat, self._coming = flat, None
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(flat, index)
 
     def release(self) -> None:
         """Keep this rank's segment alone. What still looks like a value is NaN, of the right shape and without memory."""
-        self.flat = None
+        if self._coming is not None:
+            self._coming[1].wait()
+        self.flat = self._coming = None
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
 
