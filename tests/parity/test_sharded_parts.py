@@ -28,32 +28,35 @@ def plain(optimizer: Callable[..., Any], num_steps: int = 3) -> dict[str, Tensor
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-class Normalized(torch.optim.Optimizer):
+class Ruled(torch.optim.Optimizer):
+    """Somebody's own optimizer: it steps by what `direction` makes of a gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * self.direction(parameter.grad))
+
+
+class Normalized(Ruled):
     """Updates each matrix by its gradient over that gradient's norm: nonsense on pieces."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
+    def direction(self, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
 
 
-class Signs(torch.optim.Optimizer):
-    """Somebody's own optimizer that treats each element by itself."""
+class Signs(Ruled):
+    """Treats each element by itself."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad.sign())
+    def direction(self, gradient: Tensor) -> Tensor:
+        return gradient.sign()
 
 
 OPTIMIZERS = {

@@ -161,8 +161,18 @@ class Communicator:
     def _ranks_text(self) -> str:
         return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
 
-    def _issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool) -> Pending:
-        """Count an exchange and start it; `call` gets whether it may return before the exchange is over."""
+    def issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool) -> Pending:
+        """Count an exchange and start it: the collectives below, and those of other modules of this package.
+
+        Args:
+            name: The collective, as the ledger knows it.
+            tensor_bytes: What the ledger counts for it [bytes].
+            call: Starts it; it gets whether it may return before the exchange is over.
+            async_op: Whether it may.
+
+        Raises:
+            LostPeerError: A peer is gone, or did not come within the timeout.
+        """
         entry = self.ledger.record(name, self.axis, tensor_bytes, self.size)
         if async_op:
             return Pending(self, name, self.run_waiting(name, lambda: call(True)), entry)
@@ -175,7 +185,7 @@ class Communicator:
         """Replace the tensor, on every rank, by the sum ("sum"), "max" or "min" over all ranks. In place."""
         if self.size == 1:
             return Pending(self, "all_reduce", None, None)
-        return self._issue(
+        return self.issue(
             "all_reduce",
             tensor.nbytes,
             lambda later: dist.all_reduce(tensor, op=_OPS[op], group=self.process_group, async_op=later),
@@ -193,7 +203,7 @@ class Communicator:
                 options.asyncOp = False
                 self.process_group.allreduce_coalesced(list(tensors), options).wait()
 
-        self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
+        self.issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
     def all_gather_into(self, flat: torch.Tensor, segment: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Fill `flat`, [size * n], with every rank's `segment`, [n], in group order; `segment` may be its own part of it."""
@@ -203,7 +213,7 @@ class Communicator:
             return Pending(self, "all_gather", None, None)
         # Bytes: not every backend knows every dtype.
         output, source = flat.view(torch.uint8), segment.view(torch.uint8)
-        return self._issue(
+        return self.issue(
             "all_gather",
             flat.nbytes,
             lambda later: ALL_GATHER_SINGLE(output, source, group=self.process_group, async_op=later),
@@ -228,7 +238,7 @@ class Communicator:
             else:
                 self._reduce_packed(tensors, ends)
 
-        self._issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
+        self.issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
     def _reduce_packed(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
         starts = [0, *ends[:-1]]
@@ -247,7 +257,7 @@ class Communicator:
         """Replace the tensor, on every rank, by that of the group's rank `source`. In place."""
         if self.size == 1:
             return Pending(self, "broadcast", None, None)
-        return self._issue(
+        return self.issue(
             "broadcast",
             tensor.nbytes,
             lambda later: dist.broadcast(tensor, src=self.ranks[source], group=self.process_group, async_op=later),
@@ -259,7 +269,7 @@ class Communicator:
         if self.size == 1:
             return [tensor.clone()]
         parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self._issue(
+        self.issue(
             "all_gather",
             tensor.nbytes * self.size,
             lambda later: dist.all_gather(parts, tensor.contiguous(), group=self.process_group, async_op=later),

@@ -22,15 +22,13 @@ group of one rank every operation returns its input.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.communicator import Communicator
+from meshwright.comm.communicator import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Communicator
 from meshwright.errors import ConfigError
 
 __all__ = [
@@ -41,10 +39,6 @@ __all__ = [
     "reduce_scatter_along",
     "scatter_to_group",
 ]
-
-# torch 2.13 renamed them and warns about the old names; 2.11 has the old ones only.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
@@ -88,10 +82,7 @@ def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: S
     Raises:
         ConfigError: `sizes` does not fit the group, or this rank's slice.
     """
-    if group.size == 1:
-        return tensor
-    dim, sizes = _check(tensor, group, dim, sizes, is_slice=True)
-    return _Gather.apply(tensor, group, dim, sizes)
+    return _along(_Gather, tensor, group, dim, sizes, is_slice=True)
 
 
 def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -109,10 +100,7 @@ def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Se
     Raises:
         ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
     """
-    if group.size == 1:
-        return tensor
-    dim, sizes = _check(tensor, group, dim, sizes, is_slice=False)
-    return _Scatter.apply(tensor, group, dim, sizes)
+    return _along(_Scatter, tensor, group, dim, sizes, is_slice=False)
 
 
 def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -130,10 +118,7 @@ def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Se
     Raises:
         ConfigError: `sizes` does not fit the group, or this rank's slice.
     """
-    if group.size == 1:
-        return tensor
-    dim, sizes = _check(tensor, group, dim, sizes, is_slice=True)
-    return _AllGather.apply(tensor, group, dim, sizes)
+    return _along(_AllGather, tensor, group, dim, sizes, is_slice=True)
 
 
 def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -151,10 +136,7 @@ def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes
     Raises:
         ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
     """
-    if group.size == 1:
-        return tensor
-    dim, sizes = _check(tensor, group, dim, sizes, is_slice=False)
-    return _ReduceScatter.apply(tensor, group, dim, sizes)
+    return _along(_ReduceScatter, tensor, group, dim, sizes, is_slice=False)
 
 
 class _Copy(torch.autograd.Function):
@@ -230,13 +212,19 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _all_gather(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """Join slices along a dim. The backends take equal, contiguous pieces, so uneven ones are padded to the largest."""
+    """Join slices along a dim. The backends take equal, contiguous pieces: uneven ones are padded to the largest.
+
+    The ledger counts the bytes that cross, padding included.
+    """
     largest = max(sizes)
     piece = _padded(tensor, dim, largest)
     stacked = tensor.new_empty((group.size * piece.shape[0], *piece.shape[1:]))
     if stacked.numel():
-        _exchange(
-            group, "all_gather", stacked.nbytes, lambda: _all_gather_single(stacked, piece, group=group.process_group)
+        group.issue(
+            "all_gather",
+            stacked.nbytes,
+            lambda later: ALL_GATHER_SINGLE(stacked, piece, group=group.process_group, async_op=later),
+            async_op=False,
         )
     if dim == 0 and min(sizes) == largest:
         return stacked
@@ -253,11 +241,11 @@ def _reduce_scatter(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[
         stacked = torch.cat([_padded(piece, dim, largest) for piece in tensor.split(sizes, dim)])
     own = tensor.new_empty((stacked.shape[0] // group.size, *stacked.shape[1:]))
     if stacked.numel():
-        _exchange(
-            group,
+        group.issue(
             "reduce_scatter",
             stacked.nbytes,
-            lambda: _reduce_scatter_single(own, stacked, group=group.process_group),
+            lambda later: REDUCE_SCATTER_SINGLE(own, stacked, group=group.process_group, async_op=later),
+            async_op=False,
         )
     return own if size == largest else own.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
 
@@ -270,12 +258,19 @@ def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def _exchange(group: Communicator, name: str, tensor_bytes: int, call: Callable[[], Any]) -> None:
-    """Count an exchange and make it. The bytes are those that cross, padding included."""
-    entry = group.ledger.record(name, group.axis, tensor_bytes, group.size)
-    start = time.perf_counter()
-    group.run_waiting(name, call)
-    entry.wait_s += time.perf_counter() - start
+def _along(
+    function: type[torch.autograd.Function],
+    tensor: Tensor,
+    group: Communicator,
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    is_slice: bool,
+) -> Tensor:
+    if group.size == 1:
+        return tensor
+    dim, sizes = _check(tensor, group, dim, sizes, is_slice=is_slice)
+    return function.apply(tensor, group, dim, sizes)
 
 
 def _check(

@@ -54,7 +54,7 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter in self.parameters:
-            self.views.append(_view_like(self.flat, start, parameter))
+            self.views.append(self.flat.as_strided(parameter.shape, dense_stride(parameter), start))
             start += parameter.numel()
         self.has_gradient = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
@@ -94,11 +94,13 @@ class Bucket:
             parameter.grad = view if present else None
 
 
-def _view_like(flat: torch.Tensor, start: int, parameter: nn.Parameter) -> torch.Tensor:
-    # A gradient laid out like its parameter (channels_last, say) lets optimizers and convolutions run without copies.
+def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return strides in which a parameter fills its memory without a hole: its own (channels_last, say), or plain ones.
+
+    A gradient laid out like its parameter lets optimizers and convolutions run without copies.
+    """
     dense = torch.empty_like(parameter, memory_format=torch.preserve_format).stride() == parameter.stride()
-    stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-    return flat.as_strided(parameter.shape, stride, start)
+    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
 @dataclasses.dataclass(slots=True)

@@ -238,11 +238,14 @@ class ShardedEngine(DataParallelEngine):
         return found[: len(flags)]
 
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
-        pieces = [piece.tensor.grad for unit in self.units for piece in unit.pieces]
-        return [grad for grad in pieces if grad is not None] + self.sparse_values()
+        return self._piece_gradients() + self.sparse_values()
+
+    def _piece_gradients(self) -> list[torch.Tensor]:
+        gradients = [piece.tensor.grad for unit in self.units for piece in unit.pieces]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def gradient_norm(self) -> torch.Tensor:
-        mine = [piece.tensor.grad for unit in self.units for piece in unit.pieces if piece.tensor.grad is not None]
+        mine = self._piece_gradients()
         if self.sharding.shards.group_rank == 0:
             mine += self.sparse_values()  # which every rank has whole
         norm = self._norm_over_shards([torch.stack(foreach_norm(kind)) for kind in _by_dtype(mine)])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshwright.apply.data.buckets import dense_stride
 from meshwright.apply.data.flat import FlatLayout, Span
 from meshwright.comm._torch_private import foreach_add_, foreach_mul_
 from meshwright.comm.communicator import Communicator, Pending
@@ -60,7 +61,7 @@ class FlatUnit:
         self.keeps_gradients = keeps_gradients
         self.offload = offload
         self.layout = FlatLayout([p.numel() for p in self.parameters], group.size, keep_whole=keep_whole)
-        self._strides = [_dense_stride(parameter) for parameter in self.parameters]
+        self._strides = [dense_stride(parameter) for parameter in self.parameters]
         self._shapes = [parameter.shape for parameter in self.parameters]
         self.flat: torch.Tensor | None = None
         """[layout.numel], all ranks' values; None while only the segment is here."""
@@ -112,20 +113,19 @@ class FlatUnit:
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """Start to make the values whole, in the background. All ranks of the group do, before `gather` finishes it."""
+    def start_gather(self, *, async_op: bool = True) -> None:
+        """Start to make the values whole, with fresh memory. All ranks of the group do, before `gather` finishes it."""
         if self.flat is None and self._coming is None:
             flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
-            self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=True)
+            self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=async_op)
 
     def gather(self) -> None:
-        """Make the values whole, with fresh memory. All ranks of the group call it together."""
-        if self._coming is not None:
-            flat, pending = self._coming
-            pending.wait()
-        else:
-            flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
-            self.group.all_gather_into(flat, self.segment.detach())
+        """Make the values whole, where they are not. All ranks of the group call it together."""
+        self.start_gather(async_op=False)
+        if self._coming is None:
+            return
+        flat, pending = self._coming
+        pending.wait()
         self.flat, self._coming = flat, None
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(flat, index)
@@ -233,12 +233,6 @@ class FlatUnit:
         return {
             name: self._view(flat, index).clone() if present[index] else None for index, name in enumerate(self.names)
         }
-
-
-def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return strides in which the parameter fills its memory without a hole: its own (channels_last, say), or plain ones."""
-    dense = torch.empty_like(parameter, memory_format=torch.preserve_format).stride() == parameter.stride()
-    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
 def _not_a_value(dtype: torch.dtype) -> float:
