@@ -12,12 +12,11 @@ from meshwright import testing
 from meshwright.checkpoint.layout import ShardLayout, check_coverage, even_sizes
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
-from parity import nn_jobs
+from parity import nn_jobs, nn_model_jobs
 from parity.nn_jobs import Entropy, Pair, numbers
-from tolerances import FLOAT64
+from tolerances import CROSS_ENTROPY, FLOAT64
 
 RANKS = [2, 3, 4]
-CROSS_ENTROPY = 1e-12
 
 
 def _alone() -> Communicator:
@@ -199,8 +198,8 @@ def test_operations(shape: tuple[int, ...], dim: int, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_modules_are_made_from_plain_ones(num_ranks: int) -> None:
-    expected = nn_jobs.plain_conversions()
-    for found in testing.run_ranks(nn_jobs.run_conversions, num_ranks):
+    expected = nn_model_jobs.plain_conversions()
+    for found in testing.run_ranks(nn_model_jobs.run_conversions, num_ranks):
         assert found.keys() == expected.keys()
         for name, tensors in expected.items():
             testing.assert_parity(found[name], tensors, FLOAT64)
@@ -210,8 +209,8 @@ def test_modules_are_made_from_plain_ones(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_decoder_trains_as_on_one_device(sequence_parallel: bool, num_ranks: int) -> None:
-    expected = nn_jobs.plain_decoder()
-    per_rank = testing.run_ranks(nn_jobs.run_decoder, num_ranks, sequence_parallel)
+    expected = nn_model_jobs.plain_decoder()
+    per_rank = testing.run_ranks(nn_model_jobs.run_decoder, num_ranks, sequence_parallel)
     for found, _ in per_rank:
         testing.assert_parity(found, expected, FLOAT64)
         assert all(torch.equal(found[name], per_rank[0][0][name]) for name in found)
@@ -221,7 +220,7 @@ def test_a_decoder_trains_as_on_one_device(sequence_parallel: bool, num_ranks: i
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_layouts_cover_what_is_cut(num_ranks: int) -> None:
-    per_rank = testing.run_ranks(nn_jobs.run_layouts, num_ranks)
+    per_rank = testing.run_ranks(nn_model_jobs.run_layouts, num_ranks)
     for module, shapes in {
         "column": {"weight": (5, 4), "bias": (5,)},
         "row": {"weight": (4, 5)},
@@ -259,7 +258,7 @@ def test_mistakes_are_refused_before_anything_is_exchanged() -> None:
         "conv1d": "Conv1d is no Conv1D",
         "state": "'bias' is missing",
     }
-    for rank, found in enumerate(testing.run_ranks(nn_jobs.run_mistakes, 2)):
+    for rank, found in enumerate(testing.run_ranks(nn_model_jobs.run_mistakes, 2)):
         assert found.keys() == messages.keys()
         for name, message in messages.items():
             assert message.format(own=3 - rank) in found[name], name

@@ -1,78 +1,19 @@
-"""train/loader.py, order.py, fetch.py, streams.py: which sample goes where, and that nothing is left running."""
+"""train/loader.py, order.py, fetch.py: which sample goes where, and that nothing is left running."""
 
 import gc
-import itertools
 import random
 import threading
-import types
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from meshwright.describe.tree import BatchSplitter
 from meshwright.errors import ConfigError
-from meshwright.spec import Plan
 from meshwright.train.fetch import draws_random_numbers, read_ahead
 from meshwright.train.loader import make_loader
 from meshwright.train.order import epoch_order, mix
-
-
-def fake_model(rank=0, size=1, plan=None, group=None):
-    """What a loader needs of a ParallelModel."""
-    return types.SimpleNamespace(
-        plan=Plan.parse(plan or f"dp={size}"),
-        dp_rank=rank,
-        dp_size=size,
-        splitter=BatchSplitter(),
-        world=types.SimpleNamespace(default_group=group, device=torch.device("cpu")),
-    )
-
-
-class Numbers(Dataset):
-    """Sample i is the number i."""
-
-    deterministic_samples = True
-
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
-
-
-class Draws(Dataset):
-    """Sample i is one draw from each generator, as augmentations make them."""
-
-    def __init__(self, length=8):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
-
-
-def batches(length, size, *, dataset=None, **kwargs):
-    """The lists of numbers that each rank gets, [rank][batch]."""
-    loaders = [make_loader(dataset or Numbers(length), fake_model(rank, size), **kwargs) for rank in range(size)]
-    return [[[] if batch is None else batch.tolist() for batch in loader] for loader in loaders]
-
-
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def together(per_rank):
-    """The global batches: the ranks' shares side by side."""
-    assert len({len(rank) for rank in per_rank}) == 1
-    return [joined(shares) for shares in zip(*per_rank, strict=True)]
-
+from unit.loading import Numbers, batches, fake_model, joined, together
 
 # -- order and shares -------------------------------------------------------------------------------------------------
 
@@ -217,6 +158,19 @@ def test_position_of_other_data_is_refused():
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
+class Draws(Dataset):
+    """Sample i is one draw from each generator, as augmentations make them."""
+
+    def __init__(self, length=8):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
 def draws(*, rank=0, size=1, seed=0, epoch=0, num_workers=0):
     loader = make_loader(Draws(), fake_model(rank, size), seed=seed, global_batch_size=4, num_workers=num_workers)
     loader.set_epoch(epoch)
@@ -320,83 +274,3 @@ def test_default_collate_makes_batches_of_pairs():
     assert targets.tolist() == [0, 1, 2]
     batch = next(iter(make_loader(dataset, fake_model(), shuffle=False, global_batch_size=2, collate_fn=list)))
     assert isinstance(batch, list)
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_stream_of_samples_is_shared_out(size):
-    per_rank = batches(0, size, dataset=Stream(11), global_batch_size=4)
-    assert together(per_rank) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_ready_made_batches_are_shared_out(size):
-    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=4)
-    ranks = [list(make_loader(loader, fake_model(rank, size))) for rank in range(size)]
-    first = torch.cat([batch[0][0] for batch in ranks if batch[0] is not None])
-    last = torch.cat([batch[1][0] for batch in ranks if batch[1] is not None])
-    assert (first.tolist(), last.tolist()) == ([0, 1, 2, 3], [4])
-
-
-def test_a_stream_resumes_and_refuses_an_indexed_position():
-    loader = make_loader(Stream(10), fake_model(), global_batch_size=3)
-    iterator = iter(loader)
-    next(iterator)
-    iterator.close()
-    other = make_loader(Stream(10), fake_model(), global_batch_size=3)
-    other.load_state_dict(loader.state_dict())
-    assert [batch.tolist() for batch in other] == [[3, 4, 5], [6, 7, 8], [9]]
-    with pytest.raises(ConfigError, match="stream"):
-        other.load_state_dict(make_loader(Numbers(3), fake_model()).state_dict())
-
-
-def test_what_cannot_be_iterated_is_refused():
-    with pytest.raises(ConfigError, match="neither indexed"):
-        make_loader(3, fake_model())
-    with pytest.raises(ConfigError, match="num_workers=2 with ready-made batches"):
-        make_loader(iter([1]), fake_model(), num_workers=2)
-
-
-class ThreadGroup:
-    """An all-reduce between threads."""
-
-    def __init__(self, size):
-        self.slots, self.barrier = [0] * size, threading.Barrier(size, timeout=20)
-
-    def member(self, rank):
-        def all_reduce(tensor, op):
-            self.slots[rank] = int(tensor)
-            self.barrier.wait()
-            tensor.fill_((max if op == "max" else min)(self.slots))
-            self.barrier.wait()
-
-        return types.SimpleNamespace(all_reduce=all_reduce)
-
-
-@pytest.mark.parametrize(("when_uneven", "expected"), [("continue", [5, 5]), ("stop", [3, 3])])
-def test_ranks_with_unequal_streams_end_together(when_uneven, expected):
-    # The bug: the rank with more data enters an exchange that nobody else joins.
-    group, got = ThreadGroup(2), [None, None]
-
-    def run(rank, length):
-        source = [torch.tensor([rank, i]) for i in range(length)]
-        model = fake_model(rank, 2, group=group.member(rank))
-        got[rank] = list(make_loader(source, model, rank_local=True, when_uneven=when_uneven))
-
-    threads = [threading.Thread(target=run, args=(rank, length)) for rank, length in enumerate([5, 3])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [len(batches) for batches in got] == expected
-    assert [batch is None for batch in got[1]] == [False] * 3 + [True] * (expected[1] - 3)
