@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import gpt
 import meshwright as mw
 from meshwright import testing
+from meshwright.apply.data.sharded import ShardedEngine
 from parity import losses
 
 
@@ -75,6 +76,28 @@ def held_bytes(plan: str) -> dict[str, int]:
             model.step(mw.split_batch(language(4, seed, 512, 8), model))
         numel = sum(parameter.numel() for parameter in model.parameters())
         return {"numel": numel, **model.held_bytes()}
+
+
+def most_at_once(plan: str) -> list[tuple[int, int]]:
+    """Return, for each of three steps, the most units that were whole, and that had whole gradients, during backward."""
+    found = []
+    with mw.apply_plan(lambda: Chain(depth=8), plan, loss_fn=losses.cross_entropy) as model:
+        engine = model.engine
+        assert isinstance(engine, ShardedEngine)
+        most = [0, 0]
+
+        def count(_: Tensor) -> None:
+            most[0] = max(most[0], sum(unit.is_whole for unit in engine.units))
+            with_gradients = [any(p.grad is not None for p in unit.parameters) for unit in engine.units]
+            most[1] = max(most[1], sum(with_gradients))
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(count)
+        for seed in range(3):
+            most[:] = 0, 0
+            model.step(mw.split_batch(language(3, seed), model))
+            found.append((most[0], most[1]))
+    return found
 
 
 def train(plan: str, optimizer: Callable[..., Any], num_steps: int = 3) -> dict[str, Tensor]:

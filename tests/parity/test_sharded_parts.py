@@ -101,6 +101,16 @@ def test_memory_is_sharded(zero: int, shares: tuple[float, float, float]) -> Non
     assert sum(held.values()) - numel == pytest.approx(sum(shares) * numel, rel=0.03)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_first_step_holds_few_units_too(micro_batches: int) -> None:
+    # The embedding is needed first in backward, and is done last: in the order of registration that made the model whole.
+    plan = f"dp=2,zero=3,micro_batches={micro_batches}{WHOLE}"
+    counts = testing.run_ranks(sharded_jobs.most_at_once, 2, plan)
+    for whole, with_gradients in counts[0]:
+        assert whole <= 4, counts
+        assert with_gradients <= 4, counts
+
+
 def test_evaluation_with_shares_of_different_sizes() -> None:
     torch.manual_seed(0)
     model = sharded_jobs.build_chain()

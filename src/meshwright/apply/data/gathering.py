@@ -7,7 +7,8 @@ depend on that, or they wait for each other for ever. So a pass over the model i
     backward   gather the last unit, the one before, sum the last one's gradients, ...
 
 Whoever needs a unit plays the score up to it; whoever does not need one plays it at the end of the pass, or where a later
-one is needed. The score is the order of registration at first, and what rank 0 did in the first step afterwards.
+one is needed. The first forward is played in the order of registration, the first backward in the order that its forward took
+on the first rank with samples, and afterwards everything as that rank did it in the first step.
 
 A unit is needed when its module is called, or when one of its parameters is looked up anywhere (a tied head, a
 weight that another module multiplies by); in backward, when autograd takes up a tensor that it saved of it.
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.apply.data.score import GATHER, REDUCE, Action, Uses, backward_score, complete, forward_score
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.apply.data.watch import WatchedParameters
 from meshwright.comm._torch_private import without_dispatch_modes
@@ -32,10 +34,6 @@ from meshwright.describe.tree import tensors_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-GATHER, REDUCE = "gather", "reduce"
-Action = tuple[str, int]
-"""("gather" or "reduce", index of the unit)."""
 
 
 class Gathering:
@@ -81,27 +79,17 @@ class Gathering:
         self._is_over: set[int] = set()
         self.keeps_until_end: set[int] = set()
         """Units that are needed again after their module's forward: they stay whole until the pass is over."""
-        self._scores = self._first_scores()
+        order = range(len(self._units))
+        self._scores = {
+            "forward": forward_score(self._gathered),
+            "backward": backward_score(order, self._gathered, self._trainable),
+        }
+        self._uses = Uses()
+        self._backward_is_guessed = bool(self._gathered)
+        """Whether no forward has told yet in which order backward will need the units."""
         self._hooks: list[Any] = []
         self._dicts: list[tuple[nn.Module, dict[str, Any]]] = []
         self._watch(owners)
-
-    def _first_scores(self) -> dict[str, list[Action]]:
-        """Return the scores of a chain of layers, in the order in which they are registered."""
-        order = range(len(self._units))
-        forward = [(GATHER, index) for index in order if index in self._gathered]
-        if self._keeps_all:  # nothing is known yet, and there is room
-            return {
-                "forward": forward,
-                "backward": forward[::-1] + [(REDUCE, i) for i in order[::-1] if i in self._trainable],
-            }
-        return {"forward": forward, "backward": _chain_backward(order, self._gathered, self._trainable)}
-
-    def _complete(self, events: Sequence[Action]) -> list[Action]:
-        """Return a score that has every unit: what the leading rank did, and at its end what it had no need of."""
-        gathers = [(GATHER, index) for index in sorted(self._gathered)]
-        sums = [(REDUCE, index) for index in sorted(self._trainable)]
-        return [*events, *(action for action in gathers + sums if action not in events)]
 
     def _gathered_bytes(self) -> int:
         return sum(self._units[index].layout.numel * self._units[index].segment.itemsize for index in self._gathered)
@@ -239,6 +227,7 @@ class Gathering:
         if self._phase == "forward" and index in self._is_over:
             self.keeps_until_end.add(index)
         if self._is_learning:
+            self._uses.note(index)
             if self._phase == "backward" and (GATHER, index) not in self._events["backward"]:
                 for done in sorted(self._trainable & self._gathered):
                     if self._units[done].is_ready:
@@ -262,6 +251,8 @@ class Gathering:
             for position, parameter in enumerate(unit.parameters):
                 seen[position] = seen[position] or parameter.grad is not None
             was_ready = unit.is_ready
+            if was_ready:
+                self._note((REDUCE, index))
             unit.reduce()
             if was_ready:  # else its backward may not be over; it goes with the pass
                 self._let_go(index)
@@ -304,10 +295,13 @@ class Gathering:
         self._let_all_go()  # where the pass before ended in an error
         self._phase, self._score, self._place = "forward", self._scores["forward"], 0
         self._is_over = set()
+        self._uses = Uses()
 
     def begin_backward(self) -> None:
         """The forward is over, and its backward begins."""
         self._play_rest()
+        if self._backward_is_guessed:
+            self._learn_backward()
         self._phase, self._score, self._place = "backward", self._scores["backward"], 0
         self._is_over = set()
         for index in self._trainable - self._gathered:
@@ -325,6 +319,15 @@ class Gathering:
         seen, self._seen = self._seen, [[False] * len(unit.parameters) for unit in self._units]
         return seen
 
+    def _learn_backward(self) -> None:
+        """Take the order of this forward for the first backward: played in a wrong one, it would make the whole model whole."""
+        everyone = self._group.all_gather_json(self._uses.in_order(), device=torch.device("cpu"))
+        uses = next((uses for uses in everyone if uses), None)
+        if uses is not None:  # else no rank had a sample
+            score = backward_score(uses, self._gathered, self._trainable)
+            self._scores["backward"] = complete(score, self._gathered, self._trainable)
+            self._backward_is_guessed = False
+
     def learn(self) -> None:
         """Take what the first rank with samples did in the first step for everyone's score. Every rank calls it."""
         if not self._is_learning:
@@ -333,9 +336,9 @@ class Gathering:
         lead = next((events for events in everyone if any(events.values())), None)
         if lead is None:
             return  # no rank had a sample
-        self._is_learning = False
+        self._is_learning = self._backward_is_guessed = False
         for phase, events in lead.items():
-            score = self._complete([(kind, index) for kind, index in events])
+            score = complete([(kind, index) for kind, index in events], self._gathered, self._trainable)
             self._scores[phase] = [action for action in score if phase == "backward" or action[0] == GATHER]
 
     @contextlib.contextmanager
@@ -367,15 +370,3 @@ def _spare_bytes(group: Communicator, device: torch.device) -> int:
     least = torch.tensor([free // 4], dtype=torch.int64, device=device)
     group.all_reduce(least, "min")
     return int(least)
-
-
-def _chain_backward(order: Sequence[int], gathered: set[int], trainable: set[int]) -> list[Action]:
-    """Return the score of a chain of layers: a layer's gradients are whole when the layer before it begins."""
-    score: list[Action] = []
-    waiting: list[int] = []
-    for index in reversed(order):
-        if index in gathered:
-            score.append((GATHER, index))
-        score.extend((REDUCE, done) for done in waiting)
-        waiting = [index] if index in trainable else []
-    return score + [(REDUCE, done) for done in waiting]
