@@ -57,6 +57,16 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
         testing.assert_parity({**exact, "key_bias": torch.full((2,), 1e-13, dtype=torch.float64)}, exact)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [([True, False], [True, True]), ([3, -7], [3, -8]), ([-(2**63), 0], [0, 0])], ids=str
+)
+def test_masks_and_integers_are_compared_as_well(one: list[int], other: list[int]) -> None:
+    # They are buffers of many models: a causal mask, a count of batches.
+    testing.assert_parity({"buffer": torch.tensor(one)}, {"buffer": torch.tensor(one)}, 0.0)
+    with pytest.raises(AssertionError, match=r"first is buffer: .* at \[[01]\]"):
+        testing.assert_parity({"buffer": torch.tensor(other)}, {"buffer": torch.tensor(one)})
+
+
 def test_assert_parity_names_the_step_and_the_kind() -> None:
     expected = reference("mlp", Setting())
     other = testing.oracle_steps(

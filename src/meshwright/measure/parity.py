@@ -72,7 +72,10 @@ def relative_difference(candidate: float, reference: float) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(_dense(tensor).abs().max()) if tensor.numel() else 0.0
+    dense = _dense(tensor)
+    # A mask has no absolute value, and the smallest integer none that fits.
+    dense = dense if dense.is_floating_point() else dense.double()
+    return float(dense.abs().max()) if tensor.numel() else 0.0
 
 
 def _dense(tensor: Tensor) -> Tensor:
