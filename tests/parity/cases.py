@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parity import containers, losses, models
+from parity import containers, hf_models, losses, models, tutorial_models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,68 @@ def sequences(num_samples: int, seed: int) -> Any:
     return (_normal(seed, num_samples, 5, 7), lengths), _normal(seed + 100, num_samples, 5)
 
 
+def numbers(num_samples: int, seed: int, num_in: int, num_out: int) -> Any:
+    return _normal(seed, num_samples, num_in), _normal(seed + 100, num_samples, num_out)
+
+
+def large_images(num_samples: int, seed: int, size: int = 32, num_classes: int = 10) -> Any:
+    return _normal(seed, num_samples, 3, size, size), _integers(seed, num_classes, num_samples)
+
+
+# What Hugging Face's models take: keywords, and the targets beside them.
+
+
+def prompts(num_samples: int, seed: int) -> Any:
+    ids, labels = language(num_samples, seed)
+    return {"input_ids": ids}, labels
+
+
+def labelled(num_samples: int, seed: int) -> Any:
+    """Labels for the model's own loss, which shifts them: rows that count 6, 1, 3, 0, 6, ..., of 7."""
+    ids, _ = language(num_samples, seed)
+    labels = ids.clone()
+    for row, valid in zip(labels, [7, 2, 4, 1] * num_samples, strict=False):
+        row[valid:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _padding(num_samples: int, length: int) -> torch.Tensor:
+    lengths = torch.tensor(([length, 3, 5, 2] * num_samples)[:num_samples])
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+def masked_tokens(num_samples: int, seed: int) -> Any:
+    """Padded sequences in two segments; about a third of the tokens that are there have to be found."""
+    ids, labels = language(num_samples, seed)
+    mask = _padding(num_samples, ids.shape[1])
+    hidden = (_integers(seed + 1, 3, *ids.shape) == 0) & (mask == 1)
+    segments = (torch.arange(ids.shape[1]) > 2).long().expand_as(ids)
+    inputs = {"input_ids": ids.masked_fill(hidden, 1), "attention_mask": mask, "token_type_ids": segments}
+    return inputs, labels.masked_fill(~hidden, -100)
+
+
+def padded_sentences(num_samples: int, seed: int) -> Any:
+    ids, _ = language(num_samples, seed)
+    inputs = {"input_ids": ids, "attention_mask": _padding(num_samples, ids.shape[1])}
+    return inputs, _integers(seed + 1, hf_models.NUM_CLASSES, num_samples)
+
+
+def translations(num_samples: int, seed: int) -> Any:
+    """Padded sources of 7 tokens, targets of 5."""
+    source, _ = language(num_samples, seed)
+    before, target = language(num_samples, seed + 1, length=5)
+    return {
+        "input_ids": source,
+        "attention_mask": _padding(num_samples, source.shape[1]),
+        "decoder_input_ids": before,
+    }, target
+
+
+def pixel_values(num_samples: int, seed: int) -> Any:
+    pixels, labels = large_images(num_samples, seed, size=9, num_classes=hf_models.NUM_CLASSES)
+    return {"pixel_values": pixels}, labels
+
+
 def single_branch_decay(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.3)
 
@@ -153,6 +215,40 @@ CASES: dict[str, Case] = {
         )
         for kind in ("dict", "dataclass", "attributes", "namedtuple", "nested", "opaque")
     },
+    "tutorial_cnn": Case(lambda: tutorial_models.ConvNet().double(), large_images, classes),
+    "tutorial_mlp_100_50_10": Case(
+        lambda: tutorial_models.FeedForward(100, 50, 10).double(),
+        functools.partial(numbers, num_in=100, num_out=10),
+        losses.square,
+    ),
+    "tutorial_mlp_10_10_5": Case(
+        lambda: tutorial_models.FeedForward(10, 10, 5).double(),
+        functools.partial(numbers, num_in=10, num_out=5),
+        losses.square,
+    ),
+    "tutorial_encoder": Case(lambda: tutorial_models.EncoderLanguageModel().double(), language, losses.cross_entropy),
+    "tutorial_albert": Case(lambda: tutorial_models.SharedBlocks().double(), language, losses.cross_entropy),
+}
+
+# They take seconds of imports in every process that builds them.
+HUGGING_FACE: dict[str, Case] = {
+    "hf_llama": Case(hf_models.build_llama, prompts, losses.logits_cross_entropy),
+    "hf_llama_tied": Case(hf_models.build_tied_llama, prompts, losses.logits_cross_entropy),
+    "hf_llama_own_loss": Case(hf_models.build_llama, labelled, None),
+    "hf_gpt2": Case(hf_models.build_gpt2, prompts, losses.logits_cross_entropy),
+    "hf_bert": Case(hf_models.build_bert, masked_tokens, losses.logits_valid_tokens),
+    "hf_bert_classifier": Case(hf_models.build_bert_classifier, padded_sentences, losses.logits_cross_entropy),
+    "hf_t5": Case(hf_models.build_t5, translations, losses.logits_cross_entropy),
+    "hf_vit": Case(hf_models.build_vit, pixel_values, losses.logits_cross_entropy),
+    "hf_mixtral": Case(hf_models.build_mixtral, prompts, losses.logits_cross_entropy),
+    "hf_albert": Case(hf_models.build_albert, prompts, losses.logits_cross_entropy),
+}
+
+# 21 million parameters: few cells, few samples, one step.
+WIDE: dict[str, Case] = {
+    "tutorial_mlp_wide": Case(
+        tutorial_models.build_wide_mlp, functools.partial(numbers, num_in=2048, num_out=2048), losses.square
+    ),
 }
 
 # One device does not compute these on the whole batch: their reference takes the same pieces as the ranks do.
@@ -167,4 +263,4 @@ PIECEWISE: dict[str, Case] = {
 
 def find(name: str) -> Case:
     """Return a case by name."""
-    return CASES.get(name) or PIECEWISE[name]
+    return {**CASES, **PIECEWISE, **HUGGING_FACE, **WIDE}[name]

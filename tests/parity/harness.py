@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils._pytree import tree_map
 
 import meshwright as mw
@@ -128,3 +130,25 @@ def assert_distributed_parity(
     testing.assert_parity(per_rank[0], expected, tolerance, buffers=piecewise)
     assert_ranks_agree(per_rank)
     return per_rank
+
+
+def run_wide_case(name: str, plan_text: str, setting: Setting) -> tuple[list[testing.StepRecord] | None, str]:
+    """Train a case under a plan; the records come from rank 0 alone, a digest of them from every rank."""
+    records = run_case(name, plan_text, setting)
+    digest = hashlib.blake2b()
+    for record in records:
+        digest.update(np.array([record.loss, record.grad_norm]).tobytes())
+        for tensors in (record.gradients, record.parameters):
+            for key, tensor in tensors.items():
+                digest.update(key.encode())
+                if tensor is not None:
+                    digest.update(tensor.numpy())
+    world = mw.current_world()
+    return records if world is None or world.rank == 0 else None, digest.hexdigest()
+
+
+def assert_wide_parity(name: str, num_ranks: int, setting: Setting, plan_text: str) -> None:
+    """Compare a model with so many parameters that all ranks' copies of them would be long on their way here."""
+    per_rank = testing.run_ranks(run_wide_case, num_ranks, name, plan_text, setting)
+    testing.assert_parity(per_rank[0][0], reference(name, setting), FLOAT64)
+    assert len({digest for _, digest in per_rank}) == 1, "ranks differ"

@@ -40,6 +40,15 @@ def valid_tokens(outputs: Tensor, batch: Any) -> mw.Loss:
     return mw.Loss(total, (labels != -100).sum())
 
 
+def logits_cross_entropy(outputs: Any, batch: Any) -> Tensor:
+    """Cross-entropy of what Hugging Face's models return."""
+    return cross_entropy(outputs.logits, batch)
+
+
+def logits_valid_tokens(outputs: Any, batch: Any) -> mw.Loss:
+    return valid_tokens(outputs.logits, batch)
+
+
 def summed_square(outputs: Tensor, batch: Any) -> mw.Loss:
     """The same as `square`, as a sum and a weight."""
     return mw.Loss((outputs - batch[1]).square().sum(), outputs.numel())

@@ -7,11 +7,12 @@ their order and what is reduced while backward still runs matter, as in large mo
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
 from parity import cases
-from parity.harness import Setting, assert_distributed_parity
+from parity.harness import Setting, assert_distributed_parity, assert_wide_parity
 
 SMALL_BUCKETS = ",bucket_bytes=64B"
 
@@ -26,12 +27,21 @@ SETTINGS = (
 )
 
 
+FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
+"""Hugging Face's models with every setting on 2, 3 and 4 ranks, for a campaign; else each with one, which take turns."""
+
+
 def _matrix() -> list[tuple[str, int, Setting]]:
     rows = []
     for index, name in enumerate(cases.CASES):
         for num_ranks in (2, 3, 4):
             first = (2 * index + num_ranks) % len(SETTINGS)
             rows += [(name, num_ranks, SETTINGS[first]), (name, num_ranks, SETTINGS[(first + 3) % len(SETTINGS)])]
+    for index, name in enumerate(cases.HUGGING_FACE):
+        if FULL_GRID:
+            rows += [(name, num_ranks, setting) for num_ranks in (2, 3, 4) for setting in SETTINGS]
+        else:
+            rows.append((name, 2 + index % 3, SETTINGS[index % len(SETTINGS)]))
     return rows
 
 
@@ -40,6 +50,14 @@ def test_equals_one_process(name: str, num_ranks: int, setting: Setting) -> None
     if name == "own_loss" and setting.num_samples == 2:
         setting = dataclasses.replace(setting, num_samples=3)
     assert_distributed_parity(name, num_ranks, setting)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4] if FULL_GRID else [2])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.WIDE)
+def test_a_wide_model_equals_one_process(name: str, num_ranks: int) -> None:
+    # 21 million parameters: buckets as large as they are by default, several of them.
+    assert_wide_parity(name, num_ranks, Setting(num_samples=5, num_steps=1), f"dp={num_ranks}")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -1,4 +1,4 @@
-"""An unmodified Hugging Face model with its own loss, whose labels are shifted inside and count by their number."""
+"""Hugging Face's models beside the grids of ZeRO and data parallelism: unmodified, in one process, and free of float32."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.measure.oracle import whole_batch_loss
 from parity import cases
-from parity.harness import assert_ranks_agree
-from tolerances import FLOAT32
+from parity.harness import Setting, assert_ranks_agree, reference, run_case
+from tolerances import FLOAT32, FLOAT64
 
 pytestmark = pytest.mark.slow
+
+
+# ---- as they are, with their own loss, whose labels are shifted inside and count by their number
 
 
 def _build() -> nn.Module:
@@ -83,3 +88,46 @@ def test_counting_the_shifted_labels_matters() -> None:
     wrong = testing.oracle_steps(_build, BATCHES[:1], by_all_labels, shares=shares)[0]
     with pytest.raises(AssertionError, match="differ by more than"):
         testing.assert_parity(wrong.gradients, testing.oracle_steps(_build, BATCHES[:1])[0].gradients, 100 * FLOAT32)
+
+
+# ---- in float64
+
+
+class _Float32Operators(TorchDispatchMode):
+    """Notes what computes in less than float64, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        values = out if isinstance(out, tuple | list) else [out]
+        if any(isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype != torch.float64 for v in values):
+            self.names.add(str(func))
+        return out
+
+
+def _float32_operators(model: nn.Module, case: cases.Case) -> set[str]:
+    with _Float32Operators() as found:
+        whole_batch_loss(model, case.batches(3)[0], case.loss_fn).backward()
+    return found.names
+
+
+@pytest.mark.parametrize("name", cases.HUGGING_FACE)
+def test_under_test_nothing_computes_in_float32(name: str) -> None:
+    # Otherwise the bound of 1e-11 in the grids would be a matter of luck.
+    case = cases.find(name)
+    assert _float32_operators(case.build(), case) == set()
+
+
+def test_as_they_are_parts_compute_in_float32() -> None:
+    # The control: what the builders of these tests change matters, and is seen.
+    assert _float32_operators(_build().double(), cases.find("hf_llama_own_loss")) != set()
+
+
+@pytest.mark.parametrize("line", ["mode=data_parallel,dp=2", "mode=model_parallel,pp=2"])
+@pytest.mark.parametrize("name", cases.HUGGING_FACE)
+def test_one_process_equals_one_device(name: str, line: str) -> None:
+    setting = Setting(num_samples=7, micro_batches=2, max_grad_norm=0.05)
+    testing.assert_parity(run_case(name, line, setting, devices=["cpu"] * 2), reference(name, setting), FLOAT64)

@@ -12,7 +12,7 @@ import os
 import pytest
 
 from parity import cases
-from parity.harness import Setting, assert_distributed_parity
+from parity.harness import Setting, assert_distributed_parity, assert_wide_parity
 
 PLANS = (
     ("dp=2,zero=1", 2),
@@ -44,7 +44,7 @@ FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 
 def _matrix() -> list[tuple[str, str, int, Setting]]:
     rows = []
-    for index, name in enumerate(cases.CASES):
+    for index, name in enumerate([*cases.CASES, *cases.HUGGING_FACE]):
         for place, (plan, num_ranks) in enumerate(PLANS):
             turn = (2 * index + place) % len(SETTINGS)
             if FULL_GRID:
@@ -59,6 +59,14 @@ def test_equals_one_process(name: str, plan: str, num_ranks: int, setting: Setti
     if name == "own_loss" and setting.num_samples == 2:
         setting = dataclasses.replace(setting, num_samples=3)
     assert_distributed_parity(name, num_ranks, setting, plan_text=plan)
+
+
+@pytest.mark.parametrize(("plan", "num_ranks"), [PLANS[0], PLANS[4], PLANS[6], PLANS[9]] if FULL_GRID else [PLANS[6]])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.WIDE)
+def test_a_wide_model_equals_one_process(name: str, plan: str, num_ranks: int) -> None:
+    # Sizes at which messages are cut, sums take other ways, and a unit is no longer small.
+    assert_wide_parity(name, num_ranks, Setting(num_samples=5, num_steps=1), plan)
 
 
 @pytest.mark.parametrize(("plan", "num_ranks"), [PLANS[1], PLANS[5], PLANS[7], PLANS[11]])
