@@ -12,9 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshwright.testing import pool
+
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # ranks import test modules by the names that pytest gives them: tests.parity.test_x
+
+# What tests of ranks import, and what an optimizer imports when it is made (torch._dynamo).
+_FOR_RANKS = (
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "meshwright.train.comparison",
+    "transformers",
+)
 
 # Set by libraries when they are first imported or used, once in a process.
 _SET_BY_LIBRARIES = (
@@ -46,11 +58,6 @@ def _default_group_exists() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _pool_pids() -> set[int]:
-    pool = sys.modules.get("meshwright.testing.pool")
-    return set() if pool is None else pool.pool_pids()
-
-
 def _children() -> dict[int, str]:
     found = {}
     for child in psutil.Process().children(recursive=True):
@@ -70,14 +77,14 @@ def _threads() -> set[threading.Thread]:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves variables, threads, process groups or processes; those of the rank pool are to stay."""
     environment, threads, children = _environment(), _threads(), _children()
-    pool_before = _pool_pids()
+    pool_before = pool.pool_pids()
     had_group = _default_group_exists()
     yield
     changed = {key for key, value in _environment().items() if environment.get(key) != value}
     changed |= environment.keys() - _environment().keys()
     assert not changed, f"environment variables were changed: {sorted(changed)}"
     assert _default_group_exists() == had_group, "a process group was left behind (or taken away)"
-    pool_changed = _pool_pids() != pool_before
+    pool_changed = pool.pool_pids() != pool_before
     # The pool's own threads come with its processes.
     left = set() if pool_changed else {t for t in _threads() - threads if not t.daemon}
     for thread in left:
@@ -85,7 +92,7 @@ def nothing_left_behind() -> Iterator[None]:
     still = [thread.name for thread in left if thread.is_alive()]
     assert not still, f"threads were left behind: {still}"
     new = {pid: line for pid, line in _children().items() if pid not in children}
-    of_pool = _descendants(_pool_pids())
+    of_pool = _descendants(pool.pool_pids())
     processes = {pid: line for pid, line in new.items() if pid not in of_pool and not _is_tracker(line)}
     assert not processes, f"processes were left behind: {processes}"
 
@@ -107,10 +114,8 @@ def _is_tracker(command: str) -> bool:
 @pytest.fixture(autouse=True, scope="session")
 def pools_are_closed() -> Iterator[None]:
     """Stop the ranks that tests have shared, and fail if one of them is still there."""
+    pool.preload(*_FOR_RANKS)
     yield
-    pool = sys.modules.get("meshwright.testing.pool")
-    if pool is None:
-        return
     pids = pool.pool_pids()
     pool.close_pools()
     gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)

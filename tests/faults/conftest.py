@@ -8,6 +8,10 @@ import pytest
 from tests.faults import leaks
 from tests.faults.shm_ranks import Zygote
 
+from meshwright.comm import nursery
+from meshwright.comm.processes import rank_environment
+from meshwright.testing import pool
+
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
@@ -17,8 +21,27 @@ def zygote() -> Iterator[Zygote]:
     started.close()
 
 
+@pytest.fixture(scope="session")
+def templates() -> None:
+    """What ranks are forked from here, once for all tests that are not about starting; closed with the pools."""
+    pool.keep_templates({**rank_environment("", None, None), "OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture
+def own_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a launch start as it does outside of tests: with a template of its own."""
+    monkeypatch.setattr(nursery, "kept", [])
+
+
+@pytest.fixture
+def no_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a launch start as it does where ranks cannot be forked: each as an interpreter of its own."""
+    monkeypatch.setattr(nursery, "kept", [])
+    monkeypatch.setattr(nursery, "can_fork", lambda: False)
+
+
 @pytest.fixture(autouse=True)
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[leaks.Watch]:
+def watch(monkeypatch: pytest.MonkeyPatch, templates: None) -> Iterator[leaks.Watch]:
     """Mark what the test starts, and check that it is gone two seconds after the test."""
     watch = leaks.Watch()
     monkeypatch.setenv(leaks.MARK_VARIABLE, watch.mark)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -252,3 +255,50 @@ def fill(num_bytes: int) -> int:
 
 def big(num_bytes: int) -> torch.Tensor:
     return torch.full((num_bytes,), world().rank, dtype=torch.uint8)
+
+
+def circumstances() -> dict[str, Any]:
+    """What a process has from whoever started it."""
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    death_signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal))  # PR_GET_PDEATHSIG
+    environment = dict(item.split(b"=", 1) for item in Path("/proc/self/environ").read_bytes().split(b"\0") if item)
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            files.append(os.readlink(f"/proc/self/fd/{name}"))
+    return {
+        "session": (os.getsid(0), os.getpgid(0)) == (os.getpid(), os.getpid()),
+        "streams": [os.readlink(f"/proc/self/fd/{number}") for number in range(3)],
+        "masks": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+        "threads": status["Threads"],
+        "death signal": death_signal.value,
+        "directory": os.getcwd(),
+        "umask": status["Umask"],
+        "oom score": Path("/proc/self/oom_score_adj").read_text(),
+        "cores": os.sched_getaffinity(0),
+        "limits": [
+            resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS)
+        ],
+        "path": sys.path,
+        "program": [sys.argv[0], sys.argv[2], sys.executable],
+        "shown": [part for part in Path("/proc/self/cmdline").read_text().split("\0") if part][-1],
+        "variables": {name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_RUN")},
+        "shown variables": {
+            name: environment.get(name) == os.environb[name] for name in os.environb if name.startswith(b"MESHWRIGHT_")
+        },
+        "files": sorted(
+            name.split("[")[0] for name in files if name.startswith(("/memfd:meshwright ", "socket", "pipe"))
+        ),
+    }
+
+
+def draw() -> list[float]:
+    """The first numbers that nobody has seeded."""
+    import numpy as np
+
+    return [random.random(), float(np.random.random())]
+
+
+def hash_of(text: str) -> int:
+    return hash(text)

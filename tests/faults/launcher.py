@@ -1,12 +1,14 @@
-"""A launching process of its own: ``python -m tests.faults.launcher JSON``. Prints a JSON line per event and at the end."""
+"""A launching process of its own: ``python -m tests.faults.launcher JSON``. Prints a JSON line per event and at the end.
+
+It imports no torch, which the jobs do in the ranks.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
-
-from tests.faults import jobs
 
 from meshwright.comm.launch import launch
 from meshwright.errors import exit_code_of
@@ -16,13 +18,19 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
+def call(job: str, *args: Any) -> Any:
+    """In a rank: do a job."""
+    return getattr(importlib.import_module("tests.faults.jobs"), job)(*args)
+
+
 def main() -> int:
     request = json.loads(sys.argv[1])
     say(started=True)
     try:
         results = launch(
-            getattr(jobs, request["job"]),
+            call,
             request.get("num", 2),
+            request["job"],
             *request.get("args", []),
             on_event=lambda rank, event: say(rank=rank, event=event),
             **request.get("options", {}),

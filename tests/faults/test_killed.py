@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.faults import jobs, leaks
 from tests.faults.command import launching
-from tests.faults.killer import Killer, find_rank
+from tests.faults.killer import Killer, find, is_rank, is_template
 
 from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import WorkerKilledError, exit_code_of
@@ -22,15 +22,13 @@ SEEDS = 20
 LIMIT_S = 3.0
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
-    # Instants from the interpreter's start over the import of torch and the rendezvous into the training loop.
+def check_kill(watch: leaks.Watch, seed: int, last_s: float) -> None:
     source = random.Random(seed)
     num = source.choice([2, 2, 3])
     rank = source.choice([0, 1, num - 1])
-    delay_s = source.uniform(0.0, 1.8)
+    delay_s = source.uniform(0.0, last_s)
     print(f"seed {seed}: rank {rank} of {num}, {delay_s:.3f} s after its birth")
-    killer = Killer(watch, rank, num, delay_s)
+    killer = Killer(watch, is_rank(rank, num), delay_s)
     killer.start()
     with pytest.raises(WorkerKilledError) as caught:
         launch(jobs.loop_until_stopped, num)
@@ -40,6 +38,62 @@ def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
     assert f"rank {rank} of {num} (pid " in str(caught.value)
     assert took_s < LIMIT_S
     assert exit_code_of(caught.value) == 11
+
+
+@pytest.mark.parametrize("seed", range(0, SEEDS, 2))
+def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
+    # Instants from the fork over the rendezvous into the training loop.
+    check_kill(watch, seed, 0.4)
+
+
+@pytest.mark.usefixtures("no_template")
+@pytest.mark.parametrize("seed", range(1, SEEDS, 2))
+def test_kill_a_rank_of_its_own_interpreter_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
+    # Instants from the interpreter's start over the import of torch and the rendezvous into the training loop.
+    check_kill(watch, seed, 1.8)
+
+
+@pytest.mark.usefixtures("own_template")
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_ranks_start_on_their_own_where_the_template_dies_before_it_is_ready(
+    watch: leaks.Watch, delay_s: float
+) -> None:
+    killer = Killer(watch, is_template, delay_s)
+    killer.start()
+    assert launch(jobs.identity, 2, 5) == [5, 5]
+    killer.join()
+    assert killer.killed_at > 0
+
+
+@pytest.mark.usefixtures("own_template")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_kill_what_the_ranks_were_forked_from(watch: leaks.Watch, number: signal.Signals) -> None:
+    with RankGroup(3) as group:
+        assert group.submit(jobs.identity, 5) == [5] * 3
+        template = find(watch, is_template)
+        assert template is not None
+        start = time.monotonic()
+        os.kill(template, number)
+        with pytest.raises(WorkerKilledError) as caught:
+            group.submit(jobs.loop_until_stopped)
+        assert time.monotonic() - start < LIMIT_S
+    assert f"the 3 ranks were forked from (pid {template}) was killed by {number.name}" in str(caught.value)
+
+
+@pytest.mark.usefixtures("own_template")
+def test_a_stop_signal_to_every_process_of_the_run_stops_the_ranks_at_the_same_step(watch: leaks.Watch) -> None:
+    # Batch systems signal every process of a job: what ranks were forked from must not end them by its own end.
+    signalled: set[int] = set()
+
+    def ask(rank: int, event: dict[str, object]) -> None:
+        if not signalled:
+            signalled.update(pid for pid, command in watch.processes().items() if "guardian" not in command)
+            for pid in signalled:
+                os.kill(pid, signal.SIGTERM)
+
+    steps = launch(jobs.loop_until_stopped, 2, on_event=ask)
+    assert len(signalled) == 3
+    assert steps[0] == steps[1] >= 3
 
 
 @pytest.mark.parametrize(("num", "victim"), [(2, 0), (3, 2)])
@@ -94,19 +148,21 @@ def test_a_rank_that_died_between_two_calls_is_noticed_at_the_next() -> None:
     assert "phase idle" in str(caught.value) or "phase run" in str(caught.value)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.4, None])
-def test_kill_the_launching_process(watch: leaks.Watch, delay_s: float | None) -> None:
-    # None: in the middle of the run, with a forked child and one in a session of its own under each rank.
+@pytest.mark.parametrize(
+    ("whom", "delay_s"), [("template", 0.0), ("template", 0.4), ("rank", 0.0), ("rank", 0.05), ("run", 0.0)]
+)
+def test_kill_the_launching_process(watch: leaks.Watch, whom: str, delay_s: float) -> None:
+    # "run": in the middle of the run, with a forked child and one in a session of its own under each rank.
     with launching("loop_until_stopped", 2, True) as command:
-        if delay_s is None:
+        if whom == "run":
             lines = command.read_until(lambda line: "event" in line, 2)
             pids = [pid for line in lines for pid in [line["event"]["pid"], *line["event"]["grandchildren"]]]
             assert len(pids) == 6
             assert all(psutil.pid_exists(pid) for pid in pids)
         else:
-            assert find_rank(watch, 1, 2) is not None
+            assert find(watch, is_template if whom == "template" else is_rank(1, 2)) is not None
             threading.Event().wait(delay_s)
         command.process.kill()
         command.process.wait()
     took_s = watch.assert_nothing_left(within_s=2.0)
-    print(json.dumps({"delay_s": delay_s, "gone_after_s": round(took_s, 3)}))
+    print(json.dumps({"whom": whom, "delay_s": delay_s, "gone_after_s": round(took_s, 3)}))

@@ -17,6 +17,11 @@ from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import ConfigError, InternalError, LostPeerError
 
 
+@pytest.fixture(autouse=True)
+def as_outside_of_tests(own_template: None) -> None:
+    """Start as any launch does."""
+
+
 def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments, str(path)] if not arguments else [sys.executable, *arguments],

@@ -41,13 +41,14 @@ def find(run_id, sessions):  # noqa: ANN001, ANN201 - this file stays free of im
     return found
 
 
-def sweep(run_id, sessions, patience_s=2.0):  # noqa: ANN001, ANN201
+def sweep(run_id, sessions, patience_s=2.0, spared=()):  # noqa: ANN001, ANN201
     """Kill every process of a run, until none is left or the patience is over.
 
     Args:
         run_id: The run's id, as the processes carry it in their environment.
         sessions: Session ids that belong to the run: the ranks' process ids.
         patience_s: How long to look [s]; a process in an uninterruptible wait dies only when that ends.
+        spared: Ids of processes of the run that are to live: one that has yet to reap the others.
 
     Returns:
         The ids of the processes that did not die.
@@ -58,7 +59,7 @@ def sweep(run_id, sessions, patience_s=2.0):  # noqa: ANN001, ANN201
         except (OSError, OverflowError):
             continue
     deadline = time.monotonic() + patience_s
-    left = find(run_id, sessions)
+    left = [pid for pid in find(run_id, sessions) if pid not in spared]
     while left and time.monotonic() < deadline:
         for pid in left:
             try:
@@ -66,7 +67,7 @@ def sweep(run_id, sessions, patience_s=2.0):  # noqa: ANN001, ANN201
             except OSError:
                 continue
         time.sleep(0.005)
-        left = find(run_id, sessions)
+        left = [pid for pid in find(run_id, sessions) if pid not in spared]
     return left
 
 

@@ -67,56 +67,75 @@ def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | N
 
 
 class RankProcess:
-    """One rank as its launching process sees it.
+    """One rank as its launching process sees it. It is born by `execute` or by a template's fork, see nursery.py.
 
     Args:
         rank: Its number.
-        environment: Its environment variables.
-        start: What it is told first, see `worker.py`; the descriptors in it are passed on.
-        descriptors: Descriptors that it inherits.
+        start: What it is told first, see `worker.py`.
     """
 
-    def __init__(
-        self, rank: int, environment: dict[str, str], start: dict[str, Any], descriptors: tuple[int, ...]
-    ) -> None:
-        label = f"{rank}/{start['world_size']}"  # for people who look at `ps`
-        ours, theirs = socket.socketpair()
+    def __init__(self, rank: int, start: dict[str, Any]) -> None:
+        ours, self._theirs = socket.socketpair()
         self.rank = rank
+        self.label = f"{rank}/{start['world_size']}"  # for people who look at `ps`
         self.stack_file = scratch_file()
         self.channel = ParentEnd(ours)
+        self.pid = 0
         self.pidfd: int | None = None
+        self.reported_ending: tuple[int | None, int | None] | None = None
+        """How it ended, as its parent tells where that is a template."""
+        self.is_reaped = False
         self.is_ready = False
         self.is_accounted = False
         """Whether it has answered, failed or died: nothing more is expected of it."""
         self.has_died = False
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.comm.worker", str(theirs.fileno()), label],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=(theirs.fileno(), self.stack_file, *descriptors),
-                start_new_session=True,
-            )
-        except BaseException:
-            self.channel.close()
-            os.close(self.stack_file)
-            raise
-        finally:
-            theirs.close()
-        self.pid = self.process.pid
+        self._process: subprocess.Popen[bytes] | None = None
+        self.channel.send(pack(("start", {**start, "rank": rank, "stack_file": self.stack_file})))
+
+    @property
+    def is_born(self) -> bool:
+        """Whether it has a process id."""
+        return self.pid > 0
+
+    def execute(self, environment: dict[str, str], descriptors: tuple[int, ...]) -> None:
+        """Start it as an interpreter of its own.
+
+        Args:
+            environment: Its environment variables.
+            descriptors: What it inherits beside its channel and its stack file.
+        """
+        theirs = self._theirs.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "meshwright.comm.worker", str(theirs), self.label],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(theirs, self.stack_file, *descriptors),
+            start_new_session=True,
+        )
+        self.let_go()
+        self.pid = self._process.pid
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self.pidfd = os.pidfd_open(self.pid)
-        self.channel.send(pack(("start", {**start, "rank": rank, "stack_file": self.stack_file})))
+
+    def descriptors_to_hand_over(self) -> tuple[int, int]:
+        """Return its end of the channel and its stack file."""
+        return self._theirs.fileno(), self.stack_file
+
+    def let_go(self) -> None:
+        """Close its end of the channel here, now that it has it: the channel ends with the rank."""
+        self._theirs.close()
 
     def ending(self) -> tuple[int | None, int | None] | None:
         """Return (signal, None) or (None, status) once it has ended, None before.
 
         It is looked at, not reaped: until `reap` nobody else can get its process id, so no kill can hit a stranger.
         """
+        if self._process is None:
+            return self.reported_ending
         try:
             if not hasattr(os, "waitid"):
-                code = self.process.poll()
+                code = self._process.poll()
                 return None if code is None else (-code, None) if code < 0 else (None, code)
             info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # somebody in this process has reaped it
@@ -142,13 +161,15 @@ class RankProcess:
     def reap(self, patience_s: float) -> bool:
         """Wait for its end and take its status, so that no zombie stays. False where it does not end in time."""
         try:
-            self.process.wait(patience_s)
+            if self._process is not None:
+                self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             return False
         return True
 
     def close(self) -> None:
         """Close this process's descriptors for it."""
+        self.let_go()
         self.channel.close()
         os.close(self.stack_file)
         if self.pidfd is not None:

@@ -22,10 +22,11 @@ from meshwright.comm import guardian
 from meshwright.comm.channel import pack
 from meshwright.comm.exceptions import rebuild_error
 from meshwright.comm.heartbeat import RECORD_BYTES, Board
+from meshwright.comm.nursery import Nursery
 from meshwright.comm.processes import Guardian, RankProcess, rank_environment, scratch_file
 from meshwright.comm.signals import StopSignals
 from meshwright.comm.stuck import STACK_SIGNAL, hang_error, late_start_error, unheeded_stop_error
-from meshwright.comm.verdict import Sign, death_error, guilty, summarise
+from meshwright.comm.verdict import Sign, death_error, guilty, summarise, template_error
 from meshwright.errors import InternalError, StoppedOnRequest, UserCodeError
 
 __all__: list[str] = []
@@ -82,6 +83,7 @@ class Supervisor:
         self._stop_deadline: float | None = None
         self._directory: str | None = None
         self._guardian: Guardian | None = None
+        self._nursery: Nursery | None = None
         self._descriptors = [scratch_file(num_ranks * RECORD_BYTES)]
         self._board = Board(self._descriptors[0], num_ranks)
         self._environment = rank_environment(self.run_id, threads, env)
@@ -147,7 +149,7 @@ class Supervisor:
                     rank.channel.send(packed)
                     self._listen_for_room(rank)
                 while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
-                    self._turn(_QUICK_TICK_S if self._ranks[0].pidfd is None else _TICK_S)
+                    self._turn(_QUICK_TICK_S)
                     if self.signals.first != already or self.signals.interrupted_again:
                         raise KeyboardInterrupt
             finally:
@@ -160,9 +162,11 @@ class Supervisor:
         self.is_closed = True
         with self.signals:  # an interrupt must not cut this short: the ranks would live on
             try:
-                guardian.sweep(self.run_id, {rank.pid for rank in self._ranks})
-                for rank in self._ranks:
-                    rank.reap(1.0)
+                # Whoever reaps the ranks outlives them: an heir of their zombies, PID 1 of a container, may not care for them.
+                spared = set() if self._nursery is None else self._nursery.pids
+                guardian.sweep(self.run_id, {rank.pid for rank in self._ranks if rank.is_born}, spared=spared)
+                if self._nursery is not None:
+                    self._nursery.end()
             finally:
                 self._free()
 
@@ -186,12 +190,17 @@ class Supervisor:
         start = self._start_message()
         self._guardian = Guardian(self.run_id, self._directory)
         for number in range(self.num_ranks):
-            rank = RankProcess(number, self._environment, start, tuple(self._descriptors))
+            rank = RankProcess(number, start)
             self._ranks.append(rank)
-            self._guardian.tell(str(rank.pid))
             self._selector.register(rank.channel, selectors.EVENT_READ, lambda rank=rank: self._hear(rank))
-            if rank.pidfd is not None:
-                self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda rank=rank: self._look_at(rank))
+        self._nursery = Nursery(self._ranks, self._environment, self._descriptors, self._note_birth)
+        self._nursery.begin(self._selector)
+
+    def _note_birth(self, rank: RankProcess) -> None:
+        if self._guardian is not None:
+            self._guardian.tell(str(rank.pid))
+        if rank.pidfd is not None:
+            self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._look_at(rank))
 
     def _start_message(self) -> dict[str, Any]:
         if sys.platform == "linux":
@@ -318,14 +327,18 @@ class Supervisor:
         self._hear(rank)  # what it said before it died
         if self._is_leaving:
             return
-        error = death_error(
-            rank.rank,
-            self.num_ranks,
-            rank.pid,
-            signal_number=ending[0],
-            status=ending[1],
-            beat=self._board.read(rank.rank),
-        )
+        template = None if self._nursery is None else self._nursery.lost
+        if template is not None:
+            error = template_error(rank.rank, self.num_ranks, template.pid, template.how_it_ended())
+        else:
+            error = death_error(
+                rank.rank,
+                self.num_ranks,
+                rank.pid,
+                signal_number=ending[0],
+                status=ending[1],
+                beat=self._board.read(rank.rank),
+            )
         self._sign(rank, Sign(rank.rank, time.monotonic(), secondary=False, error=error))
 
     # -- what goes wrong --------------------------------------------------------------------------------------------

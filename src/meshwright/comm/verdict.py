@@ -54,6 +54,15 @@ def death_error(
     )
 
 
+def template_error(rank: int, world_size: int, template_pid: int, how: str) -> WorkerKilledError:
+    """Return the error for a rank that died because the process that it was forked from had."""
+    return WorkerKilledError(
+        f"the process that the {world_size} ranks were forked from (pid {template_pid}) {how}, and they were killed with it",
+        rank=rank,
+        signal_name="SIGKILL",
+    )
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

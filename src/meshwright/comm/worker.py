@@ -1,4 +1,4 @@
-"""What runs in a rank that `launch` started: ``python -m meshwright.comm.worker DESCRIPTOR RANK/RANKS``.
+"""What runs in a rank that `launch` started: ``python -m meshwright.comm.worker DESCRIPTOR RANK/RANKS``, or template.py's fork.
 
 The main thread does the user's calls. One thread reads the channel, another watches the main thread. Messages come as
 ("start", ...), ("call", payload, main, stop), ("stop",), ("exit",); they go as ("ready",), ("result", value),
@@ -93,6 +93,8 @@ class Rank:
                 stream.reconfigure(line_buffering=True, write_through=False)  # ranks share them: whole lines at a time
         for number in STOP_SIGNALS:
             signal.signal(number, self._link.note_signal)
+        if "signal_mask" in self._start:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._start["signal_mask"])
         os.register_at_fork(after_in_child=self._become_stranger)
         faulthandler.enable(all_threads=False)
         faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"], all_threads=False)
@@ -190,13 +192,17 @@ class Rank:
         )
 
 
-def main() -> None:
-    """Be a rank."""
-    channel = RankEnd(socket.socket(fileno=int(sys.argv[1])))
+def be_rank(channel: RankEnd, own: dict[str, Any]) -> None:
+    """Be a rank.
+
+    Args:
+        channel: Its end of the channel, on which the first message says where it stands.
+        own: What holds in this process instead of what that message says.
+    """
     message = channel.receive()
     if message is None:
         return
-    start = message[1]
+    start = {**message[1], **own}
     die_with_parent(start["parent_pid"], die_with_thread=start["die_with_thread"])
     rank = Rank(channel, start)
     rank.prepare()
@@ -222,4 +228,4 @@ def _end() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    be_rank(RankEnd(socket.socket(fileno=int(sys.argv[1]))), {})

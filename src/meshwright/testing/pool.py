@@ -1,4 +1,8 @@
-"""Ranks that stay alive between tests: starting them costs more than what most tests do with them."""
+"""Ranks that stay alive between tests: starting them costs more than what most tests do with them.
+
+The processes that ranks are forked from stay as well, two of them in turns: strings of one hash differently in the other, so
+that ranks which walk through a set in different orders are found out, as they would be where each is started on its own.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,13 @@ from typing import Any
 
 import psutil
 
+from meshwright.comm import nursery
 from meshwright.comm.launch import RankGroup
+from meshwright.comm.processes import rank_environment
 
 __all__: list[str] = []
 
+_NUM_TEMPLATES = 2
 _TIMEOUT_S = 60.0  # for one collective: far beyond any test's work, well below what a test may take
 
 
@@ -37,11 +44,14 @@ class RankPool:
     def __init__(self) -> None:
         self._groups: dict[int, RankGroup] = {}
         self._pids: dict[int, set[int]] = {}
+        self.modules: tuple[str, ...] = ()
+        """What ranks find imported when they start."""
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results in rank order."""
         group = self._groups.get(num_ranks)
         if group is None:
+            keep_templates(rank_environment("", 1, None), self.modules)
             before = _child_pids()
             group = RankGroup(num_ranks, threads_per_rank=1, timeout_s=_TIMEOUT_S)
             self._groups[num_ranks], self._pids[num_ranks] = group, _child_pids() - before
@@ -56,7 +66,7 @@ class RankPool:
 
     def pids(self) -> set[int]:
         """Return the processes that belong to the pool now."""
-        return set().union(*self._pids.values())
+        return set().union(*self._pids.values(), (template.pid for template in nursery.kept))
 
     def close(self) -> None:
         """Stop all ranks."""
@@ -64,9 +74,30 @@ class RankPool:
             num_ranks, group = self._groups.popitem()
             self._pids.pop(num_ranks)
             group.close()
+        while nursery.kept:
+            nursery.kept.pop().dismiss()
 
 
 _POOL = RankPool()
+
+
+def keep_templates(environment: dict[str, str], modules: tuple[str, ...] = ()) -> None:
+    """Have the ranks that this process starts from now on forked from processes that stay, where their environment allows it.
+
+    Args:
+        environment: The ranks' environment variables; only those that a process reads once, as it starts, must be the ranks'.
+        modules: What these processes import beside what every rank needs.
+    """
+    if nursery.can_fork() and not any(template.serves(environment) for template in nursery.kept):
+        templates = [nursery.Template(environment, modules) for _ in range(_NUM_TEMPLATES)]
+        for template in templates:
+            template.hear(_TIMEOUT_S)
+        nursery.kept.extend(templates)
+
+
+def preload(*modules: str) -> None:
+    """Have ranks that start from now on find these imported, as far as no process is kept that they are forked from."""
+    _POOL.modules = modules
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
