@@ -182,6 +182,22 @@ def single_branch_decay(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.3)
 
 
+TUTORIALS: dict[str, Case] = {
+    "tutorial_cnn": Case(lambda: tutorial_models.ConvNet().double(), large_images, classes),
+    "tutorial_mlp_100_50_10": Case(
+        lambda: tutorial_models.FeedForward(100, 50, 10).double(),
+        functools.partial(numbers, num_in=100, num_out=10),
+        losses.square,
+    ),
+    "tutorial_mlp_10_10_5": Case(
+        lambda: tutorial_models.FeedForward(10, 10, 5).double(),
+        functools.partial(numbers, num_in=10, num_out=5),
+        losses.square,
+    ),
+    "tutorial_encoder": Case(lambda: tutorial_models.EncoderLanguageModel().double(), language, losses.cross_entropy),
+    "tutorial_albert": Case(lambda: tutorial_models.SharedBlocks().double(), language, losses.cross_entropy),
+}
+
 CASES: dict[str, Case] = {
     "mlp": Case(models.build_mlp, regression, losses.square),
     "example_mlp": Case(models.build_example_mlp, regression, losses.square),
@@ -215,19 +231,7 @@ CASES: dict[str, Case] = {
         )
         for kind in ("dict", "dataclass", "attributes", "namedtuple", "nested", "opaque")
     },
-    "tutorial_cnn": Case(lambda: tutorial_models.ConvNet().double(), large_images, classes),
-    "tutorial_mlp_100_50_10": Case(
-        lambda: tutorial_models.FeedForward(100, 50, 10).double(),
-        functools.partial(numbers, num_in=100, num_out=10),
-        losses.square,
-    ),
-    "tutorial_mlp_10_10_5": Case(
-        lambda: tutorial_models.FeedForward(10, 10, 5).double(),
-        functools.partial(numbers, num_in=10, num_out=5),
-        losses.square,
-    ),
-    "tutorial_encoder": Case(lambda: tutorial_models.EncoderLanguageModel().double(), language, losses.cross_entropy),
-    "tutorial_albert": Case(lambda: tutorial_models.SharedBlocks().double(), language, losses.cross_entropy),
+    **TUTORIALS,
 }
 
 # They take seconds of imports in every process that builds them.

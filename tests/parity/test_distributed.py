@@ -26,22 +26,23 @@ SETTINGS = (
     Setting(num_samples=2, micro_batches=1, max_grad_norm=0.05, plan_words=SMALL_BUCKETS),
 )
 
-
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
-"""Hugging Face's models with every setting on 2, 3 and 4 ranks, for a campaign; else each with one, which take turns."""
+"""Every model with every setting, for a campaign; else they take turns."""
 
 
 def _matrix() -> list[tuple[str, int, Setting]]:
+    if FULL_GRID:
+        names = [*cases.CASES, *cases.HUGGING_FACE]
+        return [(name, num_ranks, setting) for name in names for num_ranks in (2, 3, 4) for setting in SETTINGS]
     rows = []
-    for index, name in enumerate(cases.CASES):
+    for index, name in enumerate(name for name in cases.CASES if name not in cases.TUTORIALS):
         for num_ranks in (2, 3, 4):
             first = (2 * index + num_ranks) % len(SETTINGS)
             rows += [(name, num_ranks, SETTINGS[first]), (name, num_ranks, SETTINGS[(first + 3) % len(SETTINGS)])]
-    for index, name in enumerate(cases.HUGGING_FACE):
-        if FULL_GRID:
-            rows += [(name, num_ranks, setting) for num_ranks in (2, 3, 4) for setting in SETTINGS]
-        else:
-            rows.append((name, 2 + index % 3, SETTINGS[index % len(SETTINGS)]))
+    for index, name in enumerate(cases.TUTORIALS):
+        rows += [(name, num_ranks, SETTINGS[(index + num_ranks) % len(SETTINGS)]) for num_ranks in (2, 3, 4)]
+    # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
+    rows += [(name, 2 + 2 * (i % 2), SETTINGS[i % len(SETTINGS)]) for i, name in enumerate(cases.HUGGING_FACE)]
     return rows
 
 

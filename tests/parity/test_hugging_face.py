@@ -64,7 +64,7 @@ def _assert_close(records: list[testing.StepRecord]) -> None:
         testing.assert_parity(record.gradients, plain.gradients, FLOAT32)
 
 
-@pytest.mark.parametrize("line", ["dp=2", "dp=3,micro_batches=2"])
+@pytest.mark.parametrize("line", ["dp=2", "dp=4,micro_batches=2"])
 def test_a_llama_over_ranks(line: str) -> None:
     per_rank = testing.run_ranks(_steps, mw.Plan.parse(line).num_ranks, line)
     _assert_close(per_rank[0])
