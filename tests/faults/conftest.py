@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.faults import leaks
@@ -11,6 +12,18 @@ from tests.faults.shm_ranks import Zygote
 from meshwright.comm import nursery
 from meshwright.comm.processes import rank_environment
 from meshwright.testing import pool
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest alone, without xdist, knows no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of one comparison, which run beside these, to one of the workers; each would make it for itself."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "comparison" if "docs/test_compare.py" in nodeid else nodeid
+
+    return Scheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 @pytest.fixture(scope="session")

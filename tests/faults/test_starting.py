@@ -17,11 +17,6 @@ from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import ConfigError, InternalError, LostPeerError
 
 
-@pytest.fixture(autouse=True)
-def as_outside_of_tests(own_template: None) -> None:
-    """Start as any launch does."""
-
-
 def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments, str(path)] if not arguments else [sys.executable, *arguments],
@@ -33,6 +28,7 @@ def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("own_template")
 def test_results_come_in_rank_order_and_the_world_is_whole() -> None:
     results = launch(jobs.place, 3, threads_per_rank=2)
     assert [result["rank"] for result in results] == [0, 1, 2]
@@ -101,6 +97,7 @@ def test_an_error_in_on_event_ends_the_ranks() -> None:
         launch(jobs.loop_until_stopped, 2, on_event=broken)
 
 
+@pytest.mark.usefixtures("own_template")
 def test_a_start_that_takes_too_long_names_the_ranks() -> None:
     with pytest.raises(LostPeerError, match=r"ranks 0, 1 of 2 did not start within 0\.05 s"):
         launch(jobs.nothing, 2, start_timeout_s=0.05)
@@ -175,6 +172,7 @@ def test_nobody_closes_the_group(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[2.0, 2.0]\n"), done.stderr
 
 
+@pytest.mark.usefixtures("own_template")
 def test_the_callers_environment_reaches_the_ranks_and_stays_as_it_was() -> None:
     before = dict(os.environ)
     assert launch(os.getenv, 2, "MY_OWN", env={"MY_OWN": "7"}) == ["7", "7"]

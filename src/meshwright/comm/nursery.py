@@ -162,6 +162,8 @@ class Template:
         """Send it away and wait until it is gone, with all ranks that are left."""
         if os.getpid() != self._owner:
             return
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends it for copies that a child of this process holds, too
         self._socket.close()
         try:
             # While it imports it does not listen, and has no ranks yet.

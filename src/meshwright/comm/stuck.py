@@ -102,10 +102,8 @@ def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
             texts[rank.rank] = "it has ended"
         elif rank.state_letter() in ("T", "t"):
             texts[rank.rank] = "it is stopped (SIGSTOP)"
-        elif rank.is_born and board.read(rank.rank).phase not in (
-            "",
-            "start",
-        ):  # before that the signal would meet its default: death
+        elif rank.is_born and board.read(rank.rank).phase not in ("", "start"):
+            # Before that the signal would meet its default: death.
             with contextlib.suppress(OSError):
                 os.kill(rank.pid, STACK_SIGNAL)
     deadline = time.monotonic() + _DUMP_PATIENCE_S

@@ -44,11 +44,13 @@ class Template:
     Args:
         control: Its end of the socket pair.
         signal_mask: What the launching process had blocked, for the ranks.
+        child_handler: What it had set for SIGCHLD, for the ranks.
     """
 
-    def __init__(self, control: socket.socket, signal_mask: set[signal.Signals]) -> None:
+    def __init__(self, control: socket.socket, signal_mask: set[Any], child_handler: Any) -> None:
         self._control = control
         self._signal_mask = signal_mask
+        self._child_handler = child_handler
         self._selector = selectors.DefaultSelector()
         self._pids: dict[int, int] = {}
         self._files: dict[int, int] = {}
@@ -99,6 +101,7 @@ class Template:
         """In the child: be what ``python -m meshwright.comm.worker`` is."""
         try:
             os.setsid()
+            signal.signal(signal.SIGCHLD, self._child_handler)
             self._selector.close()
             self._control.close()
             for file in self._files.values():
@@ -232,6 +235,8 @@ def main() -> None:
     # A stop is for ranks: a batch system that signals every process of a job must not end all ranks by way of this one.
     # Blocked, not ignored: a rank begins with them blocked, too, and so misses none until its handlers are there.
     signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # Ignored, which is handed on, it would leave nothing of a child to wait for.
+    child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     descriptor, parent_pid, follows_thread, *modules = sys.argv[1:]
     control = socket.socket(fileno=int(descriptor))
     worker.die_with_parent(int(parent_pid), die_with_thread=follows_thread == "1")
@@ -239,7 +244,7 @@ def main() -> None:
     if refusal:
         say(control, {"refused": refusal})
         os._exit(0)
-    template = Template(control, {signal.Signals(number) for number in signal_mask})
+    template = Template(control, signal_mask, child_handler)
     say(control, {"ready": True})
     try:
         template.run()
