@@ -28,8 +28,8 @@ def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.usefixtures("own_template")
 def test_results_come_in_rank_order_and_the_world_is_whole() -> None:
+    # Threads are set when a process starts: what other tests' ranks are forked from has one, and is passed over.
     results = launch(jobs.place, 3, threads_per_rank=2)
     assert [result["rank"] for result in results] == [0, 1, 2]
     expected = {"sum": [3.0, 3.0, 3.0], "threads": 2, "launched": True, "stop": False}
