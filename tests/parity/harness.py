@@ -126,7 +126,8 @@ def assert_distributed_parity(
 ) -> list[list[testing.StepRecord]]:
     """Train a case on ranks of the pool, compare all of them, and one of them with the oracle."""
     per_rank = testing.run_ranks(run_case, num_ranks, name, plan_text or f"dp={num_ranks}", setting)
-    expected = reference(name, setting, num_ranks if piecewise else None)
+    num_shares = mw.Plan.parse(plan_text).dp if plan_text else num_ranks
+    expected = reference(name, setting, num_shares if piecewise else None)
     testing.assert_parity(per_rank[0], expected, tolerance, buffers=piecewise)
     assert_ranks_agree(per_rank)
     return per_rank

@@ -230,7 +230,7 @@ def test_steps(fake, configured, expected):
         (["single", "distribted"], ConfigError, "the plan 'distribted': .*did you mean 'distributed'"),
         (["single", "dp=2,zorro=1"], ConfigError, "the plan 'dp=2,zorro=1': .*unknown key 'zorro'"),
         (["single", "dp=65"], ConfigError, "the plan 'dp=65': train.global_batch_size = 64"),
-        (["single", "tp=2"], ApplyError, "the plan 'tp=2' asks for tp=2"),
+        (["single", "cp=2"], ApplyError, "the plan 'cp=2' asks for cp=2"),
         ([], ConfigError, "no plan to compare"),
     ],
 )

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.apply.norm import total_norm
 from meshwright.comm.communicator import Communicator
+from meshwright.spec import Plan
 
 __all__: list[str] = []
 
@@ -38,6 +39,26 @@ class Engine:
 
     num_replicas = 1
     """Copies of the module that compute at the same time in this process [count]."""
+
+    copies = 1
+    """Ranks that have the same share of the batch, since they share each layer [count]."""
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks that take a step together."""
+        return self.group
+
+    def detail(self, plan: Plan) -> Plan:
+        """Return the plan with what the strategy decided by itself."""
+        return plan
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has nothing to do."""
+        return True
+
+    def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
+        """Look at a first batch, before anything else happens with it; None where this rank has no sample."""
 
     @property
     def exchanges_in_backward(self) -> bool:
@@ -93,6 +114,14 @@ class Engine:
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
         """Return tensors that together hold each gradient element once, for norms and scaling."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def gradient_pieces(self) -> list[tuple[torch.Tensor, nn.Parameter]]:
+        """Return (gradient, parameter), each gradient element once, over the ranks of `sum_over_pieces`."""
+        pairs = [(parameter.grad, parameter) for parameter in self.parameters if parameter.grad is not None]
+        return [(grad.coalesce().values() if grad.is_sparse else grad, parameter) for grad, parameter in pairs]
+
+    def sum_over_pieces(self, values: torch.Tensor) -> None:
+        """Add up, in place, over the ranks that hold other pieces of the same gradients."""
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of the whole gradient, a scalar."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.comm._torch_private import foreach_mul_
+from meshwright.comm._torch_private import foreach_mul_, foreach_norm
 
 __all__: list[str] = []
 
@@ -30,6 +30,19 @@ def norm_of_norms(
     if not norms:
         return torch.zeros((), device=device)
     return finite_norm(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])), tensors, device)
+
+
+def squares_of(tensors: Sequence[torch.Tensor], device: torch.device, *, exact: bool) -> torch.Tensor:
+    """Return the sum of all entries' squares, a float64 scalar; `exact` takes each square in float64, too."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if exact:
+        for tensor in tensors:
+            total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+        return total
+    for dtype in {tensor.dtype for tensor in tensors}:
+        norms = foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype])
+        total += torch.stack(norms).abs().double().square().sum()
+    return total
 
 
 def finite_norm(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DEAR_OPERATORS",
+    "LINEAR",
+    "TURNS",
+    "Convolution",
     "ProcessGroupGloo",
     "TorchDispatchMode",
     "cpu_backend",
@@ -17,8 +21,30 @@ __all__ = [
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
+    "run_backward",
     "without_dispatch_modes",
+    "without_function_modes",
+    "without_function_subclasses",
 ]
+
+Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
+"""The base of torch's convolution layers."""
+
+without_function_modes = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+"""Contexts in which no TorchFunctionMode, and no tensor subclass's own `__torch_function__`, sees what is done."""
+
+# What a TorchFunctionMode is told is not the function that was called, but what that one calls.
+LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+TURNS = frozenset(
+    {
+        torch.t,
+        torch.Tensor.t,
+        torch.Tensor.T.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+        torch.Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    }
+)
+"""What swaps the last two dims."""
 
 without_dispatch_modes = _disable_current_modes
 """Context in which no TorchDispatchMode sees what is done: selective recompute counts the operators of a layer."""
@@ -43,6 +69,13 @@ DEAR_OPERATORS = frozenset(
     }
 )
 """Matrix products, convolutions and attention: what selective recompute does not do twice."""
+
+
+def run_backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Do what torch.autograd.backward does, with every TorchFunctionMode in force: that one takes them off meanwhile."""
+    _engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def cpu_backend_name(group: ProcessGroup) -> str:

@@ -220,6 +220,24 @@ class Communicator:
             async_op=async_op,
         )
 
+    def all_gather_stacked(self, stacked: torch.Tensor, piece: torch.Tensor) -> None:
+        """Fill `stacked`, [size * n, ...], with every rank's `piece`, [n, ...], in group order; both contiguous."""
+        self.issue(
+            "all_gather",
+            stacked.nbytes,
+            lambda later: ALL_GATHER_SINGLE(stacked, piece, group=self.process_group, async_op=later),
+            async_op=False,
+        )
+
+    def reduce_scatter_stacked(self, own: torch.Tensor, stacked: torch.Tensor) -> None:
+        """Fill `own`, [n, ...], with this rank's part of the sum of all `stacked`, [size * n, ...]; both contiguous."""
+        self.issue(
+            "reduce_scatter",
+            stacked.nbytes,
+            lambda later: REDUCE_SCATTER_SINGLE(own, stacked, group=self.process_group, async_op=later),
+            async_op=False,
+        )
+
     def reduce_slices(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
         """Sum over the ranks, in place, this rank's slice of the tensors joined end to end; the rest of them is undefined then.
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm.communicator import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Communicator
+from meshwright.comm.communicator import Communicator
 from meshwright.errors import ConfigError
 
 __all__ = [
@@ -220,12 +220,7 @@ def _all_gather(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int,
     piece = _padded(tensor, dim, largest)
     stacked = tensor.new_empty((group.size * piece.shape[0], *piece.shape[1:]))
     if stacked.numel():
-        group.issue(
-            "all_gather",
-            stacked.nbytes,
-            lambda later: ALL_GATHER_SINGLE(stacked, piece, group=group.process_group, async_op=later),
-            async_op=False,
-        )
+        group.all_gather_stacked(stacked, piece)
     if dim == 0 and min(sizes) == largest:
         return stacked
     pieces = stacked.view(group.size, *piece.shape).unbind(0)
@@ -241,12 +236,7 @@ def _reduce_scatter(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[
         stacked = torch.cat([_padded(piece, dim, largest) for piece in tensor.split(sizes, dim)])
     own = tensor.new_empty((stacked.shape[0] // group.size, *stacked.shape[1:]))
     if stacked.numel():
-        group.issue(
-            "reduce_scatter",
-            stacked.nbytes,
-            lambda later: REDUCE_SCATTER_SINGLE(own, stacked, group=group.process_group, async_op=later),
-            async_op=False,
-        )
+        group.reduce_scatter_stacked(own, stacked)
     return own if size == largest else own.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
 
 

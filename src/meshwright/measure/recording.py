@@ -81,13 +81,14 @@ def plan_steps(
             result = model.step(share)
             with model.whole_parameters():
                 parameters = {name: p.detach().clone().cpu() for name, p in model.module.named_parameters()}
+                buffers = {name: b.detach().clone().cpu() for name, b in model.module.named_buffers()}
             records.append(
                 StepRecord(
                     loss=result.loss,
                     grad_norm=result.grad_norm,
                     gradients=seen.gradients,
                     parameters=parameters,
-                    buffers={name: b.detach().clone().cpu() for name, b in model.module.named_buffers()},
+                    buffers=buffers,
                     skipped=result.skipped,
                 )
             )

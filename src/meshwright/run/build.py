@@ -14,6 +14,8 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.guard import require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
 from meshwright.apply.replicas import ReplicasEngine
+from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.comm.communicator import Communicator
 from meshwright.comm.groups import subgroup
 from meshwright.comm.world import World
 from meshwright.describe.tree import BatchSplitter
@@ -50,10 +52,11 @@ def require_world(plan: Plan, world: World) -> None:
     )
 
 
-def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, world: World) -> nn.Module:
+def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, plan: Plan, world: World) -> nn.Module:
     """Return the user's module, built under the seed where it is built here.
 
-    Every rank draws the same numbers while it builds, and ranks above 0 draw others afterwards, so that dropout differs.
+    Every rank draws the same numbers while it builds. Afterwards ranks with another share of the batch draw others, so
+    that dropout differs; ranks that share a layer draw the same.
 
     Raises:
         ApplyError: What came is no module, or one that is already wrapped, unmaterialised or placed by another tool.
@@ -68,8 +71,9 @@ def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, wo
             fix="pass the model, or a function without arguments that builds it",
         )
     _refuse_wrapped(module)
-    if world.rank > 0:
-        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * world.rank) % 2**63)
+    share = plan.mesh.coordinate(world.rank).dp if plan.mode == "ranks" else 0
+    if share > 0:
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * share) % 2**63)
     return module
 
 
@@ -126,24 +130,41 @@ def build_engine(
 ) -> Engine:
     """Return the engine of the plan's strategy, with the module on its devices and equal on all ranks."""
     require_equal_on_ranks(world.default_group, module, plan.to_json(), devices[0])
-    group = world.default_group.over("dp")
     if plan.mode == "model_parallel":
-        return LayersEngine(module, group, devices, stages=dict(plan.stages))
+        return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))
     module.to(devices[0])
     if plan.mode == "data_parallel":
-        return ReplicasEngine(module, group, devices, splitter=splitter)
+        return ReplicasEngine(module, world.default_group.over("dp"), devices, splitter=splitter)
+    group = subgroup(world, plan.mesh.groups("dp"), "dp")
+    if plan.tp == 1:
+        return _data_engine(module, plan, world, group, devices[0])
+    return TensorEngine(
+        module,
+        group,
+        subgroup(world, plan.mesh.groups("tp"), "tp"),
+        world.default_group,
+        devices[0],
+        make_inner=lambda: _data_engine(module, plan, world, group, devices[0]),
+        zero=plan.zero if plan.dp > 1 else 0,
+        wanted=plan.layouts,
+        on_slices=plan.uses_sequence_parallel,
+    )
+
+
+def _data_engine(module: nn.Module, plan: Plan, world: World, group: Communicator, device: torch.device) -> Engine:
     if plan.zero > 0 and plan.dp > 1:
-        return ShardedEngine(module, group, devices[0], _sharding(plan, world))
-    if world.world_size > 1:
-        return DistributedEngine(module, group, devices[0], bucket_bytes=plan.bucket_bytes, overlap=plan.overlap)
-    return Engine(module, group, devices[0])
+        return ShardedEngine(module, group, device, _sharding(plan, world))
+    if plan.dp > 1:
+        return DistributedEngine(module, group, device, bucket_bytes=plan.bucket_bytes, overlap=plan.overlap)
+    return Engine(module, group, device)
 
 
 def _sharding(plan: Plan, world: World) -> Sharding:
     """Return who shards with whom: `shard` neighbours on the dp axis hold one copy between them."""
-    degree, dp = plan.shard_degree, plan.dp
-    neighbours = [range(first, first + degree) for first in range(0, dp, degree)]
-    copies = [range(place, dp, degree) for place in range(degree)]
+    degree = plan.shard_degree
+    groups = plan.mesh.groups("dp")
+    neighbours = [group[first : first + degree] for group in groups for first in range(0, plan.dp, degree)]
+    copies = [group[place::degree] for group in groups for place in range(degree)]
     return Sharding(
         zero=plan.zero,
         shards=subgroup(world, neighbours, "dp"),

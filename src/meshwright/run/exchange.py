@@ -24,7 +24,7 @@ class Agreement:
     """What all ranks bring to a step, summed.
 
     Args:
-        group: The data-parallel ranks.
+        group: All ranks that take the step.
         device: Where the vector lives.
         known_weight: Weight of this rank's micro-batches, were they means.
         num_samples: Samples of this rank's share [count].
@@ -33,6 +33,7 @@ class Agreement:
         switched: A parameter whose `requires_grad` was switched on this rank, or None.
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
+        copies: Ranks of the group that bring the same share [count].
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Agreement:
         switched: str | None,
         broken: ApplyError | None,
         num_passes: int | None = None,
+        copies: int = 1,
     ) -> None:
         self._group = group
+        self._copies = copies
         self._device = device
         self._switched = switched
         self._broken = broken
@@ -103,17 +106,17 @@ class Agreement:
     @property
     def known_weight(self) -> float:
         """Weight of all micro-batches of all ranks, were they means."""
-        return self.wait()[0]
+        return self.wait()[0] / self._copies
 
     @property
     def num_samples(self) -> int:
         """Samples in the global batch [count]."""
-        return int(self.wait()[1])
+        return round(self.wait()[1] / self._copies)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the global batch [count]."""
-        return int(self.wait()[2])
+        return round(self.wait()[2] / self._copies)
 
     @property
     def num_passes(self) -> int:

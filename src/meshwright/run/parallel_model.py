@@ -47,6 +47,7 @@ def apply_plan(
     non_finite: Literal["stop", "skip"] = "stop",
     devices: Sequence[torch.device | str] | None = None,
     split: Callable[[Any, int], list[Any]] | None = None,
+    example_batch: Any = None,
 ) -> ParallelModel:
     """Lay a plain model over devices as the plan says, without changing what it computes.
 
@@ -67,6 +68,7 @@ def apply_plan(
             the step out.
         devices: Devices of this process; default: the visible GPUs, else CPU.
         split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0.
+        example_batch: A batch by which tensor parallelism finds out how the model can be cut; None waits for the first one.
 
     Returns:
         The model, ready for `step`.
@@ -82,7 +84,7 @@ def apply_plan(
     refuse_unbuilt(plan)
     require_world(plan, world)
     chosen = choose_devices(plan, devices, world)
-    module = build_module(build_model, seed, world)
+    module = build_module(build_model, seed, plan, world)
     splitter = BatchSplitter(split)
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
@@ -101,6 +103,8 @@ def apply_plan(
     )
     if recompute is not None:
         recompute.before = engine.before_layer
+    if example_batch is not None:
+        stepper.prepare(example_batch)
     return ParallelModel(plan, world, engine, stepper, recompute)
 
 
@@ -127,8 +131,7 @@ class ParallelModel:
     def __init__(
         self, plan: Plan, world: World, engine: Engine, stepper: Stepper, recompute: Recompute | None = None
     ) -> None:
-        self.plan = plan
-        """The plan that was applied."""
+        self._plan = plan
         self.world = world
         """This process's place among the ranks."""
         self.engine = engine
@@ -136,6 +139,11 @@ class ParallelModel:
         self._recompute = recompute
         self.num_steps = 0
         """Calls of `step` so far [count]."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was applied; under tensor parallelism with what is cut, and why the rest is not, once that is known."""
+        return self.engine.detail(self._plan)
 
     @property
     def module(self) -> nn.Module:

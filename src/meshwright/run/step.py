@@ -14,6 +14,7 @@ before backward starts; a Loss is run backward from its sum, and the whole gradi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -36,6 +37,9 @@ from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
 
 __all__: list[str] = []
+
+_FEW_SAMPLES = 2
+"""Samples with which a strategy looks at the model before it starts [samples]."""
 
 
 class Stepper:
@@ -86,6 +90,7 @@ class Stepper:
         start = time.perf_counter()
         engine = self.engine
         parts = self._micro_batches(batch)
+        self._prepare(parts)
         weights = [self.rule.known_weight(part) for part in parts]
         agreement = self._agree(parts, weights, wants_stop=wants_stop)
         snapshot = _Snapshot(engine, keep_buffers=self.non_finite == "skip")
@@ -121,6 +126,23 @@ class Stepper:
             skipped=skipped,
         )
 
+    def prepare(self, batch: Any) -> None:
+        """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
+        self._prepare(self._micro_batches(batch))
+
+    def _prepare(self, parts: list[Any]) -> None:
+        if not self.engine.is_prepared:
+            self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
+
+    def _try_out(self, module: nn.Module, part: Any) -> Any:
+        """Run a module and its loss on a few samples; return its outputs."""
+        num_samples = self.splitter.count(part)
+        few = self.splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
+        with torch.autocast(self.engine.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            outputs = call_model(module, few)
+            self.rule.term(outputs, few, self.rule.known_weight(few))
+        return outputs
+
     def _micro_batches(self, batch: Any) -> list[Any]:
         num_samples = self.splitter.count(batch)
         if num_samples == 0:
@@ -135,7 +157,7 @@ class Stepper:
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
-            self.engine.group,
+            self.engine.everyone,
             self.engine.device,
             known_weight=sum(weights),
             num_samples=sum(counts),
@@ -144,6 +166,7 @@ class Stepper:
             switched=switched,
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
+            copies=self.engine.copies,
         )
         if broken is not None or (switched is not None and agreement.trainable_changed):
             agreement.wait()
@@ -155,7 +178,7 @@ class Stepper:
         engine = self.engine
         terms: list[LossTerm] = []
         exchange: SumExchange | None = None
-        alone = engine.group.size == 1 and len(parts) == 1 and engine.num_replicas == 1
+        alone = engine.everyone.size == 1 and len(parts) == 1 and engine.num_replicas == 1
 
         def exchange_sums() -> SumExchange:
             agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
@@ -249,6 +272,7 @@ class Stepper:
         engine.module.eval()
         try:
             parts = self._micro_batches(batch)
+            self._prepare(parts)
             weights = [self.rule.known_weight(part) for part in parts]
             agreement = self._agree(parts, weights, wants_stop=False)
             with torch.no_grad():

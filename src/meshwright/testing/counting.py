@@ -28,20 +28,22 @@ class CollectiveCounts:
     entries: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
     """(collective, axis) to calls and bytes; filled when the block ends."""
 
-    def calls(self, collective: str | None = None) -> int:
-        """Return how often a collective, or any of them, was called."""
-        return sum(entry.num_calls for entry in self._of(collective))
+    def calls(self, collective: str | None = None, axis: str | None = None) -> int:
+        """Return how often a collective, or any of them, was called; on one axis of the mesh, or on all."""
+        return sum(entry.num_calls for entry in self._of(collective, axis))
 
-    def tensor_bytes(self, collective: str | None = None) -> int:
+    def tensor_bytes(self, collective: str | None = None, axis: str | None = None) -> int:
         """Return the bytes of the tensors handed to it [bytes]."""
-        return sum(entry.tensor_bytes for entry in self._of(collective))
+        return sum(entry.tensor_bytes for entry in self._of(collective, axis))
 
-    def sent_bytes(self, collective: str | None = None) -> float:
+    def sent_bytes(self, collective: str | None = None, axis: str | None = None) -> float:
         """Return the bytes that this rank sent for it, by the ring's count [bytes]."""
-        return sum(entry.sent_bytes for entry in self._of(collective))
+        return sum(entry.sent_bytes for entry in self._of(collective, axis))
 
-    def _of(self, collective: str | None) -> list[LedgerEntry]:
-        return [entry for (name, _), entry in self.entries.items() if collective in (None, name)]
+    def _of(self, collective: str | None, axis: str | None) -> list[LedgerEntry]:
+        return [
+            entry for (name, own), entry in self.entries.items() if collective in (None, name) and axis in (None, own)
+        ]
 
 
 @contextlib.contextmanager

@@ -244,6 +244,16 @@ class ShardedEngine(DataParallelEngine):
         gradients = [piece.tensor.grad for unit in self.units for piece in unit.pieces]
         return [gradient for gradient in gradients if gradient is not None]
 
+    def gradient_pieces(self) -> list[tuple[torch.Tensor, nn.Parameter]]:
+        pieces = [(p.tensor.grad, unit.parameters[p.span.index]) for unit in self.units for p in unit.pieces]
+        found = [(grad, parameter) for grad, parameter in pieces if grad is not None]
+        if self.sharding.shards.group_rank == 0:
+            found += [(p.grad.coalesce().values(), p) for p in self._sparse if p.grad is not None]
+        return found
+
+    def sum_over_pieces(self, values: torch.Tensor) -> None:
+        self.sharding.shards.all_reduce(values)
+
     def gradient_norm(self) -> torch.Tensor:
         mine = self._piece_gradients()
         if self.sharding.shards.group_rank == 0:

@@ -1,0 +1,11 @@
+"""Tensor parallelism: any module, cut by proof. See docs/adr/0008.
+
+trace.py       what feeds what, in one forward of the plain model
+proposals.py   what might be cut, and how
+proof.py       shards run beside the whole: equal, or not cut
+search.py      the three together: model and batch -> layout
+region.py      the layout, as a value
+cutting.py     a layout applied to a module, and taken off
+roles.py       what modules at the edge of a region do while the model runs
+attention.py, slices.py, sizes.py   nn.MultiheadAttention; logits in slices; code that computes sizes itself
+"""

@@ -1,0 +1,383 @@
+"""Tensor parallelism in a step: a layout found when the first batch comes, and data parallelism on the shards."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.data.base import make_copies_equal
+from meshwright.apply.data.optimizer import acts_per_element
+from meshwright.apply.engine import Engine
+from meshwright.apply.norm import squares_of
+from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.matrices import WholeMatrices
+from meshwright.apply.tensor.region import TensorLayout
+from meshwright.apply.tensor.search import Search
+from meshwright.apply.tensor.slices import make_whole
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import map_tensors
+from meshwright.errors import ApplyError, did_you_mean
+from meshwright.nn.shards import gather_full
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+WISHES = ("whole", "column", "row", "vocabulary")
+"""What a plan's `layouts` may say of a parameter."""
+
+
+class TensorEngine(Engine):
+    """Ranks that share each layer, and data parallelism over several such groups.
+
+    Until the first batch comes nothing is cut: which tensors feed which is read off a run. Then everything is done by
+    `inner`, the engine of data parallelism on a module that happens to be smaller; this one adds what shards exchange.
+
+    Args:
+        module: The user's module, on `device`.
+        group: The data-parallel ranks: those with the same shards.
+        shards: The ranks that share each layer.
+        everyone: All ranks.
+        device: This rank's device.
+        make_inner: Gives the engine of data parallelism, once the module is cut.
+        zero: What that engine shards over the data-parallel ranks.
+        wanted: FQN -> "whole", "column" or "row".
+        on_slices: Whether layers run on slices of the sequence between their regions.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Communicator,
+        shards: Communicator,
+        everyone: Communicator,
+        device: torch.device,
+        *,
+        make_inner: Callable[[], Engine],
+        zero: int = 0,
+        wanted: Mapping[str, str] | None = None,
+        on_slices: bool = True,
+    ) -> None:
+        super().__init__(module, group, device)
+        self.shards = shards
+        self._everyone = everyone
+        self.cutting: Cutting | None = None
+        self._make_inner = make_inner
+        self._inner: Engine | None = None
+        self._zero = zero
+        self._wanted = dict(wanted or {})
+        self._on_slices = on_slices
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hooks: list[Any] = []
+        self._whole_matrices: WholeMatrices
+        self._partial: list[nn.Parameter] = []
+        self._cut_ids: set[int] = set()
+        self._refuse_unknown()
+        self._refuse_opaque()
+        make_copies_equal(self.parameters, everyone)
+        make_copies_equal(module.buffers(), everyone)
+
+    def _refuse_unknown(self) -> None:
+        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        for name, wish in self._wanted.items():
+            if name not in names:
+                raise ApplyError(
+                    f"the plan's layouts name '{name}', which is no parameter of the model{did_you_mean(name, names)}",
+                    fix="use the names of named_parameters()",
+                )
+            if wish not in WISHES:
+                raise ApplyError(
+                    f"the plan's layout of '{name}' is '{wish}'{did_you_mean(wish, WISHES)}; known: {', '.join(WISHES)}",
+                    fix=f"layouts={{'{name}': 'whole'}}",
+                )
+
+    def _refuse_opaque(self) -> None:
+        for name, child in self.module.named_modules():
+            if isinstance(child, torch.jit.ScriptModule) or type(child).__name__ == "OptimizedModule":
+                raise ApplyError(
+                    f"'{name or 'the model itself'}' is compiled, and what happens inside cannot be followed; "
+                    f"tp={self.shards.size} needs to see which tensors feed which",
+                    fix="pass the model before torch.compile or torch.jit",
+                )
+
+    # -- the layout ---------------------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> int:
+        return self.shards.size
+
+    @property
+    def everyone(self) -> Communicator:
+        return self._everyone
+
+    @property
+    def inner(self) -> Engine:
+        """The engine on the shards."""
+        if self._inner is None:
+            raise ApplyError(
+                f"tp={self.shards.size} reads the model's data flow off its first batch, and none has come yet",
+                fix="call step() or evaluate() first, or pass example_batch= to apply_plan",
+            )
+        return self._inner
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._inner is not None
+
+    def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
+        """Find the layout and cut the module, once. Every rank comes here; one that has a batch looks, and tells the others.
+
+        Args:
+            run: Runs a copy of the model and its loss on a small batch and returns the model's outputs; None where this
+                rank has no sample.
+
+        Raises:
+            ApplyError: No rank has a batch, or nothing can be cut.
+        """
+        if self.is_prepared:
+            return
+        able = self._everyone.all_gather_json(run is not None, device=self.device)
+        if True not in able:
+            raise ApplyError(
+                "no rank has a sample, so that the model's data flow cannot be read off it", fix="pass a batch"
+            )
+        searcher = able.index(True)
+        told: Any = None
+        failure: Exception | None = None
+        if self._everyone.group_rank == searcher and run is not None:
+            try:
+                with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                    search = Search(self.module, self.shards.size, run, self._wanted)
+                    told = search.layout(on_slices=self._on_slices).to_dict()
+            except Exception as error:  # noqa: BLE001 - the user's forward: every rank must hear of it
+                failure, told = error, f"{type(error).__name__}: {error}"
+        answer = self._everyone.all_gather_json(told, device=self.device)[searcher]
+        if failure is not None:
+            raise failure
+        if isinstance(answer, str):
+            raise ApplyError(f"rank {searcher} could not follow the model's data flow: {answer}")
+        layout = TensorLayout.from_dict(answer)
+        self._refuse_uncut(layout)
+        self._cut(layout)
+
+    def detail(self, plan: Plan) -> Plan:
+        """Return the plan with what is cut, what is not, and why."""
+        if self.cutting is None:
+            return plan
+        layout = self.cutting.layout
+        layouts = {name: cut.kind for name, (_, cut) in layout.cuts.items()}
+        return plan.replace(
+            layouts=layouts | dict.fromkeys(layout.whole, "whole"), reasons=(*plan.reasons, *self._reasons(layout))
+        )
+
+    def _reasons(self, layout: TensorLayout) -> list[str]:
+        sizes = {name: self._full_numel(name) for name, _ in self.module.named_parameters()}
+        total = max(1, sum(sizes.values()))
+        cut = sum(size for name, size in sizes.items() if name in layout.cuts)
+        on_slices = sum(len(chain.layers) for chain in layout.chains)
+        lines = [
+            f"tp={self.shards.size} cuts {cut / total:.1%} of {total} parameters, in {len(layout.regions)} regions"
+        ]
+        if on_slices:
+            lines.append(f"{on_slices} layers run on slices of the sequence between their regions")
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in layout.whole.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            share = sum(sizes.get(name, 0) for name in names) / total
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            lines.append(f"whole, {share:.1%} of the parameters: {shown}: {reason}")
+        return lines
+
+    def _full_numel(self, name: str) -> int:
+        shape = self.cutting.full_shape(name) if self.cutting is not None else None
+        return math.prod(shape) if shape is not None else find_tensor(self.module, name).numel()
+
+    def _refuse_uncut(self, layout: TensorLayout) -> None:
+        if layout.regions:
+            return
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(layout.whole.items())[:3])
+        raise ApplyError(
+            f"tp={self.shards.size} has nothing to cut: no layer of this model gives the same numbers in "
+            f"{self.shards.size} shards ({reasons})",
+            fix=f"use the plan 'dp={self._everyone.size}'",
+        )
+
+    def _cut(self, layout: TensorLayout) -> None:
+        self.cutting = Cutting(self.module, layout, self.shards)
+        self._whole_matrices = WholeMatrices(self.cutting)
+        self._cut_ids = {id(find_tensor(self.module, name)) for name in layout.cuts}
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._partial = list({id(named[name]): named[name] for name in sorted(layout.partial)}.values())
+        if self._zero > 1:  # there gradients leave for their owners while backward runs
+            self._hooks = [p.register_hook(self._sum_gradient) for p in self._partial if p.requires_grad]
+        self._inner = self._make_inner()
+        self._inner.adopt_optimizer(self._optimizer)
+
+    def _sum_gradient(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        self.shards.all_reduce(total)
+        return total
+
+    def _sum_partial(self) -> None:
+        gradients = [p.grad for p in self._partial if p.grad is not None]
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault(gradient.dtype, []).append(gradient)
+        for members in kinds.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in members])
+            self.shards.all_reduce(flat)
+            for gradient, total in zip(members, flat.split([g.numel() for g in members]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        return True
+
+    @property
+    def needs_lockstep(self) -> bool:
+        return self.inner.needs_lockstep
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and not acts_per_element(optimizer):
+            if self._zero:
+                raise ApplyError(
+                    f"{type(optimizer).__name__} needs whole matrices, and zero={self._zero} with tp={self.shards.size} "
+                    "cuts them twice",
+                    fix="use zero=0, or tp=1, or an optimizer that treats each element by itself",
+                )
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda *_: self._whole_matrices.enter()),
+                optimizer.register_step_post_hook(lambda *_: self._whole_matrices.leave()),
+            ]
+        self._optimizer = optimizer
+
+    def begin_step(self) -> None:
+        if self.cutting is not None:
+            self.cutting.forget()
+        self.inner.begin_step()
+
+    def arm(self) -> None:
+        self.inner.arm()
+
+    def begin_forward(self) -> None:
+        self.inner.begin_forward()
+
+    def before_layer(self, layer: nn.Module) -> None:
+        if self._inner is not None:
+            self._inner.before_layer(layer)
+
+    def begin_backward(self) -> None:
+        self.inner.begin_backward()
+
+    def idle_pass(self) -> None:
+        self.inner.idle_pass()
+
+    def refresh_trainable(self) -> None:
+        self.inner.refresh_trainable()
+
+    def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
+        if self.cutting is not None:
+            self.cutting.forget()
+        return self.inner.forward_backward(batch, compute)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.prepare(lambda module: module(*args, **kwargs))
+        return whole_outputs(self.inner.forward(args, kwargs))
+
+    def finish_gradients(self, scale: float) -> None:
+        if self._zero == 1:
+            self._sum_partial()
+        self.inner.finish_gradients(scale)
+        if self._zero == 0:
+            self._sum_partial()
+
+    def gradient_tensors(self) -> Sequence[Tensor]:
+        return self.inner.gradient_tensors()
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the whole gradient: each shard's squares added up, what every rank holds counted once."""
+        pieces = self.inner.gradient_pieces()
+        whole = [gradient for gradient, parameter in pieces if id(parameter) not in self._cut_ids]
+        cut = [gradient for gradient, parameter in pieces if id(parameter) in self._cut_ids]
+        for exact in (False, True):
+            squares = torch.stack(
+                [squares_of(whole, self.device, exact=exact), squares_of(cut, self.device, exact=exact)]
+            )
+            self.inner.sum_over_pieces(squares)
+            if self.shards.group_rank > 0:
+                squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
+            self.shards.all_reduce(squares)
+            norm = squares.sum().sqrt()
+            if math.isfinite(norm.item()):
+                break
+        return norm
+
+    def finish_step(self) -> None:
+        self.inner.finish_step()
+
+    # -- whole values -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Have the module whole and plain inside: every parameter and buffer, and its own forward."""
+        if self.cutting is None:
+            yield
+            return
+        cutting = self.cutting
+        with self.inner.whole_parameters(), cutting.suspended():
+            tensors = {name: find_tensor(self.module, name) for name in cutting.layouts()}
+            kept = {name: tensor.data for name, tensor in tensors.items()}
+            for name, layouts in cutting.layouts().items():
+                tensors[name].data = gather_full(kept[name], layouts, self.shards)
+            try:
+                yield
+            finally:
+                for name, tensor in tensors.items():
+                    tensor.data = kept[name]
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        found = self.inner.full_gradients()
+        if self.cutting is None:
+            return found
+        by_id = {id(find_tensor(self.module, name)): own for name, own in self.cutting.layouts().items()}
+        for name, parameter in self.module.named_parameters():
+            gradient = found.get(name)
+            layouts = by_id.get(id(parameter))
+            # Whole already: while an optimizer that needs it so takes its step.
+            if gradient is not None and layouts is not None and gradient.shape != layouts[0].shape:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                found[name] = gather_full(dense, layouts, self.shards)
+        return found
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return self.inner.held_tensors()
+
+    def buffers_changed(self) -> bool:
+        return self._inner is not None and self._inner.buffers_changed()
+
+    def sync_buffers(self) -> None:
+        self.inner.sync_buffers()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._inner is not None:
+            self._inner.close()
+        if self.cutting is not None:
+            self.cutting.close()
+            self.cutting.fill_with_nan()
+            self.cutting = None
+
+
+def whole_outputs(outputs: Any) -> Any:
+    """Return a model's outputs with every tensor that lies in slices put together."""
+    return map_tensors(outputs, make_whole)

@@ -1,0 +1,56 @@
+"""Whole matrices for an optimizer that needs them, for as long as its step takes."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.nn.shards import gather_full, take_shard
+
+__all__: list[str] = []
+
+
+class WholeMatrices:
+    """Puts what is cut together before an optimizer's step, and cuts it again after it.
+
+    Every rank of the group takes the same step on the same matrices, so the optimizer's state is whole on each of them: memory
+    that an optimizer which treats each element by itself does not need.
+
+    Args:
+        cutting: What is cut.
+    """
+
+    def __init__(self, cutting: Cutting) -> None:
+        self._cutting = cutting
+        self._local: list[tuple[Tensor, Tensor | None]] = []
+        self._depth = 0  # torch calls its hooks again where a step calls its base class's
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = [(name, find_tensor(self._cutting.module, name)) for name in self._cutting.layouts()]
+        return [(name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter)]
+
+    def enter(self) -> None:
+        """Give every parameter its whole value and gradient."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        layouts, group = self._cutting.layouts(), self._cutting.group
+        for name, parameter in self._parameters():
+            gradient = parameter.grad
+            self._local.append((parameter.data, gradient))
+            parameter.grad = None
+            parameter.data = gather_full(parameter.data, layouts[name], group)
+            parameter.grad = None if gradient is None else gather_full(gradient, layouts[name], group)
+
+    def leave(self) -> None:
+        """Give every parameter its shard of the new value, and the shard of the gradient that it had."""
+        self._depth -= 1
+        if self._depth:
+            return
+        layouts, group = self._cutting.layouts(), self._cutting.group
+        for (name, parameter), (local, gradient) in zip(self._parameters(), self._local, strict=True):
+            own = take_shard(parameter.data, layouts[name][group.group_rank])
+            parameter.grad = None
+            parameter.data = local.copy_(own)
+            parameter.grad = gradient
+        self._local = []

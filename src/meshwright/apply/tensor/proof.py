@@ -1,0 +1,376 @@
+"""The proof: the shards of a region, run side by side, must give what the whole gives, and its gradients.
+
+All ranks of the group are threads of this process for a moment. They run the very code that the real ranks will run, on copies
+of the region's scope, in float64 on the CPU, on a small input, with random weights (a weight that is zero at the start would let
+anything pass); their exchanges meet at a barrier. A thread that fails breaks the barrier, so nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.apply.tensor.copies import copy_module, map_call
+from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.region import Region, Result, TensorLayout
+from meshwright.apply.tensor.slices import Slices
+from meshwright.apply.tensor.trace import Call
+from meshwright.checkpoint.layout import ShardLayout
+from meshwright.comm._torch_private import run_backward
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import tensors_in
+from meshwright.errors import MeshwrightError
+from meshwright.nn.shards import join_shards
+
+__all__: list[str] = []
+
+TOLERANCE = 1e-10
+"""Largest difference, relative to the tensor's largest entry, that float64 is given; a wrong cut is off by far more."""
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+}
+
+
+class DisprovedError(MeshwrightError):
+    """The shards do not give what the whole gives; the message says where they part."""
+
+
+class MisshapenError(DisprovedError):
+    """A tensor that leaves has another shape than from the whole."""
+
+    def __init__(self, place: int, own: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        super().__init__(f"result {place} has shape {list(own)} on a shard, {list(whole)} of the whole")
+        self.place = place
+        self.own = own
+        self.whole = whole
+
+
+class Exact(TorchFunctionMode):
+    """Float64 where code asks for float32, and no dropout: what remains must be equal to rounding."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+# -- ranks that are threads ---------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """Where the threads exchange."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=600.0)
+        self.given: list[Any] = [None] * size
+
+
+class ThreadGroup:
+    """A Communicator among threads of one process, as far as layers need one.
+
+    Args:
+        meeting: Shared by all.
+        size: Number of ranks [count].
+        group_rank: This one.
+    """
+
+    shares_memory = False
+
+    def __init__(self, meeting: _Meeting, size: int, group_rank: int) -> None:
+        self.size = size
+        self.group_rank = group_rank
+        self._meeting = meeting
+
+    def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
+        self._meeting.given[self.group_rank] = (name, tuple(tensor.shape), tensor)
+        self._meeting.barrier.wait()
+        everyone = list(self._meeting.given)
+        self._meeting.barrier.wait()
+        if len({entry[:2] for entry in everyone}) != 1:
+            self._meeting.barrier.abort()
+            raise DisprovedError(f"the ranks exchange different things: {[entry[:2] for entry in everyone]}")
+        return [entry[2] for entry in everyone]
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        parts = [part.clone() for part in self._exchange(f"all_reduce {op}", tensor.detach())]
+        self._meeting.barrier.wait()  # nobody writes before all have read
+        stacked = torch.stack(parts)
+        tensor.copy_({"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[op](0))
+
+    def all_gather_stacked(self, stacked: Tensor, piece: Tensor) -> None:
+        parts = self._exchange("all_gather", piece.detach())
+        stacked.copy_(torch.cat(parts))
+        self._meeting.barrier.wait()
+
+    def reduce_scatter_stacked(self, own: Tensor, stacked: Tensor) -> None:
+        parts = self._exchange("reduce_scatter", stacked.detach())
+        own.copy_(torch.stack(parts).sum(0).chunk(self.size)[self.group_rank])
+        self._meeting.barrier.wait()
+
+
+# -- one run ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What a run of a scope gave."""
+
+    outputs: list[Tensor]
+    input_gradients: list[Tensor | None]
+    gradients: dict[str, Tensor | None]
+    slices: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Outputs that are slices -> along which dim."""
+
+
+class Experiment:
+    """A scope with a small input, ready to be run whole and in shards.
+
+    Args:
+        scope: The module, as the user built it.
+        call: What it was called with.
+        num_parts: Ranks [count].
+    """
+
+    def __init__(self, scope: nn.Module, call: Call, num_parts: int) -> None:
+        self.num_parts = num_parts
+        self._generator = torch.Generator().manual_seed(20260)
+        values: dict[int, Tensor] = {}
+        for parameter in scope.parameters():
+            values[id(parameter)] = self._random(parameter)
+        for buffer in scope.buffers():
+            values[id(buffer)] = _double(buffer.detach().cpu())
+        self._scope = scope
+        self._values = values
+        self._inputs = map_call((call.args, call.kwargs), self._input)
+        self._cotangents: list[Tensor] = []
+        self.whole = self._run_whole()
+        gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
+        # A gradient that is zero but for rounding (a bias of keys, before softmax) is not held to its own size.
+        self._scale = 1e-3 * max([0.0, *(g.abs().max().item() for g in gradients if g is not None and g.numel())])
+
+    def _random(self, parameter: Tensor) -> Tensor:
+        if not parameter.is_floating_point():
+            return _double(parameter.detach().cpu())
+        shape = parameter.shape
+        noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        fan_in = max(1, parameter[0].numel()) if parameter.dim() > 1 else 1
+        return noise * fan_in**-0.5 if parameter.dim() > 1 else 0.6 + 0.2 * noise
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        plain = tensor.detach().cpu()
+        if not tensor.requires_grad:
+            return _double(plain)
+        # Activations: only their shape is asked for.
+        noise = torch.randn(plain.shape, generator=self._generator, dtype=torch.float64)
+        return noise.requires_grad_()
+
+    def _fresh(self) -> tuple[nn.Module, Any]:
+        module = copy_module(self._scope, lambda tensor: self._values[id(tensor)].detach().clone())
+        inputs = map_call(self._inputs, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return module, inputs
+
+    def _run_whole(self) -> Outcome:
+        module, inputs = self._fresh()
+        with torch.enable_grad(), Exact():
+            outputs = module(*inputs[0], **inputs[1])
+            for tensor in tensors_in(outputs):
+                self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
+            return self._backward(module, inputs, list(tensors_in(outputs)), self._cotangents)
+
+    def _backward(self, module: nn.Module, inputs: Any, outputs: list[Tensor], cotangents: Sequence[Tensor]) -> Outcome:
+        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+        run_backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        return Outcome(
+            outputs=[tensor.detach() for tensor in outputs],
+            input_gradients=[tensor.grad for tensor in tensors_in(inputs)],
+            gradients={name: parameter.grad for name, parameter in module.named_parameters(remove_duplicate=False)},
+        )
+
+    def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
+        meeting = _Meeting(self.num_parts)
+        found: list[Any] = [None] * self.num_parts
+        errors: list[BaseException] = []
+
+        def work(part: int) -> None:
+            try:
+                group: Any = ThreadGroup(meeting, self.num_parts, part)
+                with torch.enable_grad(), Exact():
+                    found[part] = self._run_shard(layout, group)
+            except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
+                errors.append(error)
+                meeting.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_parts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+            if isinstance(first, MisshapenError):
+                raise first
+            raise DisprovedError(
+                f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
+            )
+        return found
+
+    def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
+        module, inputs = self._fresh()
+        cutting = Cutting(module, layout, group)
+        outputs = module(*inputs[0], **inputs[1])
+        tensors = list(tensors_in(outputs))
+        local = [tensor.local if isinstance(tensor, Slices) else tensor for tensor in tensors]
+        if len(local) != len(self._cotangents):
+            raise DisprovedError(f"{len(local)} tensors leave, from the whole {len(self._cotangents)}")
+        cotangents = []
+        for place, (tensor, cotangent, own) in enumerate(zip(tensors, self._cotangents, local, strict=True)):
+            if isinstance(tensor, Slices):
+                start = sum(tensor.sizes[: group.group_rank])
+                cotangent = cotangent.narrow(tensor.cut_dim, start, tensor.sizes[group.group_rank])
+            if cotangent.shape != own.shape:
+                raise MisshapenError(place, tuple(own.shape), tuple(cotangent.shape))
+            cotangents.append(cotangent)
+        outcome = self._backward(module, inputs, local, cotangents)
+        outcome.slices = {i: tensor.cut_dim for i, tensor in enumerate(tensors) if isinstance(tensor, Slices)}
+        return outcome, cutting
+
+    # -- the verdict --------------------------------------------------------------------------------------------
+
+    def prove(self, region: Region) -> Region:
+        """Return the region with its partial parameters filled in.
+
+        Raises:
+            DisprovedError: Something differs; the region must not be cut so.
+        """
+        for _ in range(1 + len(self.whole.outputs)):
+            try:
+                return region.replace(partial=self.check(TensorLayout(regions=(region,))))
+            except MisshapenError as error:
+                region = self._with_slices(region, error)
+        raise DisprovedError("too many results in slices")
+
+    def check(self, layout: TensorLayout) -> tuple[str, ...]:
+        """Return the names of the parameters that stay whole and whose gradients have to be added up.
+
+        Raises:
+            DisprovedError: Something differs.
+        """
+        runs = self._run_shards(layout)
+        outcomes = [outcome for outcome, _ in runs]
+        self._check_outputs(outcomes)
+        for index, whole in enumerate(self.whole.input_gradients):
+            for outcome in outcomes:
+                _check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
+        return tuple(self._check_gradients(outcomes, runs[0][1]))
+
+    def _with_slices(self, region: Region, error: MisshapenError) -> Region:
+        """A result that comes out smaller in one dim is a slice; it is marked as such, and the proof is run again."""
+        differing = [dim for dim, sizes in enumerate(zip(error.own, error.whole, strict=False)) if sizes[0] != sizes[1]]
+        known = any(result.index == error.place for result in region.results)
+        if known or len(error.own) != len(error.whole) or len(differing) != 1:
+            raise error
+        if region.shares(error.whole[differing[0]], self.num_parts) is None:
+            raise error
+        return region.replace(results=(*region.results, Result(index=error.place, dim=differing[0])))
+
+    def _check_outputs(self, outcomes: list[Outcome]) -> None:
+        slices = outcomes[0].slices
+        for index, whole in enumerate(self.whole.outputs):
+            if index in slices:
+                joined = torch.cat([outcome.outputs[index] for outcome in outcomes], slices[index])
+                _check_equal(joined, whole, f"result {index}, put together")
+                continue
+            for outcome in outcomes:
+                _check_equal(outcome.outputs[index], whole, f"result {index}")
+
+    def _check_gradients(self, outcomes: list[Outcome], cutting: Cutting) -> list[str]:
+        layouts = cutting.layouts()
+        tied = {name: name for name in layouts}
+        for name in cutting.layout.cuts:
+            tied.setdefault(name, next(n for n in layouts if _same(cutting.module, n, name)))
+        partial = []
+        for name, whole in self.whole.gradients.items():
+            own = [outcome.gradients[name] for outcome in outcomes]
+            if name in tied:
+                _check_equal(_join(own, layouts[tied[name]]), whole, f"the gradient of {name}", self._scale)
+            elif any(not _is_equal(gradient, whole, self._scale) for gradient in own):
+                _check_equal(_sum(own), whole, f"the gradient of {name}, added up", self._scale)
+                partial.append(name)
+        return partial
+
+
+def _same(module: nn.Module, one: str, other: str) -> bool:
+    return find_tensor(module, one) is find_tensor(module, other)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    there = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(there).sum(0) if there else None
+
+
+def _join(gradients: Sequence[Tensor | None], layouts: Sequence[ShardLayout]) -> Tensor | None:
+    if all(gradient is None for gradient in gradients):
+        return None
+    filled = [
+        torch.zeros(layout.local_shape, dtype=torch.float64) if gradient is None else gradient
+        for gradient, layout in zip(gradients, layouts, strict=True)
+    ]
+    return join_shards(filled, layouts)
+
+
+def _is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) -> bool:
+    if mine is None or whole is None:
+        return mine is whole or not bool((mine if whole is None else whole).any())  # pyright: ignore[reportOptionalMemberAccess]
+    if mine.shape != whole.shape or mine.dtype != whole.dtype:
+        return False
+    if not whole.numel():
+        return True
+    if not whole.is_floating_point():
+        return bool((mine == whole).all())
+    scale = whole.abs().max().item()
+    return bool((mine - whole).abs().max().item() <= TOLERANCE * max(scale, least))
+
+
+def _check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = 1e-30) -> None:
+    if _is_equal(mine, whole, least):
+        return
+    if mine is None or whole is None or mine.shape != whole.shape:
+        raise DisprovedError(f"{what} is {_shape(mine)} on shards, {_shape(whole)} of the whole")
+    raise DisprovedError(f"{what} differs by {(mine - whole).abs().max().item():.1e} of {whole.abs().max().item():.1e}")
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"of shape {list(tensor.shape)}"

@@ -1,0 +1,264 @@
+"""What modules of a region do at its edge while the model runs.
+
+A module's class is exchanged for a subclass with another forward. So names, parameters, hooks and `isinstance` stay right,
+and inside a region the user's own code computes, on smaller tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.apply.tensor.running import RunningChain, RunningRegion
+from meshwright.apply.tensor.sizes import Resizing
+from meshwright.apply.tensor.slices import Slices, make_whole
+from meshwright.comm._torch_private import Convolution
+from meshwright.comm.functional import (
+    all_gather_along,
+    reduce_from_group,
+    scatter_to_group,
+)
+from meshwright.describe.tree import map_tensors
+
+__all__: list[str] = []
+
+Forward = Callable[..., Any]
+
+
+def with_forward(original: type[nn.Module], forward: Forward) -> type[nn.Module]:
+    """Return a subclass with another forward."""
+    members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), members)
+
+
+def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_whole: bool = False) -> Forward:
+    """Return the forward of a module that plays a role; `takes_whole` where its input is never in slices."""
+    original = type(module).forward
+    if role == "row":
+        return _row_forward(original, running)
+    if role == "sum":
+        return _sum_forward(original, running)
+    if role == "vocabulary":
+        return _vocabulary_forward(original, running)
+    if role == "inner":
+        return _inner_forward(original, running)
+    return _column_forward(original, running, role, is_whole=takes_whole)
+
+
+def _column_forward(original: Forward, running: RunningRegion, role: str, *, is_whole: bool) -> Forward:
+    def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, running.enter(x, is_whole=is_whole), *args, **kwargs)
+        if role == "column":
+            return result
+        running.forget()
+        dim = 1 if isinstance(self, Convolution) else result.dim() - 1
+        if role != "gathered":
+            return running.slices(result, dim)
+        whole = running.gather(result, dim)
+        return whole if running.chain is None or is_whole else running.chain.scatter_again(whole)
+
+    return forward
+
+
+def _row_forward(original: Forward, running: RunningRegion) -> Forward:
+    def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        bias = self._parameters.get("bias")
+        if bias is None:
+            return running.leave(original(self, x, *args, **kwargs))
+        with _without_bias(self, bias):
+            total = running.leave(original(self, x, *args, **kwargs))
+        shape = (-1, *[1] * (total.dim() - 2)) if isinstance(self, Convolution) else (-1,)
+        return total + bias.reshape(shape)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _without_bias(module: nn.Module, bias: Tensor) -> Iterator[None]:
+    """Hide a bias, which is to be added once, after the sum. Where a class wants one it gets zeros."""
+    hides = isinstance(module, (nn.Linear, Convolution))
+    module._parameters["bias"] = None if hides else torch.zeros_like(bias, requires_grad=False)  # pyright: ignore
+    try:
+        yield
+    finally:
+        module._parameters["bias"] = bias  # pyright: ignore[reportArgumentType]
+
+
+def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
+    terms = {result.index for result in running.region.results if result.dim is None} or {0}
+    absent = running.region.below(running.region.scope).once if running.group.group_rank else ()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def enter(tensor: Tensor) -> Tensor:
+            return running.enter(tensor) if tensor.requires_grad or isinstance(tensor, Slices) else tensor
+
+        args, kwargs = map_tensors((args, kwargs), enter)
+        position = iter(range(2**31))
+        with _as_zeros(self, absent):
+            outputs = original(self, *args, **kwargs)
+        return map_tensors(outputs, lambda tensor: running.leave(tensor) if next(position) in terms else tensor)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _as_zeros(scope: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """Have parameters be zeros, whose gradients are zeros: another rank's term has them."""
+    owners = [(scope.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in names]
+    kept = [parameters[name] for parameters, name in owners]
+    for (parameters, name), parameter in zip(owners, kept, strict=True):
+        parameters[name] = parameter * 0  # pyright: ignore[reportOptionalOperand, reportArgumentType]
+    try:
+        yield
+    finally:
+        for (parameters, name), parameter in zip(owners, kept, strict=True):
+            parameters[name] = parameter
+
+
+def _inner_forward(original: Forward, running: RunningRegion) -> Forward:
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = running.sizes_of(x, x.dim() - 1)
+        whole = all_gather_along(x, running.group, dim=x.dim() - 1, sizes=sizes)
+        result = original(self, whole, *args, **kwargs)
+        return result.split(sizes, -1)[running.group.group_rank]
+
+    return forward
+
+
+def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
+    first, last = running.region.units(running.group.size, running.group.group_rank)
+
+    def forward(self: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        num = running.region.num_units
+        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num:
+            raise IndexError(f"a token id is outside 0 .. {num - 1}: {int(ids.min())} .. {int(ids.max())}")
+        strange = (ids < first) | (ids >= last)
+        local = (ids - first).masked_fill(strange, 0)
+        padding: Any = self.padding_idx
+        local_padding: Any = padding - first if isinstance(padding, int) and first <= padding < last else None
+        self.padding_idx = local_padding
+        try:
+            if last > first:
+                vectors = original(self, local, *args, **kwargs)
+            else:
+                weight: Any = self.weight
+                vectors = weight.sum() + weight.new_zeros((*ids.shape, weight.shape[-1]))
+        finally:
+            self.padding_idx = padding
+        return reduce_from_group(vectors.masked_fill(strange.unsqueeze(-1), 0.0), running.group)
+
+    return forward
+
+
+def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
+    """Return the forward of a region's scope, for tensors that enter or leave in slices and for sizes to translate."""
+    original = type(module).forward
+    region = running.region
+    inputs = dict(region.inputs)
+    results = {result.index: result.dim for result in region.results if result.dim is not None}
+
+    def enter(index: int, tensor: Tensor) -> Tensor:
+        if index not in inputs:
+            return tensor
+        if (
+            isinstance(tensor, Slices)
+            and tensor.cut_dim == inputs[index]
+            and tensor.sizes == running.sizes(sum(tensor.sizes))
+        ):
+            return tensor.local
+        whole, dim = make_whole(tensor), inputs[index]
+        if whole.shape[dim] == 1:
+            return whole
+        if whole.shape[dim] == region.num_units:
+            return scatter_to_group(whole, running.group, dim=dim, sizes=running.sizes(region.num_units))
+        # One for each sample and unit in one dim.
+        apart = whole.unflatten(dim, (-1, region.num_units))
+        return scatter_to_group(apart, running.group, dim=dim + 1, sizes=running.sizes(region.num_units)).flatten(
+            dim, dim + 1
+        )
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if inputs:
+            position = iter(range(2**31))
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: enter(next(position), tensor))
+        with Resizing(region, running.group) if region.resizes else contextlib.nullcontext():
+            outputs = original(self, *args, **kwargs)
+        if not results:
+            return outputs
+        place = iter(range(2**31))
+
+        def mark(tensor: Tensor) -> Tensor:
+            dim = results.get(next(place))
+            return tensor if dim is None or isinstance(tensor, Slices) else running.slices(tensor, dim)
+
+        return map_tensors(outputs, mark)
+
+    return forward
+
+
+def entry_forward(module: nn.Module, running: RunningRegion) -> Forward:
+    """Return the forward of a module around a region's columns, which takes the whole sequence in for them."""
+    original = type(module).forward
+    wanted = set(running.region.entered)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        place = iter(range(2**31))
+        enter: Callable[[Tensor], Any] = lambda tensor: running.enter(tensor) if next(place) in wanted else tensor  # noqa: E731
+        args, kwargs = map_tensors((args, kwargs), enter)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def layer_forward(module: nn.Module, chain: RunningChain, *, is_first: bool, is_last: bool) -> Forward:
+    """Return the forward of a layer that runs on slices: the first 3-dim tensor that it takes, and that it gives, is in them."""
+    original = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_first:
+            args, kwargs = _change_stream((args, kwargs), chain.scatter)
+        outputs = original(self, *args, **kwargs)
+        return _change_stream(outputs, chain.gather) if is_last else outputs
+
+    return forward
+
+
+def _change_stream(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    done = False
+
+    def change(tensor: Tensor) -> Tensor:
+        nonlocal done
+        if done or not is_stream(tensor):
+            return tensor
+        done = True
+        return function(tensor)
+
+    return map_tensors(tree, change)
+
+
+def is_stream(tensor: Tensor) -> bool:
+    """Tell whether a tensor may be what layers hand on: [batch, sequence, width]."""
+    return tensor.dim() == 3 and tensor.is_floating_point()
+
+
+def shared_forward(module: nn.Module, full_units: int, running: RunningRegion, *, takes_whole: bool) -> Forward:
+    """Return the forward of a Linear of grouped keys or values: this rank's part of a weight that every rank has whole."""
+    first, last = running.region.units(running.group.size, running.group.group_rank)
+    ratio = running.region.num_units // full_units
+    wanted = sorted({unit // ratio for unit in range(first, last)})
+    weight_rows = module.get_parameter("weight").shape[0]
+    size = weight_rows // full_units
+
+    def forward(self: nn.Module, x: Any) -> Any:
+        x = running.enter(x, is_whole=takes_whole)
+        rows = slice(wanted[0] * size, (wanted[-1] + 1) * size) if wanted else slice(0, 0)
+        weight: Any = self.weight
+        bias: Any = self.bias
+        return F.linear(x, weight[rows], None if bias is None else bias[rows])
+
+    return forward

@@ -1,0 +1,172 @@
+"""What is remembered on one rank while a model whose layers are cut runs: random states, what has come in, slices' sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.tensor.region import Chain, Region
+from meshwright.apply.tensor.slices import Slices, make_whole
+from meshwright.checkpoint.layout import even_sizes
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.functional import (
+    all_gather_along,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_along,
+    scatter_to_group,
+)
+from meshwright.errors import InternalError
+
+__all__: list[str] = []
+
+
+SEQUENCE_DIM = 1
+"""The dim along which layers run on slices, [batch, sequence, width]. Where a model has the batch there, that is cut as well."""
+
+
+class Drawing:
+    """What ranks that share layers draw: the same numbers for copies of a tensor, others for shards of one."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+        self._state: tuple[Tensor, Tensor | None] | None = None
+
+    def apart(self, device: torch.device) -> None:
+        """From here each rank draws for itself, from a state that follows from the common one: recompute repeats it."""
+        if self._state is not None:
+            return
+        seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._state = (torch.get_rng_state(), cuda)
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63)
+
+    def together(self, device: torch.device) -> None:
+        """From here all ranks draw the same again."""
+        if self._state is None:
+            return
+        state, cuda = self._state
+        self._state = None
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    def forget(self) -> None:
+        """Forget a forward that did not end."""
+        self._state = None
+
+
+class RunningChain:
+    """A chain of layers on one rank, as it runs.
+
+    Args:
+        chain: The layers.
+        group: The ranks.
+        drawing: What they draw.
+    """
+
+    def __init__(self, chain: Chain, group: Communicator, drawing: Drawing) -> None:
+        self.chain = chain
+        self.group = group
+        self.drawing = drawing
+        self.sizes: tuple[int, ...] = ()
+        """Every rank's part of the sequence, of the forward that ran last."""
+
+    def scatter(self, stream: Tensor) -> Tensor:
+        """Return this rank's slice of what the first layer takes."""
+        if self.chain.drops:
+            self.drawing.apart(stream.device)
+        self.sizes = even_sizes(stream.shape[SEQUENCE_DIM], self.group.size)
+        return scatter_to_group(stream, self.group, dim=SEQUENCE_DIM, sizes=self.sizes)
+
+    def scatter_again(self, stream: Tensor) -> Tensor:
+        """Return this rank's slice of what was computed of the whole sequence on the way."""
+        return scatter_to_group(stream, self.group, dim=SEQUENCE_DIM, sizes=self.sizes)
+
+    def gather(self, stream: Tensor) -> Tensor:
+        """Return what the last layer gives, put together."""
+        self.drawing.together(stream.device)
+        return gather_from_group(stream, self.group, dim=SEQUENCE_DIM, sizes=self.sizes)
+
+
+class RunningRegion:
+    """A region on one rank, as it runs.
+
+    Args:
+        region: What is cut.
+        group: The ranks that share it.
+        drawing: What they draw.
+        chain: The layers on slices that it lies in, or None.
+    """
+
+    def __init__(
+        self, region: Region, group: Communicator, drawing: Drawing, chain: RunningChain | None = None
+    ) -> None:
+        self.region = region
+        self.group = group
+        self.drawing = drawing
+        self.chain = chain
+        self._entered: tuple[Tensor, int, bool, Tensor] | None = None
+
+    def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:
+        """Take a tensor in, whole or this rank's slice; projections that share it share one exchange.
+
+        Args:
+            tensor: What a column is called with.
+            is_whole: Whether it is whole even where layers run on slices.
+        """
+        tensor = make_whole(tensor)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return tensor
+        key = (tensor._version, torch.is_grad_enabled())
+        if self._entered is not None:
+            if self._entered[3] is tensor:  # it came in at the module around
+                return tensor
+            if self._entered[0] is tensor and self._entered[1:3] == key:
+                return self._entered[3]
+        if self.chain is not None and not is_whole:
+            entered = all_gather_along(tensor, self.group, dim=SEQUENCE_DIM, sizes=self.chain.sizes)
+        else:
+            entered = copy_to_group(tensor, self.group) if tensor.requires_grad else tensor
+        self._entered = (tensor, *key, entered)
+        if self.region.drops and self.chain is None:
+            self.drawing.apart(tensor.device)
+        return entered
+
+    def leave(self, term: Tensor) -> Tensor:
+        """Add up the ranks' terms; where layers run on slices, of this rank's slice."""
+        self._entered = None
+        if self.chain is not None:
+            return reduce_scatter_along(term, self.group, dim=SEQUENCE_DIM, sizes=self.chain.sizes)
+        if self.region.drops:
+            self.drawing.together(term.device)
+        return reduce_from_group(term, self.group)
+
+    def forget(self) -> None:
+        """Forget a forward that did not end."""
+        self._entered = None
+
+    def sizes(self, full: int) -> tuple[int, ...]:
+        """Return every rank's share of a size that is shared out as the region's units are."""
+        shares = self.region.shares(full, self.group.size)
+        if shares is None:
+            raise InternalError(f"{full} entries are not shared out as {self.region.num_units} units are")
+        return shares
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        """Put slices together."""
+        return gather_from_group(local, self.group, dim=dim, sizes=self.sizes_of(local, dim))
+
+    def slices(self, local: Tensor, dim: int) -> Slices:
+        """Return the slices as one tensor that looks whole."""
+        return Slices(local, self.group, dim % local.dim(), self.sizes_of(local, dim))
+
+    def sizes_of(self, local: Tensor, dim: int) -> tuple[int, ...]:
+        """Return every rank's size along a dim in which the tensor lies in slices."""
+        counts = even_sizes(self.region.num_units, self.group.size)
+        own = counts[self.group.group_rank]
+        # A rank with no unit sees no size: there the full one is the number of units, or the region would not have been proven.
+        return self.sizes(local.shape[dim] * self.region.num_units // own if own else self.region.num_units)

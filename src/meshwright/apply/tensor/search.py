@@ -1,0 +1,324 @@
+"""From a model and one batch to a layout: trace, propose, prove. What is not proven stays whole, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.tensor.attention import attention_region
+from meshwright.apply.tensor.copies import copy_module
+from meshwright.apply.tensor.options import Options, candidates
+from meshwright.apply.tensor.proof import DisprovedError, Experiment
+from meshwright.apply.tensor.proposals import Names, Pair, feeds_only_the_output, pair_of
+from meshwright.apply.tensor.region import Chain, Cut, Region, Role, TensorLayout
+from meshwright.apply.tensor.sequences import find_chains
+from meshwright.apply.tensor.trace import Product, Trace
+from meshwright.describe.tree import tensors_in
+
+__all__: list[str] = []
+
+MAX_TRIALS = 120
+"""Proofs of one region before it is given up [count]."""
+
+SMALL_SHARE = 0.01
+"""A layer that stands alone is cut only where it holds at least this share of the parameters: to cut it costs an exchange."""
+
+
+class Search:
+    """The search for a layout.
+
+    Args:
+        module: The whole model; it is not changed.
+        num_parts: Ranks that share it [count].
+        run: Runs a copy of the model, with its loss, on a small batch, and returns the model's outputs.
+        wanted: FQN -> "whole", "column" or "row", where the plan says so.
+    """
+
+    def __init__(
+        self, module: nn.Module, num_parts: int, run: Callable[[nn.Module], Any], wanted: dict[str, str] | None = None
+    ) -> None:
+        self.num_parts = num_parts
+        self._wanted = wanted or {}
+        self._reasons: dict[int, str] = {}
+        self._regions: list[Region] = []
+        self._taken: set[int] = set()
+        self._found: dict[str, tuple[str, Region] | str] = {}  # what was found for a region of this shape before
+        # Tensors that forward writes into are buffers, which the copy has of its own. Parameters share their memory, and are
+        # other objects: autograd remembers a parameter's shape for as long as a graph that used it lives.
+        self._model = copy_module(
+            module, lambda tensor: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone()
+        )
+        self._names = Names.read(self._model)
+        self._trace = Trace(self._model)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), self._trace:
+            self._trace.finish(run(self._model))
+        self._trace.stop()
+
+    def layout(self, *, on_slices: bool = True) -> TensorLayout:
+        """Return what can be cut, and why the rest is not; `on_slices` lets layers run on slices of the sequence."""
+        for key in self._by_wish("whole"):
+            self._taken.add(key)
+            self._reasons[key] = "the plan says so"
+        self._attention()
+        self._vocabularies()
+        self._pairs()
+        self._lone_layers()
+        chains: tuple[Chain, ...] = ()
+        if on_slices:
+            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
+        return TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+
+    def _by_wish(self, wish: str) -> list[int]:
+        return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]
+
+    # -- kinds of regions ---------------------------------------------------------------------------------------
+
+    def _attention(self) -> None:
+        for name, child in self._model.named_modules():
+            if isinstance(child, nn.MultiheadAttention) and name in self._trace.calls:
+                region = attention_region(child).above(name)
+                keys = self._keys(region)
+                if not keys & self._taken:
+                    self._try(name, [region], keys, "attention")
+
+    def _vocabularies(self) -> None:
+        """Cut embeddings by their tokens, and with them the heads that share their weight."""
+        for embedding, looked_up in self._trace.products.items():
+            key = -embedding
+            if embedding > 0 or key in self._taken or not self._is_large(key) or self._is_side(looked_up[0]):
+                continue
+            calls = [*looked_up, *self._trace.products.get(key, ())]
+            if self._trace.other_uses.get(key) or not all(self._names.is_layer(call, self._trace) for call in calls):
+                self._reasons[key] = "it is used outside its own module's forward"
+                continue
+            self._cut_vocabulary(key, calls)
+
+    def _is_side(self, call: Product) -> bool:
+        """Tell whether an embedding is looked up inside a pair's scope: one value for each head, which the pair takes along."""
+        for key in self._trace.products:
+            pair = pair_of(key, self._trace, set()) if key > 0 else None
+            scope = pair.scope(self._names) if pair else ""
+            if pair and scope and call in pair.sides and scope in call.path:
+                return True
+        return False
+
+    def _cut_vocabulary(self, key: int, calls: list[Product]) -> None:
+        embedding = next(call for call in calls if call.kind == "embedding")
+        num_tokens = self._names.parameters[key].shape[embedding.in_dim]
+        roles: dict[str, Role] = {}
+        cuts = dict.fromkeys(self._names.of[key], Cut(dim=embedding.in_dim, groups=(num_tokens,), kind="vocabulary"))
+        for call in calls:
+            name = self._names.owner(call)
+            if call.kind != "embedding" and call.out_dim != embedding.in_dim:
+                self._reasons[key] = "it is an embedding and, turned round, a layer"
+                return
+            roles[name] = "vocabulary" if call.kind == "embedding" else self._head_role(call)
+        for other in self._trace.met.get(key, ()):  # a head's bias
+            if tuple(self._names.parameters[other].shape) == (num_tokens,):
+                cuts |= dict.fromkeys(self._names.of[other], Cut(dim=0, groups=(num_tokens,)))
+        region = Region(scope="", num_units=num_tokens, cuts=cuts, roles=roles)
+        try:
+            for name, role in roles.items():
+                own = {path: cut for path, cut in cuts.items() if path.rpartition(".")[0] == name}
+                self._prove(name, region.replace(scope=name, cuts=own, roles={name: role}))
+        except DisprovedError as error:
+            self._reasons[key] = error.message
+            return
+        self._accept(region, self._keys(region))
+
+    def _head_role(self, call: Product) -> Role:
+        in_slices = feeds_only_the_output(call.key, self._trace) and call.key in self._trace.into_cross_entropy
+        return "head" if in_slices else "gathered"
+
+    def _pairs(self) -> None:
+        for key in self._in_order():
+            pair = pair_of(key, self._trace, self._taken)
+            if pair is None or not self._may_be_paired(pair):
+                continue
+            keys = {key, *(column.parameter for column in pair.columns)}
+            options = Options(pair, self._trace, self._names, self.num_parts)
+            if options.scope not in self._trace.calls:
+                continue
+            self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
+
+    def _in_order(self) -> list[int]:
+        """Return the keys of products; late ones are the row of a pair, and a column of a larger one in the same module."""
+        pairs = [pair for key in self._trace.products if (pair := pair_of(key, self._trace, set())) is not None]
+        scopes = [pair.scope(self._names) for pair in pairs]
+        late = {
+            pair.row.key
+            for pair, scope in zip(pairs, scopes, strict=True)
+            for other, around in zip(pairs, scopes, strict=True)
+            if scope == around and pair.row in other.columns and len(other.columns) > len(pair.columns)
+        }
+        return sorted(self._trace.products, key=lambda key: key in late)
+
+    def _may_be_paired(self, pair: Pair) -> bool:
+        members = [pair.row, *pair.columns]
+        if any(self._trace.other_uses.get(member.parameter) for member in members):
+            return False
+        wishes = [self._wanted.get(name) for column in pair.columns for name in self._names.of[column.parameter]]
+        row = [self._wanted.get(name) for name in self._names.of[pair.row.parameter]]
+        return "row" not in wishes and "column" not in row
+
+    def _lone_layers(self) -> None:
+        for key, calls in self._trace.products.items():
+            call = calls[0]
+            is_free = key > 0 and key not in self._taken and not self._trace.other_uses.get(key)
+            wished = key in self._by_wish("column")
+            if not is_free or not (wished or self._is_large(key)):
+                continue
+            if not all(self._names.is_layer(other, self._trace) for other in calls):
+                continue
+            width = self._names.parameters[key].shape[call.out_dim]
+            if width < self.num_parts:
+                self._reasons[key] = f"it has {width} outputs for {self.num_parts} ranks"
+                continue
+            if key in self._reasons and not (wished or feeds_only_the_output(key, self._trace)):
+                continue  # part of something that could not be cut: exchanges of its own would cost more than it saves
+            cuts = dict.fromkeys(self._names.of[key], Cut(dim=call.out_dim, groups=(width,)))
+            for other in self._trace.met.get(key, ()):
+                if tuple(self._names.parameters[other].shape) == (width,):
+                    mine = [n for n in self._names.of[other] if n.rpartition(".")[0] == self._names.owner(call)]
+                    cuts |= dict.fromkeys(self._names.of[other] if mine else [], Cut(dim=0, groups=(width,)))
+            role = self._head_role(call)
+            owners = {name.rpartition(".")[0] for name in self._names.of[key]}
+            region = Region(
+                scope=self._names.owner(call), num_units=width, cuts=cuts, roles=dict.fromkeys(owners, role)
+            )
+            own = {n: c for n, c in cuts.items() if n.rpartition(".")[0] == region.scope}
+            self._try(
+                region.scope, [region.replace(cuts=own, roles={region.scope: role})], {key}, "layer", accept=region
+            )
+
+    # -- proving ------------------------------------------------------------------------------------------------
+
+    def _try(
+        self,
+        scope: str,
+        tries: Iterable[Region],
+        keys: set[int],
+        kind: str,
+        *,
+        may_retry: int | None = None,
+        accept: Region | None = None,
+    ) -> None:
+        shape = json.dumps([kind, self._shape_of(scope, keys)])
+        known = self._found.get(shape)
+        error = ""
+        if isinstance(known, tuple):
+            region = known[1].below(known[0]).above(scope)
+            if self._fits(region):
+                self._accept(accept or region, self._keys(accept or region))
+                return
+        elif known is not None:
+            error = known
+        else:
+            proven, error = self._first_proven(scope, tries)
+            if proven is not None:
+                self._found[shape] = (scope, proven)
+                final = accept or proven
+                self._accept(final, self._keys(final))
+                return
+            self._found[shape] = error
+        for key in keys:
+            if key != may_retry:
+                self._taken.add(key)
+            self._reasons[key] = error
+
+    def _first_proven(self, scope: str, tries: Iterable[Region]) -> tuple[Region | None, str]:
+        """Return the first region that is proven, or the reason that is told: why the likeliest one was not."""
+        first, reason = "", ""
+        source = iter(tries)
+        for count in range(MAX_TRIALS):
+            try:
+                # A generator learns why its last one failed.
+                region = source.send(reason) if count and isinstance(source, Generator) else next(source)
+            except StopIteration:
+                break
+            try:
+                return self._prove(scope, region), ""
+            except DisprovedError as disproved:
+                reason = disproved.message
+                first = first or reason
+        return None, first or "it offers nothing that could be cut"
+
+    def _prove(self, scope: str, region: Region) -> Region:
+        experiment = self._experiment(scope)
+        return experiment.prove(region.below(scope)).above(scope)
+
+    def _experiment(self, scope: str) -> Experiment:
+        if self._last is None or self._last[0] != scope:
+            try:
+                experiment = Experiment(self._model.get_submodule(scope), self._trace.calls[scope], self.num_parts)
+            except Exception as error:  # whatever the user's code raises when it is run by itself
+                raise DisprovedError(f"'{scope}' cannot be run by itself: {type(error).__name__}: {error}") from error
+            self._last = (scope, experiment)
+        return self._last[1]
+
+    _last: tuple[str, Experiment] | None = None
+
+    def _shape_of(self, scope: str, keys: set[int]) -> Any:
+        """Return what two regions share where one's proof holds for the other: classes, shapes, settings, place in the scope."""
+        prefix = len(scope) + 1 if scope else 0
+        rows = []
+        for name, child in self._model.get_submodule(scope).named_modules():
+            settings = {
+                key: value
+                for key, value in vars(child).items()
+                if type(value) in (int, bool, str) and key not in ("training", "layer_idx", "layer_id")
+            }
+            shapes = {key: list(value.shape) for key, value in child._parameters.items() if value is not None}
+            rows.append([name, type(child).__qualname__, settings, shapes])
+        own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
+        call = self._trace.calls[scope]
+        return [rows, own, _shapes((call.args, call.kwargs))]
+
+    def _fits(self, region: Region) -> bool:
+        names = {name for names in self._names.of.values() for name in names}
+        buffers = {name for name, _ in self._model.named_buffers()}
+        return all(name in names or name in buffers for name in region.cuts)
+
+    def _accept(self, region: Region, keys: set[int]) -> None:
+        self._regions.append(region)
+        self._taken |= keys
+
+    def _keys(self, region: Region) -> set[int]:
+        keys = {key for key, names in self._names.of.items() if any(name in region.cuts for name in names)}
+        for path in region.shared:
+            for parameter in self._model.get_submodule(path).parameters():
+                keys.add(id(parameter))
+                self._reasons[id(parameter)] = "fewer keys than ranks: each rank uses its part of all"
+        return keys
+
+    def _is_large(self, key: int) -> bool:
+        total = sum(parameter.numel() for parameter in self._names.parameters.values())
+        return self._names.parameters[key].numel() >= SMALL_SHARE * total
+
+    def _whole(self) -> dict[str, str]:
+        cut = {name for region in self._regions for name in region.cuts}
+        found = {}
+        for key, names in self._names.of.items():
+            if names[0] in cut:
+                continue
+            found[names[0]] = self._reasons.get(key) or self._why_untouched(key)
+        return found
+
+    def _why_untouched(self, key: int) -> str:
+        parameter = self._names.parameters[key]
+        if key in self._trace.products or -key in self._trace.products:
+            if self._trace.other_uses.get(key):
+                return f"it is also used by {', '.join(sorted(self._trace.other_uses[key]))}"
+            return "it stands alone and is small"
+        if sum(size > 1 for size in parameter.shape) <= 1:
+            return "a vector outside what is cut"
+        uses = self._trace.other_uses.get(key)
+        return f"it is used by {', '.join(sorted(uses))}, which mixes its entries" if uses else "it was not used"
+
+
+def _shapes(tree: Any) -> Any:
+    return [[list(tensor.shape), tensor.requires_grad, str(tensor.dtype)] for tensor in tensors_in(tree)]

@@ -1,0 +1,200 @@
+"""Tensor parallelism, alone and with data parallelism, against one plain process: every model, in float64.
+
+Each model meets some plans, which take turns; MESHWRIGHT_FULL_GRID=1 runs every model under every plan with every setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import meshwright as mw
+from meshwright import testing
+from parity import cases, tensor_jobs
+from parity.harness import Setting, assert_distributed_parity
+from parity.test_sharded import FULL_GRID
+from tolerances import FLOAT32, FLOAT64
+
+PLANS = (
+    ("tp=2", 2),
+    ("tp=3", 3),
+    ("tp=4", 4),
+    ("dp=2,tp=2", 4),
+    ("dp=2,tp=2,zero=1", 4),
+    ("dp=2,tp=2,zero=2", 4),
+    ("dp=2,tp=2,zero=3,whole_below=0B", 4),
+    ("tp=2,sequence_parallel=off", 2),
+    ("tp=4,sequence_parallel=off", 4),
+)
+
+SETTINGS = (
+    Setting(num_samples=5),
+    Setting(num_samples=5, micro_batches=2, max_grad_norm=0.05),
+    Setting(num_samples=3, micro_batches=2, plan_words=",recompute=selective"),
+    Setting(num_samples=5, max_grad_norm=0.05, plan_words=",recompute=full"),
+    Setting(num_samples=7, micro_batches=3),
+)
+
+UNCUT = ("tiny", "recurrent")
+"""Scalars and vectors; a recurrence, whose every step needs all that the one before gave. Refused, see below."""
+
+
+def _matrix() -> list[tuple[str, str, int, Setting]]:
+    rows = []
+    names = [*cases.CASES, *cases.HUGGING_FACE]
+    for index, name in enumerate(name for name in names if name not in UNCUT):
+        # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
+        plans = [plan for plan in PLANS if FULL_GRID or name not in cases.HUGGING_FACE or plan[1] != 3]
+        for place, (plan, num_ranks) in enumerate(plans):
+            if FULL_GRID:
+                rows += [(name, plan, num_ranks, setting) for setting in SETTINGS]
+            elif (place + index) % 4 == 0:
+                rows.append((name, plan, num_ranks, SETTINGS[(2 * index + place) % len(SETTINGS)]))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "plan", "num_ranks", "setting"), _matrix(), ids=str)
+def test_equals_one_process(name: str, plan: str, num_ranks: int, setting: Setting) -> None:
+    if name == "own_loss" and setting.num_samples < 4:
+        setting = dataclasses.replace(setting, num_samples=4)  # the fourth row is the first with several labels
+    assert_distributed_parity(name, num_ranks, setting, plan_text=plan)
+
+
+@pytest.mark.parametrize(("plan", "num_ranks"), [PLANS[0], PLANS[4], PLANS[6]])
+@pytest.mark.parametrize("name", cases.PIECEWISE)
+def test_equals_one_process_that_takes_the_same_pieces(name: str, plan: str, num_ranks: int) -> None:
+    # What is normalised together, or branches on values, depends on the cutting of the batch, which is that of dp.
+    assert_distributed_parity(name, num_ranks, Setting(num_samples=10, micro_batches=2), plan_text=plan, piecewise=True)
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_what_cannot_be_cut_is_refused(name: str) -> None:
+    message, fix = testing.run_ranks(tensor_jobs.refusal_of_case, 2, name, "tp=2")[0]
+    assert "nothing to cut" in message
+    assert fix == "use the plan 'dp=2'"
+
+
+def test_adamw_in_float32() -> None:
+    gradients, losses, expected_gradients, expected_losses = testing.run_ranks(tensor_jobs.train_in_float32, 2, "tp=2")[
+        0
+    ]
+    assert losses == pytest.approx(expected_losses, rel=FLOAT32)
+    testing.assert_parity(gradients, expected_gradients, FLOAT32)
+
+
+@pytest.mark.parametrize("name", [name for name in cases.HUGGING_FACE if name not in ("hf_llama_own_loss",)])
+def test_nearly_all_of_a_block_is_cut(name: str) -> None:
+    share, layouts, reasons = testing.run_ranks(tensor_jobs.share_cut, 2, name)[0]
+    assert share >= 0.9
+    assert set(layouts.values()) <= {"column", "row", "vocabulary", "whole"}
+    assert any(reason.startswith("tp=2 cuts") for reason in reasons)
+    whole = [name for name, kind in layouts.items() if kind == "whole"]
+    assert whole
+    assert any("whole" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"), [(",sequence_parallel=off", {"all_reduce": 4}), ("", {"all_gather": 4, "reduce_scatter": 4})]
+)
+def test_exchanges_of_a_block(words: str, kinds: dict[str, int]) -> None:
+    few = testing.run_ranks(tensor_jobs.exchanges, 2, f"tp=2{words}", 2)[0]
+    many = testing.run_ranks(tensor_jobs.exchanges, 2, f"tp=2{words}", 4)[0]
+    more = {kind: many[kind][0] - few.get(kind, (0, 0))[0] for kind in many}
+    assert {kind: count for kind, count in more.items() if count} == {kind: 2 * count for kind, count in kinds.items()}
+    more_bytes = sum(many[kind][1] - few.get(kind, (0, 0))[1] for kind in many)
+    # 4 samples x 6 tokens x width 16 in float64, each time; on slices also the gradients of two more blocks' two norms.
+    norms = 0 if words else 2 * 2 * 16 * 8
+    assert more_bytes == 2 * sum(kinds.values()) * 4 * 6 * 16 * 8 + norms
+
+
+def test_dropout_differs_on_shards_and_agrees_on_copies() -> None:
+    found = testing.run_ranks(tensor_jobs.dropout_masks, 2, "tp=2,sequence_parallel=off")
+    (inside, outside), (other_inside, other_outside) = found
+    assert (inside == 0).any()
+    assert not ((inside == 0) == (other_inside == 0)).all()
+    assert (outside == other_outside).all()
+    assert (outside == 0).any()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,sequence_parallel=off"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_draws_the_same(plan: str, recompute: str) -> None:
+    plain = testing.run_ranks(tensor_jobs.train_with_dropout, 2, plan)
+    again = testing.run_ranks(tensor_jobs.train_with_dropout, 2, f"{plan},recompute={recompute}")
+    for name, value in plain[0].items():
+        assert (value == again[0][name]).all(), name
+        assert (value == plain[1][name]).all(), name
+
+
+def test_a_plan_says_what_stays_whole() -> None:
+    layouts = testing.run_ranks(tensor_jobs.layouts_with, 2, {"layers.0.ffn.up.weight": "whole"})[0]
+    assert layouts["layers.0.ffn.up.weight"] == "whole"
+    assert layouts["layers.1.ffn.up.weight"] == "column"
+
+
+@pytest.mark.parametrize(
+    ("layouts", "said"),
+    [
+        ({"layers.0.ffn.upp.weight": "whole"}, "did you mean"),
+        ({"layers.0.ffn.up.weight": "rows"}, "did you mean 'row'"),
+    ],
+)
+def test_layouts_that_mean_nothing_are_refused(layouts: dict[str, str], said: str) -> None:
+    assert said in testing.run_ranks(tensor_jobs.refusal_of_layouts, 2, layouts)[0]
+
+
+def test_a_compiled_model_is_refused() -> None:
+    message, fix = testing.run_ranks(tensor_jobs.refusal_of_compiled, 2)[0]
+    assert "cannot be followed" in message
+    assert "before torch.compile" in fix
+
+
+def test_the_first_forward_may_come_before_a_step() -> None:
+    outputs, plain, evaluated, state, plain_state = testing.run_ranks(tensor_jobs.call_first, 2, "tp=2")[0]
+    assert (outputs - plain).abs().max() <= FLOAT64 * plain.abs().max()
+    assert evaluated > 0
+    testing.assert_parity(state, plain_state, 0.0)
+
+
+def test_an_example_batch_decides_at_once() -> None:
+    assert "column" in testing.run_ranks(tensor_jobs.layouts_of_example, 2, "tp=2")[0].values()
+
+
+def test_a_closed_model_has_its_shapes_and_no_values() -> None:
+    shapes, expected, is_nan = testing.run_ranks(tensor_jobs.close_model, 2, "tp=2")[0]
+    assert shapes == expected
+    assert is_nan
+
+
+def test_an_optimizer_of_whole_matrices_gets_them() -> None:
+    state, plain = testing.run_ranks(tensor_jobs.train_with_whole_matrices, 2, "tp=2")[0]
+    testing.assert_parity(state, plain, FLOAT64)
+
+
+def test_whole_matrices_that_are_cut_twice_are_refused() -> None:
+    message, fix = testing.run_ranks(tensor_jobs.refusal_of_whole_matrices, 4, "dp=2,tp=2,zero=1")[0]
+    assert "whole matrices" in message
+    assert "zero=0" in fix
+
+
+def test_a_function_of_the_users_own() -> None:
+    gradients, plain, layouts = testing.run_ranks(tensor_jobs.custom_function, 2, "tp=2")[0]
+    testing.assert_parity(gradients, plain, FLOAT64)
+    assert "column" in layouts.values()
+
+
+def test_looking_at_a_model_leaves_it_as_it_was() -> None:
+    for found in testing.run_ranks(tensor_jobs.side_effects, 2, "tp=2"):
+        assert found == (0, 0.0, True, True)
+
+
+def test_shards_hold_their_part_of_the_memory() -> None:
+    held = testing.run_ranks(tensor_jobs.held, 2, "tp=2")
+    plain = testing.run_ranks(tensor_jobs.held, 2, "dp=2")
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert held[0][kind] < 0.53 * plain[0][kind]
+
+
+def test_wide_meshes_parse() -> None:
+    assert mw.Plan.parse("dp=2,tp=2").mesh.groups("tp") == ((0, 1), (2, 3))
