@@ -36,6 +36,8 @@ class Side:
     threads: int = 1
     packages: tuple[str, ...] = ("torch",)
     environment: tuple[tuple[str, str], ...] = ()
+    shares_batch: bool = False
+    """Whether every rank takes the whole global batch, as ranks do that share each layer."""
 
     @property
     def is_ours(self) -> bool:
@@ -46,7 +48,7 @@ def make_ours(model: nn.Module, make_optimizer: MakeOptimizer, preset: str = "di
     """Ours: a plan by its preset's name, over whatever transport this rank was started with."""
     import meshwright as mw
 
-    plan = mw.Plan.preset(preset, mw.join_world().world_size)
+    plan = mw.Plan.parse(preset, mw.join_world().world_size)
     trained = mw.apply_plan(model, plan, loss_fn=loss_fn, optimizer=make_optimizer)
     return lambda batch: trained.step(batch).loss
 
@@ -131,7 +133,11 @@ def make_one_process(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
 def ours(transport: str, preset: str) -> Side:
     environment = (("MESHWRIGHT_TRANSPORT", transport),)
     make = functools.partial(make_ours, preset=preset)
-    return Side(f"ours-{transport}", make, transport, packages=("torch", "meshwright"), environment=environment)
+    packages = ("torch", "meshwright")
+    shares_batch = preset.startswith("tensor")
+    return Side(
+        f"ours-{transport}", make, transport, packages=packages, environment=environment, shares_batch=shares_batch
+    )
 
 
 PEERS = {

@@ -30,7 +30,7 @@ from bench import CASES
 from gangs import LEAD_IN, Gang
 from peers import KEEP_FREED_MEMORY, PEERS, Side, ours
 from rounds import OTHERS_LIMIT, run_rounds, wait_for_quiet
-from sharded_peers import FSDP2, ZERO_REDUNDANCY, deepspeed
+from sharded_peers import DTENSOR, FSDP2, ZERO_REDUNDANCY, deepspeed
 
 HERE = Path(__file__).resolve().parent
 NUM_SHARES = 2
@@ -56,6 +56,8 @@ KINDS = {
     "zero1": Kind("zero1", (ZERO_REDUNDANCY, deepspeed(1)), ZERO_2_BOUNDS),
     "zero2": Kind("zero2", (ZERO_REDUNDANCY, deepspeed(2)), ZERO_2_BOUNDS),
     "zero3": Kind("zero3", (FSDP2, deepspeed(3)), {"latency-bound": 0.45, "balanced": 0.82, "bandwidth-bound": 0.45}),
+    "tensor": Kind("tensor", (DTENSOR,), {"latency-bound": 0.30, "balanced": 0.65, "bandwidth-bound": 0.52}),
+    "tensor-whole-sequence": Kind("tensor,sequence_parallel=off", (DTENSOR,), {}),
 }
 BOUND_TO_ONE_PROCESS = {"balanced": 1.0}
 CHECKED_STEPS = 10

@@ -23,7 +23,8 @@ class _Runner:
             raise RuntimeError(f"{side.name} was to run on {side.backend}, and its default group is {backend}")
         self.case = case
         # One process alone takes the shares of all ranks of the other sides.
-        self.shares = range(num_shares) if backend is None else [dist.get_rank()]
+        takes_all = backend is None or side.shares_batch
+        self.shares = range(num_shares) if takes_all else [dist.get_rank()]
         torch.manual_seed(0)
         model = build(*CASES[case][:2])
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The same training step with sharded state, as each library ships it: ZeroRedundancyOptimizer, FSDP2, DeepSpeed ZeRO 1 to 3."""
+"""The same training step on shards, as each library ships it: ZeroRedundancyOptimizer, FSDP2, DeepSpeed ZeRO 1 to 3, DTensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 from typing import Any
 
 import torch
-from peers import MakeOptimizer, Side, Step, make_deepspeed, plain_step
+from bench import loss_fn
+from peers import Batch, MakeOptimizer, Side, Step, make_deepspeed, plain_step
 from torch import nn
 
 
@@ -47,5 +48,36 @@ def deepspeed(stage: int) -> Side:
     )
 
 
+def make_dtensor(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    """DTensor's `parallelize_module` as its tutorial has it: columns and rows of each block, by name."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    columns = ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
+    rows = ("attention.output", "ffn.down")
+    for block in model.get_submodule("layers"):
+        styles = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        parallelize_module(block, mesh, styles)
+    # One optimizer for each kind of tensor: torch's multi-tensor kernels refuse a list that has both.
+    plain = [
+        parameter for parameter in model.parameters() if not isinstance(parameter, torch.distributed.tensor.DTensor)
+    ]
+    cut = [parameter for parameter in model.parameters() if isinstance(parameter, torch.distributed.tensor.DTensor)]
+    optimizers = [make_optimizer(plain), make_optimizer(cut)]
+
+    def step(batch: Batch) -> float:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.item()
+
+    return step
+
+
 ZERO_REDUNDANCY = Side("zero-redundancy", make_zero_redundancy, "gloo")
 FSDP2 = Side("fsdp2", make_fsdp2, "gloo")
+DTENSOR = Side("dtensor", make_dtensor, "gloo", shares_batch=True)
