@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parity import containers, hf_models, losses, models, tutorial_models
+from parity import containers, hf_models, losses, models, tensor_models, tutorial_models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +265,36 @@ PIECEWISE: dict[str, Case] = {
 }
 
 
+# Written the ways in which people write attention, feed-forward parts and convolutions: for tensor parallelism.
+_short_language = functools.partial(language, vocabulary=tensor_models.VOCABULARY)
+_small_images = functools.partial(large_images, size=9, num_classes=tensor_models.CLASSES)
+_even_images = functools.partial(large_images, size=8, num_classes=tensor_models.CLASSES)
+
+
+def dicts(num_samples: int, seed: int) -> Any:
+    """One dict with all that the model takes, as its only argument."""
+    ids, labels = _short_language(num_samples, seed)
+    return {"batch": {"ids": ids, "scale": torch.tensor(1.5, dtype=torch.float64)}}, labels
+
+
+TENSOR_STYLES: dict[str, Case] = {
+    **{
+        f"style_{kind}": Case(
+            functools.partial(tensor_models.build_decoder, kind), _short_language, losses.cross_entropy
+        )
+        for kind in tensor_models.DECODERS
+    },
+    "style_dict": Case(lambda: tensor_models.DictDecoder().double(), dicts, losses.cross_entropy),
+    "style_mixer": Case(lambda: tensor_models.Mixer().double(), _small_images, classes),
+    "style_vit": Case(lambda: tensor_models.VisionTransformer().double(), _small_images, classes),
+    "style_vgg": Case(tensor_models.build_vgg, _even_images, classes),
+    "style_depthwise": Case(tensor_models.build_depthwise, _even_images, classes),
+    "style_bottleneck": Case(tensor_models.build_bottlenecks, _even_images, classes),
+    "style_unet": Case(lambda: tensor_models.UNet().double(), _even_images, classes),
+    "style_translator": Case(lambda: tensor_models.Translator().double(), _short_language, losses.cross_entropy),
+}
+
+
 def find(name: str) -> Case:
     """Return a case by name."""
-    return {**CASES, **PIECEWISE, **HUGGING_FACE, **WIDE}[name]
+    return {**CASES, **PIECEWISE, **HUGGING_FACE, **WIDE, **TENSOR_STYLES}[name]

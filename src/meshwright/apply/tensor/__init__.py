@@ -1,11 +1,12 @@
 """Tensor parallelism: any module, cut by proof. See docs/adr/0008.
 
 trace.py       what feeds what, in one forward of the plain model
-proposals.py   what might be cut, and how
+proposals.py   pairs of products that might be cut
+options.py     the ways in which each might be, in the order in which they are tried
 proof.py       shards run beside the whole: equal, or not cut
 search.py      the three together: model and batch -> layout
 region.py      the layout, as a value
 cutting.py     a layout applied to a module, and taken off
-roles.py       what modules at the edge of a region do while the model runs
+roles.py       what modules at the edge of a region do while the model runs; running.py: what that needs to remember
 attention.py, slices.py, sizes.py   nn.MultiheadAttention; logits in slices; code that computes sizes itself
 """

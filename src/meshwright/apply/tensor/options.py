@@ -375,7 +375,9 @@ def _may_help(reason: str, base: Region, change: Region) -> bool:
     """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
     if change.roles == base.roles:
         return reason.startswith("on shards") or change.integers == base.integers
-    return reason.startswith("result" if "inner" in change.roles.values() else "the gradient") and "differs" in reason
+    if "inner" in change.roles.values():
+        return not reason.startswith("the gradient")
+    return reason.startswith("the gradient") and "differs" in reason
 
 
 def _merge(base: Region, into: Region, change: Region) -> Region:

@@ -212,7 +212,7 @@ class Search:
         error = ""
         if isinstance(known, tuple):
             region = known[1].below(known[0]).above(scope)
-            if self._fits(region):
+            if self._fits(region) and self._is_apart(region):
                 self._accept(accept or region, self._keys(accept or region))
                 return
         elif known is not None:
@@ -241,10 +241,14 @@ class Search:
             except StopIteration:
                 break
             try:
-                return self._prove(scope, region), ""
+                proven = self._prove(scope, region)
             except DisprovedError as disproved:
                 reason = disproved.message
-                first = first or reason
+            else:
+                if self._is_apart(proven):
+                    return proven, ""
+                reason = "it holds something that is cut by itself"
+            first = first or reason
         return None, first or "it offers nothing that could be cut"
 
     def _prove(self, scope: str, region: Region) -> Region:
@@ -283,9 +287,27 @@ class Search:
         buffers = {name for name, _ in self._model.named_buffers()}
         return all(name in names or name in buffers for name in region.cuts)
 
+    def _is_apart(self, region: Region) -> bool:
+        """Tell whether nothing is cut yet that the proof of a region took as whole, with other gradients on each rank."""
+        cut = {name for other in self._regions for name in other.cuts}
+        return not cut & self._held(region)
+
+    def _held(self, region: Region) -> set[str]:
+        """Return the parameters that are whole inside a region, of which each rank has a term of the gradient."""
+        inside = f"{region.scope}." if region.scope else ""
+        held = set(region.partial)
+        if region.roles.get(region.scope) == "sum":
+            held |= {name for names in self._names.of.values() for name in names if name.startswith(inside)}
+        return held - set(region.cuts)
+
     def _accept(self, region: Region, keys: set[int]) -> None:
         self._regions.append(region)
         self._taken |= keys
+        held = self._held(region)
+        for key, names in self._names.of.items():
+            if not held.isdisjoint(names):
+                self._taken.add(key)
+                self._reasons.setdefault(key, "every rank computes with all of it, inside something that is cut")
 
     def _keys(self, region: Region) -> set[int]:
         keys = {key for key, names in self._names.of.items() if any(name in region.cuts for name in names)}

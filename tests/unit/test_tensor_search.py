@@ -1,0 +1,149 @@
+"""The search for tensor layouts, on models written in many ways: what it cuts, and what it leaves with a reason."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.apply.tensor.region import TensorLayout
+from meshwright.apply.tensor.search import Search
+from meshwright.run.batch import call_model
+from parity import cases
+
+
+@functools.cache
+def layout_of(name: str, num_parts: int) -> tuple[dict[str, int], TensorLayout]:
+    """Return (sizes of the parameters in blocks, the layout that is found)."""
+    case = cases.find(f"style_{name}")
+    torch.manual_seed(0)
+    model = case.build()
+    batch = case.batch(2, 0)
+
+    def run(copy: torch.nn.Module) -> Any:
+        outputs = call_model(copy, batch)
+        assert case.loss_fn is not None
+        case.loss_fn(outputs, batch)
+        return outputs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layout = Search(model, num_parts, run).layout()
+    # Of what has an index in its name: it is part of a block.
+    sizes = {name: p.numel() for name, p in model.named_parameters() if any(w.isdigit() for w in name.split("."))}
+    return sizes, layout
+
+
+def share_of(name: str, num_parts: int) -> float:
+    sizes, layout = layout_of(name, num_parts)
+    return sum(size for key, size in sizes.items() if key in layout.cuts) / sum(sizes.values())
+
+
+# What is left is norms, and biases after sums.
+SHARES = {
+    "split_fused": 0.95,
+    "split_masked": 0.95,
+    "separate": 0.95,
+    "head_major": 0.96,
+    "unbind": 0.96,
+    "qk_norm": 0.94,
+    "sliced": 0.95,
+    "einsum": 0.95,
+    "linear_einsum": 0.95,
+    "multihead": 0.95,
+    "whole_norm": 0.93,
+    "sloped": 0.95,
+    "packed": 0.95,
+    "dict": 0.89,
+    "mixer": 0.88,
+    "vit": 0.93,
+    "vgg": 0.98,
+    "depthwise": 0.98,
+    "bottleneck": 0.95,
+    "unet": 0.98,
+    "translator": 0.95,
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_nearly_all_of_the_blocks_is_cut(name: str) -> None:
+    assert share_of(name, 2) >= SHARES[name]
+
+
+@pytest.mark.parametrize("name", ["split_fused", "head_major", "einsum", "depthwise", "sloped"])
+def test_three_ranks_share_unevenly(name: str) -> None:
+    assert share_of(name, 3) >= SHARES[name]
+
+
+@pytest.mark.parametrize("name", ["split_fused", "unbind", "sliced", "einsum", "vit", "translator"])
+def test_what_stands_between_runs_on_slices_of_the_sequence(name: str) -> None:
+    _, layout = layout_of(name, 2)
+    assert [len(chain.layers) for chain in layout.chains][-1:] == [2]
+
+
+def test_tokens_that_are_mixed_keep_the_sequence_whole() -> None:
+    assert not layout_of("mixer", 2)[1].chains
+
+
+def test_a_bias_after_a_sum_is_one_ranks() -> None:
+    regions = [region for region in layout_of("sliced", 2)[1].regions if region.once]
+    assert [region.once for region in regions] == [(f"blocks.{i}.mlp.down.bias",) for i in range(2)]
+    assert all(name in region.partial for region in regions for name in region.once)
+
+
+def test_heads_take_their_vectors_and_their_columns_of_tables_along() -> None:
+    _, layout = layout_of("sloped", 2)
+    cuts = {name: cut.dim for name, (_, cut) in layout.cuts.items() if name.startswith("blocks.0.attn.")}
+    assert cuts["blocks.0.attn.temperature"] == cuts["blocks.0.attn.slopes"] == 0
+    assert cuts["blocks.0.attn.table"] == 1
+
+
+def test_widths_of_a_fused_layer_follow_from_slices() -> None:
+    _, layout = layout_of("packed", 2)
+    _, cut = layout.cuts["blocks.0.attn.qkv_proj.weight"]
+    assert cut.groups == (24, 12, 12)
+
+
+def test_fewer_fused_keys_than_ranks_stay_whole_with_a_reason() -> None:
+    _, layout = layout_of("packed", 3)
+    assert "on shards" in layout.whole["blocks.0.attn.qkv_proj.weight"]
+
+
+def test_depthwise_convolutions_go_with_their_channels() -> None:
+    _, layout = layout_of("depthwise", 2)
+    region, _ = layout.cuts["1.depthwise.0.weight"]
+    assert ("1.depthwise.0", "groups") in region.integers
+
+
+def test_norms_over_all_heads_see_all_heads() -> None:
+    _, layout = layout_of("whole_norm", 2)
+    region, _ = layout.cuts["blocks.0.attn.q_proj.weight"]
+    assert region.roles["blocks.0.attn.q_norm"] == region.roles["blocks.0.attn.k_norm"] == "inner"
+    assert "blocks.0.attn.q_norm.weight" in region.partial
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_a_latent_that_all_heads_share_is_whole_and_its_gradients_add_up(num_parts: int) -> None:
+    _, layout = layout_of("latent", num_parts)
+    region, _ = layout.cuts["blocks.0.attn.up.weight"]
+    assert region.roles == {"blocks.0.attn": "sum"}
+    assert "blocks.0.attn.query.weight" in region.cuts
+    # Cut by itself it would take gradients as whole that are terms here.
+    assert "blocks.0.attn.down.weight" in region.partial
+    assert "every rank computes" in layout.whole["blocks.0.attn.down.weight"]
+
+
+def test_a_skip_beside_what_comes_up_leaves_a_reason() -> None:
+    _, layout = layout_of("unet", 2)
+    assert "up.weight" in layout.cuts or layout.whole["up.weight"]
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_added_up_too() -> None:
+    # A bias of keys before a softmax: each rank's rounding is its own, and under Adam the copies would drift apart.
+    _, layout = layout_of("qk_norm", 2)
+    assert {
+        f"blocks.{i}.attn.{n}_norm.{p}" for i in range(2) for n in "qk" for p in ("weight", "bias")
+    } <= layout.partial
