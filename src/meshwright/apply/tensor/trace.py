@@ -333,8 +333,6 @@ def _operands(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, An
     if func in (torch.addmm, torch.baddbmm) and len(args) >= 3:
         return "linear", args[1], args[2], -1, -2
     if func in _MATMULS and isinstance(args[1], Tensor) and args[1].dim() >= 2:
-        if isinstance(args[0], nn.Parameter) and args[0].dim() == 2 and not isinstance(args[1], nn.Parameter):
-            return "linear", args[1], args[0], -2, -1
         return "linear", args[0], args[1], -1, -2
     return None
 
