@@ -3,6 +3,7 @@
 Every event is one line of JSON with "event" and "time" (seconds since 1970). Rank 0 makes them:
 
     run_started  name, plan, num_ranks, device, num_parameters, steps, global_batch_size, ...
+    planned      plan: in full, with what it decided when it saw the first batch, and why
     step         step, loss, grad_norm, lr, num_samples, num_tokens, seconds, tokens_per_s, peak_memory_bytes, eta_s, ...
     evaluated    step, loss, num_samples, num_tokens, seconds
     stopped      step: asked to stop; finished: all steps done, or the time is over

@@ -122,6 +122,8 @@ class _Run:
             self._failures[rank] = event
         elif event["event"] == "step":
             self._steps.append(event)
+        elif event["event"] == "planned":
+            self._plan = Plan.from_dict(event["plan"])
         self._last = event
         self._view.show(event)
 

@@ -108,6 +108,10 @@ class ProgressView:
         else:
             self._unshown = event
 
+    def _on_planned(self, event: dict[str, Any]) -> None:
+        for reason in event["plan"]["reasons"]:
+            self.note(f"plan: {reason}")
+
     def _on_evaluated(self, event: dict[str, Any]) -> None:
         self._eval_loss = event["loss"]
         self._flush()

@@ -69,6 +69,7 @@ class _Session:
         self.eval_loss: float | None = None
         self.stop_reason: str | None = None
         self.began_at = time.perf_counter()
+        self._has_told_plan = False
 
     def run(self) -> dict[str, Any]:
         self._enter("build")
@@ -138,6 +139,15 @@ class _Session:
             build_seconds=time.perf_counter() - self.began_at,
         )
 
+    def _tell_plan(self, model: ParallelModel) -> None:
+        """Say, once, what a plan decided when it saw the first batch."""
+        if self._has_told_plan:
+            return
+        plan = model.plan
+        self._has_told_plan = model.engine.is_prepared
+        if plan.layouts or plan.reasons:
+            self._emit("planned", plan=plan.to_dict())
+
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def _train(self, model: ParallelModel, train_loader: Any, eval_loader: Any) -> None:
@@ -156,6 +166,7 @@ class _Session:
                 lr = schedule.set_step(self.step)
                 self._enter("step")
                 result = model.step(batch)
+                self._tell_plan(model)
                 self.step += 1
                 now = time.perf_counter()
                 self._note_step(result, lr, now - step_began, now - loop_began)
@@ -206,6 +217,7 @@ class _Session:
         loader.set_epoch(0)
         for batch in _first(loader, self.config.train.eval_batches):
             metrics = model.evaluate(batch)
+            self._tell_plan(model)
             # A mean over samples weighs by samples; a loss that knows its own weight says so.
             weight = float(metrics.get("weight", metrics["num_samples"]))
             loss_sum += metrics["loss"] * weight
