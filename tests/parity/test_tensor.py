@@ -42,14 +42,14 @@ UNCUT = ("tiny", "recurrent")
 
 def _matrix() -> list[tuple[str, str, int, Setting]]:
     rows = []
-    names = [*cases.CASES, *cases.HUGGING_FACE]
+    names = [*cases.CASES, *cases.HUGGING_FACE, *cases.TENSOR_STYLES]
     for index, name in enumerate(name for name in names if name not in UNCUT):
         # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
         plans = [plan for plan in PLANS if FULL_GRID or name not in cases.HUGGING_FACE or plan[1] != 3]
         for place, (plan, num_ranks) in enumerate(plans):
             if FULL_GRID:
                 rows += [(name, plan, num_ranks, setting) for setting in SETTINGS]
-            elif (place + index) % 4 == 0:
+            elif (place + index) % (9 if name in cases.TENSOR_STYLES else 4) == 0:
                 rows.append((name, plan, num_ranks, SETTINGS[(2 * index + place) % len(SETTINGS)]))
     return rows
 

@@ -7,13 +7,15 @@ batch at once, so that a mistake in batch splitting, weighting, reduction or cli
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 __all__: list[str] = []
 
@@ -34,6 +36,24 @@ class StepRecord:
     """Buffers after the update."""
     skipped: bool = False
     """Whether the update was left out because something was not finite."""
+    outputs: Mapping[str, ModuleOutputs] = dataclasses.field(default_factory=dict)
+    """What modules gave in the first step, in the order in which they ended first; empty in the others."""
+
+
+@dataclasses.dataclass(slots=True)
+class ModuleOutputs:
+    """What a module gave in one step, in two numbers for each floating-point tensor of its outputs.
+
+    Both add up over shares of the batch and over slices of a tensor. Squares alone would not see a wrong sign, or a rotation.
+    """
+
+    num_forwards: int
+    """Forwards of the whole model in that step: the micro-batches [count]."""
+    squares: list[float]
+    """Sum of x * x, over all calls."""
+    signed_squares: list[float]
+    """Sum of x * abs(x), over all calls."""
+
 
 
 def oracle_steps(
@@ -93,12 +113,13 @@ def oracle_steps(
             before_step(step, model)
         batch = batches[step % len(batches)]
         opt.zero_grad(set_to_none=True)
-        if shares is None:
-            loss = whole_batch_loss(model, batch, loss_fn)
-            loss.backward()
-            loss_value = float(loss.detach())
-        else:
-            loss_value = _backward_in_pieces(model, shares(batch), loss_fn)
+        with record_outputs(model) if step == 0 and shares is None else contextlib.nullcontext({}) as outputs:
+            if shares is None:
+                loss = whole_batch_loss(model, batch, loss_fn)
+                loss.backward()
+                loss_value = float(loss.detach())
+            else:
+                loss_value = _backward_in_pieces(model, shares(batch), loss_fn)
         norm = _clip(model, max_grad_norm)
         gradients = copy_gradients(model)
         opt.step()
@@ -109,9 +130,79 @@ def oracle_steps(
                 gradients=gradients,
                 parameters={name: p.detach().clone() for name, p in model.named_parameters()},
                 buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+                outputs=outputs,
             )
         )
     return records
+
+
+@contextlib.contextmanager
+def record_outputs(
+    model: nn.Module, local: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Iterator[dict[str, ModuleOutputs]]:
+    """Record what every module gives while the model's forward runs inside; what backward computes again is left out.
+
+    The hooks are on all modules there are, not on this model's: a copy of the model that somebody makes meanwhile has none.
+
+    Args:
+        model: The model whose modules are recorded.
+        local: What to look at in place of a tensor.
+
+    Returns:
+        Name of a module -> its numbers, in the order in which modules end first; complete when the block ends.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, ModuleOutputs] = {}
+    running, num_forwards = 0, 0
+
+    def begin(module: nn.Module, _: Any) -> None:
+        nonlocal running, num_forwards
+        if module is model:
+            num_forwards += running == 0
+            running += 1
+
+    def end(module: nn.Module, _: Any, outputs: Any) -> None:
+        nonlocal running
+        name = names.get(id(module))
+        if running and name is not None:
+            with torch.no_grad():
+                _add_outputs(found.setdefault(name, ModuleOutputs(0, [], [])), [local(t) for t in _tensors_in(outputs)])
+        if module is model:
+            running -= 1
+
+    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for numbers in found.values():
+            numbers.num_forwards = num_forwards
+
+
+def _add_outputs(numbers: ModuleOutputs, tensors: Sequence[Tensor]) -> None:
+    # A tensor without dims is a mean or a sum of one's own: it says nothing about a share of the samples.
+    values = [t.detach().double() for t in tensors if t.is_floating_point() and t.dim() > 0]
+    missing = len(values) - len(numbers.squares)
+    numbers.squares += [0.0] * missing
+    numbers.signed_squares += [0.0] * missing
+    for index, value in enumerate(values):
+        numbers.squares[index] += float(value.square().sum())
+        numbers.signed_squares[index] += float((value * value.abs()).sum())
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        items: Iterable[Any] = tree.values()
+    elif isinstance(tree, tuple | list):
+        items = tree
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        items = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    else:
+        items = ()
+    return [tensor for item in items for tensor in _tensors_in(item)]
 
 
 def whole_batch_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> Tensor:

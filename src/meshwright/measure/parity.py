@@ -156,6 +156,11 @@ class ParityReport:
     """Ranks whose parameters, gradients or losses are not bit-identical to rank 0's."""
     notes: tuple[str, ...] = ()
     """What a reader has to know: batch statistics, dropout, precision."""
+    first_module: str | None = None
+    """Where the plan is not equal: FQN of the first module, in the order in which they end, whose output differs in the first
+    step; "" is the model itself. None where none does, or the plan's own copies of the modules were not seen."""
+    first_module_difference: float | None = None
+    """By how much: relative difference of the sum of its output's squares."""
 
     @property
     def first_difference(self) -> ParameterParity | None:
@@ -214,6 +219,11 @@ class ParityReport:
         first = self.first_difference
         if first is not None:
             lines += ["", f"first parameter outside the bound: {first.name} ({first.note})"]
+        if self.first_module is not None and self.first_module_difference is not None:
+            name = self.first_module or "the model itself"
+            lines += ["", f"first module whose output differs: {name} ({self.first_module_difference:.1e})"]
+        elif not self.equal:
+            lines += ["", "no module's output was seen to differ in the first step"]
         if self.unequal_ranks:
             lines += ["", f"ranks that are not bit-identical to rank 0: {list(self.unequal_ranks)}"]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
@@ -232,5 +242,5 @@ def _write_infinities(value: Any) -> Any:
 
 
 def _read_infinities(fields: dict[str, Any]) -> dict[str, Any]:
-    numbers = ("gradient", "value", "bound", "loss_difference", "grad_norm_difference")
-    return {key: float(item) if key in numbers else item for key, item in fields.items()}
+    numbers = ("gradient", "value", "bound", "loss_difference", "grad_norm_difference", "first_module_difference")
+    return {key: float(item) if key in numbers and item is not None else item for key, item in fields.items()}

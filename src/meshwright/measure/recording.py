@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.measure.oracle import StepRecord, to_dtype
+from meshwright.apply.tensor.slices import Slices
+from meshwright.measure.oracle import StepRecord, record_outputs, to_dtype
 from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.spec import Plan
@@ -40,6 +41,7 @@ def plan_steps(
     shares: Sequence[Any] | None = None,
     devices: Sequence[Any] | None = None,
     split: Callable[[Any, int], list[Any]] | None = None,
+    with_outputs: bool = False,
 ) -> list[StepRecord]:
     """Train under a plan and record every step; call it on every rank.
 
@@ -52,6 +54,8 @@ def plan_steps(
         shares: This rank's own share of each batch instead of `split_batch`'s; None stands for an empty one.
         devices: For the plans of one process.
         split: As for `apply_plan`.
+        with_outputs: Whether to record what modules give in the first step: this rank's share of it. Replicas of one process
+            run copies of the modules, and there nothing is found.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -78,7 +82,9 @@ def plan_steps(
                 options.before_step(step, model.module)
             share = split_batch(batches[step % len(batches)], model) if shares is None else shares[step % len(shares)]
             seen.gradients = {}
-            result = model.step(share)
+            is_recorded = with_outputs and step == 0 and plan.mode != "data_parallel"
+            with record_outputs(model.module, _local) if is_recorded else contextlib.nullcontext({}) as outputs:
+                result = model.step(share)
             with model.whole_parameters():
                 parameters = {name: p.detach().clone().cpu() for name, p in model.module.named_parameters()}
                 buffers = {name: b.detach().clone().cpu() for name, b in model.module.named_buffers()}
@@ -90,11 +96,16 @@ def plan_steps(
                     parameters=parameters,
                     buffers=buffers,
                     skipped=result.skipped,
+                    outputs=outputs,
                 )
             )
         return records
     finally:
         model.close()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, Slices) else tensor
 
 
 class GradientRecorder:

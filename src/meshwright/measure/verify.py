@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from meshwright.comm.launch import launch
 from meshwright.comm.world import current_world
 from meshwright.errors import ConfigError
-from meshwright.measure.oracle import StepRecord, oracle_steps, to_dtype, whole_batch_loss
+from meshwright.measure.oracle import ModuleOutputs, StepRecord, oracle_steps, to_dtype, whole_batch_loss
+from meshwright.measure.outputs import RankOutputs, first_difference
 from meshwright.measure.parity import ParameterParity, ParityReport, compare_tensors, relative_difference
 from meshwright.measure.recording import StepOptions, default_dtype, plan_steps
 from meshwright.spec import Plan
@@ -79,13 +80,17 @@ def verify_plan(
         notes = _explain(build, plan, dtype, batches[0], loss_fn)
     options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
     job = _Job(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
-    records, unequal_ranks = _run_job(job)
+    records, unequal_ranks, outputs = _run_job(job)
     with default_dtype(dtype):
         reference = oracle_steps(build, batches, loss_fn, **vars(options))
     report = _compare(job, records, reference, bound)
-    return dataclasses.replace(
+    report = dataclasses.replace(
         report, equal=report.equal and not unequal_ranks, unequal_ranks=unequal_ranks, notes=notes
     )
+    found = None if report.equal else first_difference(outputs, reference[0].outputs, bound)
+    if found is not None:
+        report = dataclasses.replace(report, first_module=found[0], first_module_difference=found[1])
+    return report
 
 
 class PreparedModel:
@@ -134,35 +139,54 @@ class _Job:
     def run(self) -> list[StepRecord]:
         with default_dtype(self.build.dtype):
             return plan_steps(
-                self.build, self.plan, self.batches, self.loss_fn, options=self.options, devices=self.devices
+                self.build,
+                self.plan,
+                self.batches,
+                self.loss_fn,
+                options=self.options,
+                devices=self.devices,
+                with_outputs=True,
             )
 
 
-def _run_job(job: _Job) -> tuple[list[StepRecord], tuple[int, ...]]:
-    """Return the records of rank 0, or of this rank, and the ranks that differ from rank 0."""
+def _run_job(job: _Job) -> tuple[list[StepRecord], tuple[int, ...], list[RankOutputs]]:
+    """Return the records of rank 0, or of this rank; the ranks that differ from rank 0; and what modules gave on each."""
     world = current_world()
     world_size = 1 if world is None else world.world_size
     if job.plan.num_ranks == world_size == 1:
-        return job.run(), ()
+        records = job.run()
+        return records, (), [_rank_outputs(job, 0, records[0].outputs)]
     if world is None or world_size == 1:
         results = launch(_rank_result, job.plan.num_ranks, job)
-        records, digests = results[0][0], [digest for _, digest in results]
+        records, digests = results[0][0], [digest for _, digest, _ in results]
+        outputs = [modules for _, _, modules in results]
     elif world_size == job.plan.num_ranks:
         records = job.run()
         digests = world.default_group.all_gather_json(_digest(records))
+        told = {name: dataclasses.astuple(numbers) for name, numbers in records[0].outputs.items()}
+        outputs = [
+            {name: ModuleOutputs(*numbers) for name, numbers in each.items()}
+            for each in world.default_group.all_gather_json(told)
+        ]
     else:
         raise ConfigError(
             f"the plan {job.plan} has {job.plan.num_ranks} ranks, this job has {world_size}: they have to be the same",
             fix=f"start {job.plan.num_ranks} ranks, or verify outside of the job",
         )
-    return records, tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    unequal = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    return records, unequal, [_rank_outputs(job, rank, modules) for rank, modules in enumerate(outputs)]
 
 
-def _rank_result(job: _Job) -> tuple[list[StepRecord] | None, str]:
+def _rank_outputs(job: _Job, rank: int, modules: Mapping[str, ModuleOutputs]) -> RankOutputs:
+    tp_rank = job.plan.mesh.coordinate(rank).tp if job.plan.mode == "ranks" else 0
+    return RankOutputs(tp_rank=tp_rank, modules=modules)
+
+
+def _rank_result(job: _Job) -> tuple[list[StepRecord] | None, str, Mapping[str, ModuleOutputs]]:
     # One rank's tensors cross to the parent; of the others a digest is enough to see that they are the same bits.
     records = job.run()
     world = current_world()
-    return (records if world is None or world.rank == 0 else None), _digest(records)
+    return (records if world is None or world.rank == 0 else None), _digest(records), records[0].outputs
 
 
 def _digest(records: Sequence[StepRecord]) -> str:
