@@ -166,6 +166,8 @@ class Chain(Value):
         partial: FQNs of parameters that every rank has whole, with the gradient of its own slice only.
         whole_inputs: Names of columns that take something else than the sequence: another model's states.
         drops: Whether dropout draws inside.
+        dims: The dims of [batch, sequence, width] along which slices may lie: the first that the ranks divide is taken, else
+            the last.
     """
 
     FORMAT: ClassVar[str] = "chain"
@@ -174,6 +176,7 @@ class Chain(Value):
     partial: tuple[str, ...] = ()
     whole_inputs: tuple[str, ...] = ()
     drops: bool = False
+    dims: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         self._check_types()

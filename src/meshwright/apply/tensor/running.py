@@ -24,10 +24,6 @@ from meshwright.errors import InternalError
 __all__: list[str] = []
 
 
-SEQUENCE_DIM = 1
-"""The dim along which layers run on slices, [batch, sequence, width]. Where a model has the batch there, that is cut as well."""
-
-
 class Drawing:
     """What ranks that share layers draw: the same numbers for copies of a tensor, others for shards of one."""
 
@@ -72,24 +68,29 @@ class RunningChain:
         self.chain = chain
         self.group = group
         self.drawing = drawing
+        self.dim = chain.dims[0]
+        """Where the stream lies in slices, of the forward that ran last."""
         self.sizes: tuple[int, ...] = ()
-        """Every rank's part of the sequence, of the forward that ran last."""
+        """Every rank's part of it."""
 
     def scatter(self, stream: Tensor) -> Tensor:
         """Return this rank's slice of what the first layer takes."""
         if self.chain.drops:
             self.drawing.apart(stream.device)
-        self.sizes = even_sizes(stream.shape[SEQUENCE_DIM], self.group.size)
-        return scatter_to_group(stream, self.group, dim=SEQUENCE_DIM, sizes=self.sizes)
+        # Equal parts of dim 0 lie one after the other in memory: nothing has to be copied before or after an exchange.
+        even = (dim for dim in self.chain.dims if stream.shape[dim] % self.group.size == 0)
+        self.dim = next(even, self.chain.dims[-1])
+        self.sizes = even_sizes(stream.shape[self.dim], self.group.size)
+        return scatter_to_group(stream, self.group, dim=self.dim, sizes=self.sizes)
 
     def scatter_again(self, stream: Tensor) -> Tensor:
         """Return this rank's slice of what was computed of the whole sequence on the way."""
-        return scatter_to_group(stream, self.group, dim=SEQUENCE_DIM, sizes=self.sizes)
+        return scatter_to_group(stream, self.group, dim=self.dim, sizes=self.sizes)
 
     def gather(self, stream: Tensor) -> Tensor:
         """Return what the last layer gives, put together."""
         self.drawing.together(stream.device)
-        return gather_from_group(stream, self.group, dim=SEQUENCE_DIM, sizes=self.sizes)
+        return gather_from_group(stream, self.group, dim=self.dim, sizes=self.sizes)
 
 
 class RunningRegion:
@@ -128,7 +129,7 @@ class RunningRegion:
             if self._entered[0] is tensor and self._entered[1:3] == key:
                 return self._entered[3]
         if self.chain is not None and not is_whole:
-            entered = all_gather_along(tensor, self.group, dim=SEQUENCE_DIM, sizes=self.chain.sizes)
+            entered = all_gather_along(tensor, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
         else:
             entered = copy_to_group(tensor, self.group) if tensor.requires_grad else tensor
         self._entered = (tensor, *key, entered)
@@ -140,7 +141,7 @@ class RunningRegion:
         """Add up the ranks' terms; where layers run on slices, of this rank's slice."""
         self._entered = None
         if self.chain is not None:
-            return reduce_scatter_along(term, self.group, dim=SEQUENCE_DIM, sizes=self.chain.sizes)
+            return reduce_scatter_along(term, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
         if self.region.drops:
             self.drawing.together(term.device)
         return reduce_from_group(term, self.group)

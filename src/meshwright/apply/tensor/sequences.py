@@ -93,6 +93,7 @@ def _try_run(
     partial: list[str] = []
     whole_inputs: list[str] = []
     ways: dict[str, tuple[Region, ...]] = {}
+    dims: tuple[int, ...] = (0, 1)
     for layer in layers:
         inside = _inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
@@ -110,6 +111,10 @@ def _try_run(
             except DisprovedError:
                 continue
             ways[shape] = way
+            along_batch = _check_batch(experiment, way, chain) if 0 in dims else None
+            if along_batch is None:
+                dims = (1,)
+            own = tuple(dict.fromkeys((*own, *(along_batch or ()))))
             for region, new in zip(inside, way, strict=True):
                 changed[id(region)] = region.replace(
                     entry=None if new.entry is None else new.above(layer).entry, entered=new.entered
@@ -120,8 +125,16 @@ def _try_run(
         else:
             return None, {}
     drops = any(layer in trace.drawing for layer in layers)
-    made = Chain(layers=tuple(layers), partial=tuple(partial), whole_inputs=tuple(whole_inputs), drops=drops)
+    made = Chain(layers=tuple(layers), partial=tuple(partial), whole_inputs=tuple(whole_inputs), drops=drops, dims=dims)
     return made, changed
+
+
+def _check_batch(experiment: Experiment, way: tuple[Region, ...], chain: Chain) -> tuple[str, ...] | None:
+    """Return the parameters with partial gradients where slices lie along the batch; None where that is not right."""
+    try:
+        return experiment.check(TensorLayout(regions=way, chains=(chain.replace(dims=(0,)),)))
+    except DisprovedError:
+        return None
 
 
 def _below(layer: str, name: str) -> str:
