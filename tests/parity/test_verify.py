@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
 import pathlib
 from typing import Any
@@ -13,9 +15,11 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.measure.oracle import ModuleOutputs
+from meshwright.measure.outputs import RankOutputs, first_difference
 from meshwright.measure.verify import ParityReport, verify_plan
 from meshwright.train.verification import run_verification
-from parity import cases, losses, models
+from parity import cases, losses, models, tensor_jobs
 
 
 def _with_dropout() -> nn.Module:
@@ -42,6 +46,26 @@ def _batch_norm() -> nn.Module:
 
 def _plain_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
+
+
+class _WrongOnRanks(nn.Module):
+    """A pair of layers; on ranks, from one on, what it returns is another factor or sign of it."""
+
+    def __init__(self, factor: float, first_rank: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.factor, self.first_rank = factor, first_rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        world = mw.current_world()
+        is_wrong = world is not None and world.world_size > 1 and world.rank >= self.first_rank
+        result = x + self.down(torch.tanh(self.up(x)))
+        return result * self.factor if is_wrong else result
+
+
+def _wrong_in_the_middle(factor: float, first_rank: int) -> nn.Module:
+    layers = [_WrongOnRanks(factor if place == 1 else 1.0, first_rank) for place in range(3)]
+    return nn.Sequential(nn.Linear(7, 8), *layers, nn.Linear(8, 5))
 
 
 def _verify(build: Any, line: str, **options: Any) -> ParityReport:
@@ -138,6 +162,62 @@ def test_ranks_that_run_already_are_used() -> None:
     assert first.equal, first.to_text()
     outcomes = testing.run_outcomes(_verify_inside, 2, "dp=3")
     assert all(isinstance(outcome.error, mw.ConfigError) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("line", "factor", "first_rank", "difference"),
+    [
+        ("dp=2,micro_batches=2", 1.001, 0, 1.001**2 - 1),
+        ("dp=2", 1.001, 1, None),
+        ("dp=2,zero=3,whole_below=0B,recompute=full", -1.0, 0, None),
+        ("tp=2", 1.001, 0, 1.001**2 - 1),
+        ("tp=2,sequence_parallel=off", -1.0, 0, None),
+    ],
+)
+def test_the_first_module_that_differs_is_named(
+    line: str, factor: float, first_rank: int, difference: float | None
+) -> None:
+    build = functools.partial(_wrong_in_the_middle, factor, first_rank)
+    report = _verify(build, line, num_steps=1)
+    assert not report.equal
+    assert report.first_module == "2"
+    assert report.first_module_difference is not None
+    assert difference is None or report.first_module_difference == pytest.approx(difference, rel=1e-6)
+    assert "first module whose output differs: 2 (" in report.to_text()
+    assert ParityReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("line", ["dp=2,micro_batches=2", "tp=2", "tp=2,sequence_parallel=off,recompute=full"])
+def test_no_module_is_named_where_only_the_update_is_wrong(line: str) -> None:
+    # Every module of the GPT is compared: copies, slices of heads, columns and the sequence, logits, a table of positions.
+    batches = [tensor_jobs.language(4)]
+    plan = mw.Plan.parse(line)
+    report = verify_plan(tensor_jobs.build, plan, batches, losses.cross_entropy, num_steps=1, optimizer=_other_rate)
+    assert not report.equal
+    assert report.first_difference is not None
+    assert (report.first_module, report.first_module_difference) == (None, None)
+    assert "no module's output was seen to differ" in report.to_text()
+
+
+def _other_rate(parameters: Any) -> torch.optim.Optimizer:
+    world = mw.current_world()
+    return torch.optim.SGD(parameters, lr=0.2 if world is not None and world.world_size > 1 else 0.1)
+
+
+def test_shares_of_one_tensor_and_copies_of_it_are_read_alike() -> None:
+    table, half, rows = ModuleOutputs(1, [3.0], [-3.0]), ModuleOutputs(1, [1.5], [0.5]), ModuleOutputs(2, [3.0], [1.0])
+    ranks = [RankOutputs(tp_rank=0, modules={"table": table, "rows": half, "odd": half}) for _ in range(2)]
+    expected = {"table": table, "rows": rows, "odd": ModuleOutputs(1, [3.0, 1.0], [3.0, 1.0]), "not run": half}
+    assert first_difference(ranks, expected, 1e-11) == ("odd", math.inf)
+    assert first_difference(ranks, {"table": table, "rows": rows}, 1e-11) is None
+
+
+def test_a_report_of_an_earlier_release_is_read() -> None:
+    report = _verify(_plain_mlp, "single")
+    assert report.first_module is None
+    fields = json.loads(report.to_json())
+    del fields["first_module"], fields["first_module_difference"]
+    assert ParityReport.from_json(json.dumps(fields)) == report
 
 
 def _weights_drift_on_rank_1(parameters: Any) -> torch.optim.Optimizer:

@@ -55,7 +55,6 @@ class ModuleOutputs:
     """Sum of x * abs(x), over all calls."""
 
 
-
 def oracle_steps(
     build_model: nn.Module | Callable[[], nn.Module],
     batches: Sequence[Any],

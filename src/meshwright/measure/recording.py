@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.slices import Slices
 from meshwright.measure.oracle import StepRecord, record_outputs, to_dtype
+from meshwright.measure.outputs import is_readable
 from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.spec import Plan
@@ -85,6 +87,9 @@ def plan_steps(
             is_recorded = with_outputs and step == 0 and plan.mode != "data_parallel"
             with record_outputs(model.module, _local) if is_recorded else contextlib.nullcontext({}) as outputs:
                 result = model.step(share)
+            if isinstance(model.engine, TensorEngine) and model.engine.cutting is not None:
+                layout = model.engine.cutting.layout
+                outputs = {name: numbers for name, numbers in outputs.items() if is_readable(name, layout)}
             with model.whole_parameters():
                 parameters = {name: p.detach().clone().cpu() for name, p in model.module.named_parameters()}
                 buffers = {name: b.detach().clone().cpu() for name, b in model.module.named_buffers()}
