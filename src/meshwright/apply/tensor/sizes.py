@@ -7,8 +7,9 @@ through here while its scope runs, and sizes that cannot be right for this tenso
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -65,20 +66,23 @@ class Resizing(TorchFunctionMode):
     def _reshape(self, args: Any) -> Any:
         tensor, *rest = args
         sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else list(rest)
-        return (tensor, *self._fitting(sizes, tensor.numel())) if all(isinstance(s, int) for s in sizes) else args
+        return (tensor, *self._fitting(sizes, tensor.shape)) if all(isinstance(s, int) for s in sizes) else args
 
     def _unflatten(self, args: Any) -> Any:
         tensor, dim, sizes = args
-        return tensor, dim, tuple(self._fitting(list(sizes), tensor.shape[dim]))
+        return tensor, dim, tuple(self._fitting(list(sizes), (tensor.shape[dim],)))
 
-    def _fitting(self, sizes: list[int], numel: int) -> list[int]:
-        """Return the sizes with the one replaced that makes them `numel` entries; as they are where nothing does."""
+    def _fitting(self, sizes: list[int], shape: Sequence[int]) -> list[int]:
+        """Return the sizes with the one replaced that makes a tensor of this shape fit; as they are where nothing does."""
         if -1 in sizes:
             return self._fitting_open(sizes)
+        numel = math.prod(shape)
         if math.prod(sizes) == numel:
             return sizes
-        # The smallest multiple of the units first: a number of heads before a width.
-        for index in sorted(range(len(sizes)), key=lambda place: sizes[place]):
+        # Not the dims that stay as they are, batch and length as a rule: rather an error than another length. Of the others
+        # the smallest multiple of the units first: a number of heads before a width.
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sizes, shape, strict=False)))
+        for index in sorted(range(kept, len(sizes)), key=lambda place: sizes[place]):
             local = self._local(sizes[index])
             if local is not None and math.prod(sizes[:index]) * local * math.prod(sizes[index + 1 :]) == numel:
                 return [*sizes[:index], local, *sizes[index + 1 :]]
