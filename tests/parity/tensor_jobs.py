@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import gpt
 import meshwright as mw
 from meshwright import testing
+from meshwright.measure.formulas import TensorExchange
+from meshwright.train.tensor_formula import TokenWatch, exchange_of
 from parity import cases, losses
 
 
@@ -126,6 +128,24 @@ def exchanges(plan: str, num_layers: int) -> dict[str, tuple[int, int]]:
             model.step(language(4))
         kinds = {kind for kind, axis in counts.entries if axis == "tp"}
         return {kind: (counts.calls(kind, "tp"), counts.tensor_bytes(kind, "tp")) for kind in kinds}
+
+
+def exchanged_and_predicted(plan: str) -> tuple[int, TensorExchange | None]:
+    """Return the tensor bytes that the ledger counts on the tp axis in a step that is not the first, and the formula's."""
+    with apply(plan) as model:
+        share = mw.split_batch(language(4), model)
+        watch = TokenWatch(model.module)
+        model.step(share)
+        watch.close()
+        with testing.count_collectives(model) as counts:
+            model.step(share)
+        engine: Any = model.engine
+        found = (model.module, engine.cutting.layout, share[0].numel(), model.plan.tp)
+        predicted = exchange_of(*found) if watch.fits(*found) else None
+        watch.tokens[id(model.module.get_submodule("layers.1.ffn.down"))] *= 2  # as if it had run twice
+        if watch.fits(*found):
+            predicted = None
+        return sum(counts.tensor_bytes(kind, axis) for kind, axis in counts.entries if axis == "tp"), predicted
 
 
 class Dropping(nn.Module):

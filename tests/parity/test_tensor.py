@@ -108,6 +108,24 @@ def test_exchanges_of_a_block(words: str, kinds: dict[str, int]) -> None:
     assert more_bytes == 2 * sum(kinds.values()) * 4 * 6 * 16 * 8 + norms
 
 
+@pytest.mark.parametrize(
+    ("plan", "num_ranks"),
+    [
+        ("tp=2", 2),
+        ("tp=2,sequence_parallel=off", 2),
+        ("tp=4", 4),
+        ("tp=4,sequence_parallel=off", 4),
+        ("tp=2,micro_batches=2", 2),
+        ("dp=2,tp=2,zero=1", 4),
+    ],
+)
+def test_a_step_exchanges_what_the_formula_says(plan: str, num_ranks: int) -> None:
+    for exchanged, predicted in testing.run_ranks(tensor_jobs.exchanged_and_predicted, num_ranks, plan):
+        assert predicted is not None
+        assert exchanged == predicted.tensor_bytes
+        assert (predicted.all_gather > 0) == ("off" not in plan)
+
+
 def test_dropout_differs_on_shards_and_agrees_on_copies() -> None:
     found = testing.run_ranks(tensor_jobs.dropout_masks, 2, "tp=2,sequence_parallel=off")
     (inside, outside), (other_inside, other_outside) = found

@@ -188,6 +188,86 @@ def sharded_bytes(
     return over_shards + 2 * (replicas - 1) / replicas * gradient_bytes / shards
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorExchange:
+    """What ranks that share each layer hand to collectives in a step, on one rank [bytes]."""
+
+    all_reduce: int
+    all_gather: int
+    reduce_scatter: int
+
+    @property
+    def tensor_bytes(self) -> int:
+        """All of it, as the ledger counts tensors [bytes]."""
+        return self.all_reduce + self.all_gather + self.reduce_scatter
+
+    def sent_bytes(self, num_ranks: int) -> float:
+        """Return what one of n ranks sends over rings: ``2 (n - 1) / n`` of an all-reduce, else half of that [bytes]."""
+        _require_devices(num_ranks)
+        return (2 * self.all_reduce + self.all_gather + self.reduce_scatter) * (num_ranks - 1) / num_ranks
+
+
+NORM_BYTES = 16
+"""What the gradient's norm costs: two sums of squares in float64, of shards and of whole tensors [bytes]."""
+
+
+def tensor_bytes(
+    num_tokens: int,
+    width: int,
+    itemsize: int,
+    *,
+    regions: int,
+    regions_on_slices: int = 0,
+    chains: int = 0,
+    embeddings: int = 0,
+    heads: int = 0,
+    partial_bytes: int = 0,
+) -> TensorExchange:
+    """Return what a rank hands to the collectives of tensor parallelism in a step.
+
+    With ``S = num_tokens x width x itemsize``: a region (columns, then a row; two in a block of a transformer) all-reduces S
+    forward and S backward. On slices of the sequence it all-gathers S and reduce-scatters S forward, and again backward; where
+    such layers begin, the gradient is gathered, and where they end, the output. An embedding cut by rows all-reduces S
+    forward; a head cut by columns S backward, and its cross-entropy one number a token (the largest logit) and then two (the
+    sum of exponentials, the target's logit). Whole parameters that see only a slice have their gradients all-reduced.
+
+    Args:
+        num_tokens: T, tokens of a rank in a step, over all micro-batches [count].
+        width: H, entries of what layers hand on for a token [count].
+        itemsize: Bytes of an entry [bytes].
+        regions: Regions, those on slices left out [count].
+        regions_on_slices: Regions in layers that run on slices of the sequence [count].
+        chains: Runs of such layers [count].
+        embeddings: Embeddings cut by rows [count].
+        heads: Heads cut by columns, each with a plain cross-entropy [count].
+        partial_bytes: Whole parameters with partial gradients, that are added up once a step [bytes].
+
+    Returns:
+        Bytes by collective; the gradient's norm is in it, the step's agreements over all ranks are not.
+
+    Raises:
+        ConfigError: A number is negative.
+
+    Source:
+        Shoeybi et al. 2019, arXiv:1909.08053, section 3 (f and g, the vocabulary); Korthikanti et al. 2022,
+        arXiv:2205.05198, section 4.2.2 (sequence parallelism).
+
+    >>> tensor_bytes(24, 16, 8, regions=4).tensor_bytes - NORM_BYTES  # two blocks: 4 x 2 x 3072
+    24576
+    >>> tensor_bytes(24, 16, 8, regions=0, regions_on_slices=4, chains=1)
+    TensorExchange(all_reduce=16, all_gather=30720, reduce_scatter=24576)
+    """
+    for number in (num_tokens, width, itemsize, regions, regions_on_slices, chains, embeddings, heads, partial_bytes):
+        _require_bytes(number)
+    stream = num_tokens * width * itemsize
+    of_losses = heads * 3 * num_tokens * itemsize
+    return TensorExchange(
+        all_reduce=(2 * regions + embeddings + heads) * stream + of_losses + partial_bytes + NORM_BYTES,
+        all_gather=2 * (regions_on_slices + chains) * stream,
+        reduce_scatter=2 * regions_on_slices * stream,
+    )
+
+
 def cut_activation_bytes(
     output_bytes: Sequence[int],
     stages: Sequence[int],

@@ -24,6 +24,7 @@ from meshwright.run.batch import model_inputs
 from meshwright.run.build import choose_devices
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.spec.plan import Plan
+from meshwright.train.checks import resolve_loss
 from meshwright.train.config import TrainConfig
 from meshwright.train.data import load_data, make_collate
 from meshwright.train.imports import add_to_path
@@ -32,6 +33,7 @@ from meshwright.train.losses import make_loss
 from meshwright.train.models import make_build_model
 from meshwright.train.optim import LRSchedule, OptimizerFactory
 from meshwright.train.session import peak_memory_bytes
+from meshwright.train.tensor_formula import TokenWatch, tensor_formula_bytes
 
 __all__: list[str] = []
 
@@ -93,13 +95,17 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
         non_finite=config.train.non_finite,
     )
     with model:
-        first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices)
+        watch = TokenWatch(model.module) if plan.tp > 1 else None
+        first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices, watch=watch)
         samples.peak_memory_bytes = _peaks(devices)
+        per_step = sum(samples.num_samples[num_warm_up:]) / num_steps
+        # While its layers are still cut; of a loss of the user's own it is not known what it gathers.
+        if watch is not None and world.rank == 0 and resolve_loss(config) == "cross_entropy":
+            samples.formula_bytes = tensor_formula_bytes(model, first_batch, per_step, watch)
     if world.stop_requested():  # since the last step began, which is when the ranks agree on it
         raise StoppedOnRequest("stopped on request after the last step")
     # After the peak was read, and with the hooks gone: describing a model copies its buffers.
-    if world.rank == 0:
-        per_step = sum(samples.num_samples[num_warm_up:]) / num_steps
+    if world.rank == 0 and plan.tp == 1:
         samples.formula_bytes = formula_bytes(model, devices, first_batch, per_step)
     return samples
 
@@ -110,8 +116,10 @@ def _take_steps(
     counts: tuple[int, int],
     samples: RankSamples,
     devices: Sequence[torch.device],
+    *,
+    watch: TokenWatch | None = None,
 ) -> Any:
-    """Take the steps, so many to warm up and so many measured, and return the first batch."""
+    """Take the steps, so many to warm up and so many measured, and return the first batch; watch the first step's tokens."""
     if model.optimizer is None:
         raise ConfigError("the model has no optimizer")
     schedule = LRSchedule(model.optimizer, config)
@@ -132,6 +140,8 @@ def _take_steps(
             start = time.perf_counter()
             result = model.step(batch)
             _finish(devices)
+            if watch is not None and number == 0:
+                watch.close()
             now = time.perf_counter()
             samples.seconds.append(now - start)
             samples.num_samples.append(result.num_samples)
