@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.apply.tensor import search
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
 from meshwright.run.batch import call_model
@@ -147,3 +148,12 @@ def test_gradients_that_are_zero_but_for_rounding_are_added_up_too() -> None:
     assert {
         f"blocks.{i}.attn.{n}_norm.{p}" for i in range(2) for n in "qk" for p in ("weight", "bias")
     } <= layout.partial
+
+
+def test_a_search_that_takes_too_long_leaves_the_rest_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MAX_SECONDS", -1.0)
+    case = cases.find("mlp")
+    batch = case.batch(2, 0)
+    layout = Search(case.build(), 2, lambda module: call_model(module, batch)).layout()
+    assert not layout.regions
+    assert any("before this was proven" in reason for reason in layout.whole.values())

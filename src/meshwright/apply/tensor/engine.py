@@ -152,9 +152,7 @@ class TensorEngine(Engine):
         failure: Exception | None = None
         if self._everyone.group_rank == searcher and run is not None:
             try:
-                with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                    search = Search(self.module, self.shards.size, run, self._wanted)
-                    told = search.layout(on_slices=self._on_slices).to_dict()
+                told = self._search(run)
             except Exception as error:  # noqa: BLE001 - the user's forward: every rank must hear of it
                 failure, told = error, f"{type(error).__name__}: {error}"
         answer = self._everyone.all_gather_json(told, device=self.device)[searcher]
@@ -165,6 +163,12 @@ class TensorEngine(Engine):
         layout = TensorLayout.from_dict(answer)
         self._refuse_uncut(layout)
         self._cut(layout)
+
+    def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
+        """Return the layout as JSON values; nothing else of the search outlives this, as it holds the whole parameters."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            search = Search(self.module, self.shards.size, run, self._wanted)
+            return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with what is cut, what is not, and why."""

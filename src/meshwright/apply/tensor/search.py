@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -24,6 +25,9 @@ __all__: list[str] = []
 MAX_TRIALS = 120
 """Proofs of one region before it is given up [count]."""
 
+MAX_SECONDS = 180.0
+"""What is not proven by then stays whole: the other ranks wait meanwhile, for 300 s by default [s]."""
+
 SMALL_SHARE = 0.01
 """A layer that stands alone is cut only where it holds at least this share of the parameters: to cut it costs an exchange."""
 
@@ -42,6 +46,7 @@ class Search:
         self, module: nn.Module, num_parts: int, run: Callable[[nn.Module], Any], wanted: dict[str, str] | None = None
     ) -> None:
         self.num_parts = num_parts
+        self._deadline = time.monotonic() + MAX_SECONDS
         self._wanted = wanted or {}
         self._reasons: dict[int, str] = {}
         self._regions: list[Region] = []
@@ -68,7 +73,7 @@ class Search:
         self._pairs()
         self._lone_layers()
         chains: tuple[Chain, ...] = ()
-        if on_slices:
+        if on_slices and time.monotonic() < self._deadline:
             chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
         return TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
 
@@ -235,6 +240,8 @@ class Search:
         first, reason = "", ""
         source = iter(tries)
         for count in range(MAX_TRIALS):
+            if time.monotonic() > self._deadline:
+                return None, f"the search had taken its {MAX_SECONDS:.0f} s before this was proven"
             try:
                 # A generator learns why its last one failed.
                 region = source.send(reason) if count and isinstance(source, Generator) else next(source)
