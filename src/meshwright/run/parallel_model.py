@@ -220,7 +220,10 @@ class ParallelModel:
         return self.stepper.evaluate(batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'."""
+        """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'.
+
+        Under tensor parallelism the ranks that share layers call this together, with the same inputs; under ZeRO-3 all do.
+        """
         return self.engine.forward(args, kwargs)
 
     def full_state_dict(self) -> dict[str, Any]:
