@@ -39,7 +39,7 @@ SETTINGS = (
 )
 
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
-"""Every model under every plan with every setting, for a campaign; else each model meets three to five (Hugging Face's one or two), by turns."""
+"""Every model under every plan with every setting, for a campaign; else by turns: three to five plans, or one or two."""
 
 
 def _plans(name: str) -> list[tuple[str, int]]:
