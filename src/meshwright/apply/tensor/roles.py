@@ -163,16 +163,13 @@ def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
     results = {result.index: result.dim for result in region.results if result.dim is not None}
 
     def enter(index: int, tensor: Tensor) -> Tensor:
+        # Slices of another region with the same units, wherever they stand: an argument before may be missing this time.
+        if isinstance(tensor, Slices) and tensor.sizes == region.shares(sum(tensor.sizes), running.group.size):
+            return tensor.local
         if index not in inputs:
             return tensor
-        if (
-            isinstance(tensor, Slices)
-            and tensor.cut_dim == inputs[index]
-            and tensor.sizes == running.sizes(sum(tensor.sizes))
-        ):
-            return tensor.local
         whole, dim = make_whole(tensor), inputs[index]
-        if whole.shape[dim] == 1:
+        if whole.dim() <= dim or whole.shape[dim] == 1 or whole.shape[dim] % region.num_units:
             return whole
         if whole.shape[dim] == region.num_units:
             return scatter_to_group(whole, running.group, dim=dim, sizes=running.sizes(region.num_units))
