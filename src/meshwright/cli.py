@@ -25,7 +25,9 @@ app = typer.Typer(
 )
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
-PlanOption = Annotated[str | None, typer.Option("--plan", help='A plan, as in "dp=2,tp=2", a preset, or "auto".')]
+PlanOption = Annotated[
+    str | None, typer.Option("--plan", help='A plan, as in "dp=2,tp=2", a preset, "auto", or a DeepSpeed JSON file.')
+]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")]
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Steps for each plan.")]
@@ -58,11 +60,13 @@ def train(
 ) -> None:
     """Train a model: runs/NAME/ gets events.jsonl and record.json."""
     from meshwright.train.config import load_config
+    from meshwright.train.deepspeed import show_rows
     from meshwright.train.launcher import run_training
 
     if resume:
         raise ConfigError("--resume: checkpoints are not in this version", fix="leave out --resume")
     loaded = load_config(config, settings or [], plan=plan, devices=devices)
+    show_rows(loaded.plan_rows, sys.stdout)
     for note in loaded.notes:
         print(note, file=sys.stderr)
     raise typer.Exit(run_training(loaded))

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.environment import read_place
 from meshwright.comm.limits import usable_cores
 from meshwright.errors import ConfigError, MissingDependencyError
+from meshwright.plan.deepspeed import is_saved_value, parse_text
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_text import PRESETS, parse_line
 from meshwright.train.config import TrainConfig
+from meshwright.train.deepspeed import PlanRow, resolve_deepspeed, rows_of
 from meshwright.train.imports import check_callable
 
 __all__: list[str] = []
@@ -32,14 +35,29 @@ _SAFE_NAME = re.compile(r"\w[\w .+-]{0,99}")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlan:
-    """A plan, and what to tell the user about how it came to be."""
+    """A plan, and what to tell the user about how it came to be.
+
+    Args:
+        plan_json: The plan.
+        notes: Lines for the user.
+        changes: What a DeepSpeed configuration sets besides: section -> key -> value.
+        plan_rows: How each of its keys was read.
+    """
 
     plan_json: str
     notes: tuple[str, ...] = ()
+    changes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
+    plan_rows: tuple[PlanRow, ...] = ()
 
 
 def resolve_plan(
-    train: dict[str, Any], devices: Any, base: Path, *, plan_from_command_line: bool, devices_from_command_line: bool
+    train: dict[str, Any],
+    devices: Any,
+    base: Path,
+    *,
+    plan_from_command_line: bool,
+    devices_from_command_line: bool,
+    sections: Mapping[str, Any],
 ) -> ResolvedPlan:
     """Make the plan that the [train] section asks for.
 
@@ -49,6 +67,7 @@ def resolve_plan(
         base: Folder of relative paths.
         plan_from_command_line: The plan is not the file's, so that the file's number of devices need not fit it.
         devices_from_command_line: The number of devices is not the file's.
+        sections: The whole configuration, as it was read: a DeepSpeed configuration looks there for what it leaves open.
 
     Raises:
         ConfigError: The plan's line is wrong, or contradicts another key.
@@ -57,8 +76,13 @@ def resolve_plan(
     count, kind = visible_devices()
     if not isinstance(text, str) or not _is_count(devices):
         return ResolvedPlan(plan_json="{}")  # the types are about to be complained about
+    fixed = devices_from_command_line or not plan_from_command_line
     if text.endswith(".json"):
-        plan, given = _read_plan(text, base), {"micro_batches", "precision"}
+        written, entries = _read_json(text, base)
+        if not is_saved_value(entries):
+            source = "--devices" if devices_from_command_line else "train.devices"
+            return _resolve_deepspeed(text, entries, sections, base, devices, fixed=fixed, devices_from=source)
+        plan, given = Plan.from_json(written), {"micro_batches", "precision"}
     else:
         preset, entries = parse_line(text)
         given = set(entries)
@@ -66,16 +90,53 @@ def resolve_plan(
             spread = devices if devices is not None else _default_spread(count, train)
             plan = Plan.parse(text, num_devices=spread)
         else:
-            fixed = devices_from_command_line or not plan_from_command_line
             plan = Plan.parse(text, num_devices=devices if fixed else None)
     plan = _merge(plan, train, given)
     refuse_unbuilt(plan)
     notes = []
     if text.split(",")[0].strip() == "auto":
         notes.append(f"plan auto: '{plan}', data parallel over {plan.num_devices} of {count} {kind}s")
-    if plan.num_devices > count:
-        notes.append(f"warning: the plan '{plan}' uses {plan.num_devices} devices, there are {count} {kind}s")
+    notes += _warn_of_devices(plan, count, kind)
     return ResolvedPlan(plan_json=plan.to_json(), notes=tuple(notes))
+
+
+def _resolve_deepspeed(
+    text: str,
+    entries: dict[str, Any],
+    sections: Mapping[str, Any],
+    base: Path,
+    devices: int | None,
+    *,
+    fixed: bool,
+    devices_from: str,
+) -> ResolvedPlan:
+    """Make the plan of a DeepSpeed configuration, which like a preset does not say how many devices it is for."""
+    count, kind = visible_devices()
+    in_a_job = kind == "rank"
+    if devices is None:
+        devices_from = "this job's ranks" if in_a_job else f"this machine's {kind}s"
+    resolution = resolve_deepspeed(
+        entries,
+        os.path.basename(text),
+        sections,
+        base,
+        num_devices=devices if devices is not None and fixed else count if in_a_job else None,
+        available=devices or count,
+        devices_from=devices_from,
+    )
+    refuse_unbuilt(resolution.plan)
+    return ResolvedPlan(
+        plan_json=resolution.plan.to_json(),
+        notes=tuple(_warn_of_devices(resolution.plan, count, kind)),
+        changes=resolution.to_dict()["changes"],
+        plan_rows=rows_of(resolution, sections),
+    )
+
+
+def _warn_of_devices(plan: Plan, count: int, kind: str) -> list[str]:
+    if plan.num_devices <= count:
+        return []
+    return [f"warning: the plan '{plan}' uses {plan.num_devices} devices, there are {count} {kind}s"]
 
 
 def safe_name(text: str) -> str:
@@ -108,6 +169,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
     _check_model(config)
     _check_data(config)
     _check_optimizer(config)
+    _check_schedule(config)
     _check_loss(config)
     notes = (*config.notes, *_warnings(config))
     return config.model_copy(update={"notes": notes})
@@ -147,14 +209,16 @@ def _default_spread(count: int, train: dict[str, Any]) -> int:
     return min(count, batch) if isinstance(batch, int) and batch >= 1 else count
 
 
-def _read_plan(text: str, base: Path) -> Plan:
+def _read_json(text: str, base: Path) -> tuple[str, dict[str, Any]]:
+    """Return a plan file's text, and the object in it."""
     path = base / text
     if not path.is_file():
         path = Path(text)
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        written = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"train.plan = {text!r} cannot be read: {error}") from None
+    return written, parse_text(written, os.path.basename(text))
 
 
 def _merge(plan: Plan, train: dict[str, Any], given: set[str]) -> Plan:
@@ -281,6 +345,18 @@ def _check_optimizer(config: TrainConfig) -> None:
             known = ", ".join(BUILT_IN_OPTIMIZERS)
             raise ConfigError(f"optimizer.name = {optimizer.name!r}; known: {known}, package.module:callable")
         check_callable(optimizer.name, key="optimizer.name", roots=config.import_roots)
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    schedule = config.schedule
+    if schedule.kind in ("constant", "cosine"):
+        for name, off in (("warmup_type", "linear"), ("start_fraction", 0.0), ("total_steps", None)):
+            value = getattr(schedule, name)
+            if value != off:
+                raise ConfigError(
+                    f"schedule.{name} = {value!r} with schedule.kind = {schedule.kind!r} (rule: it is for DeepSpeed's kinds)",
+                    fix="--set schedule.kind=WarmupCosineLR",
+                )
 
 
 def _check_loss(config: TrainConfig) -> None:

@@ -25,6 +25,7 @@ from meshwright.measure.compare import Comparison, Trial, make_comparison
 from meshwright.spec.plan import Plan
 from meshwright.train.checks import check_config, resolve_plan
 from meshwright.train.config import TrainConfig, load_config
+from meshwright.train.deepspeed import require_same_training, show_rows
 from meshwright.train.launcher import environment, one_line
 from meshwright.train.progress import ProgressView, clean
 
@@ -253,8 +254,13 @@ class _Runs:
                 Path(config.base_directory),
                 plan_from_command_line=True,
                 devices_from_command_line=False,
+                sections=config.model_dump(),
             )
             plan = Plan.from_json(found.plan_json)
+            aside = require_same_training(text, found.changes, config.model_dump())
+            if self._view is not None:
+                show_rows(found.plan_rows, sys.stderr)
+            self._notes += [aside] if aside is not None and aside not in self._notes else []
             self._notes += [note for note in found.notes if note not in self._notes]
             made = check_config(config.model_copy(update={"plan_json": found.plan_json}))
         except ConfigError as error:

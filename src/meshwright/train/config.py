@@ -104,11 +104,18 @@ class OptimizerConfig(_Section):
 class ScheduleConfig(_Section):
     """The learning rate as a function of the optimizer step."""
 
-    kind: Literal["constant", "cosine"] = "constant"
+    kind: Literal["constant", "cosine", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = "constant"
+    """The last three are DeepSpeed's, step by step."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows linearly from nearly 0."""
     min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where the cosine ends, as a share of lr."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """How DeepSpeed's kinds grow."""
+    start_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where DeepSpeed's kinds start, as a share of lr."""
+    total_steps: PositiveInt | None = None
+    """Where DeepSpeed's kinds end; None: with the run [count]."""
 
 
 class TrainSection(_Section):
@@ -132,9 +139,11 @@ class TrainSection(_Section):
     seed: NonNegativeInt = 0
     non_finite: Literal["stop", "skip"] = "stop"
     plan: Annotated[str, Field(min_length=1)] = "auto"
-    """A plan's line, a preset, "auto", or a plan's JSON file."""
+    """A plan's line, a preset, "auto", a plan's JSON file, or a DeepSpeed configuration's."""
     devices: PositiveInt | None = None
     """How many devices a preset is spread over; None: this machine's cores."""
+    print_every: NonNegativeInt | None = None
+    """Steps between lines of progress; 0: none; None: a line every two seconds."""
     max_seconds: PositiveFloat | None = None
     """Stop after this long [s]; counts as done."""
     name: str | None = None
@@ -157,6 +166,8 @@ class TrainConfig(_Section):
     """The plan that came of `train.plan`, `train.devices`, `train.micro_batches` and `train.precision`."""
     notes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """What the user should be told before the run starts."""
+    plan_rows: Annotated[tuple[tuple[str, str, str, str], ...], Field(strict=False)] = ()
+    """How each key of a DeepSpeed configuration was read: key, given, resolved, why."""
 
     @property
     def run_name(self) -> str:
@@ -192,6 +203,7 @@ def load_config(
         MissingDependencyError: An optional package is needed; the message has the line that installs it.
     """
     from meshwright.train.checks import check_config, resolve_plan, safe_name
+    from meshwright.train.deepspeed import apply_changes
 
     path = Path(path)
     text = _read(path)
@@ -211,8 +223,10 @@ def load_config(
             path.absolute().parent,
             plan_from_command_line=plan is not None,
             devices_from_command_line=devices is not None,
+            sections=tables,
         )
-        tables |= {"plan_json": resolved.plan_json, "notes": resolved.notes}
+        apply_changes(tables, resolved.changes, overrides, train.get("plan", "auto"))
+        tables |= {"plan_json": resolved.plan_json, "notes": resolved.notes, "plan_rows": resolved.plan_rows}
     config = _validate(tables, text, path, overrides)
     return check_config(config)
 
@@ -232,7 +246,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for reserved in ("base_directory", "plan_json", "notes"):
+    for reserved in ("base_directory", "plan_json", "notes", "plan_rows"):
         if reserved in tables:
             raise ConfigError(f"{path}: unknown key '{reserved}'; known: {', '.join(_SECTIONS)}")
     return tables

@@ -82,7 +82,7 @@ class _Run:
         with RunDirectory(path) as directory:
             self._directory = directory
             directory.write_record(self._record([]))
-            with ProgressView() as self._view:
+            with ProgressView(print_every=self._config.train.print_every) as self._view:
                 try:
                     summaries = self._join() if joined else self._launch()
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code

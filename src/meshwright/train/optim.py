@@ -88,12 +88,45 @@ def lr_fraction(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     >>> lr_fraction(ScheduleConfig(kind="cosine", warmup_steps=2), 0, 10)
     0.5
     """
+    if schedule.kind.startswith("Warmup"):
+        return deepspeed_fraction(schedule, step, num_steps)
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0
     progress = min(1.0, (step - schedule.warmup_steps) / max(1, num_steps - schedule.warmup_steps))
     return schedule.min_lr_fraction + (1 - schedule.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def deepspeed_fraction(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of a step as a share of the peak, as DeepSpeed's WarmupLR, -DecayLR or -CosineLR sets it.
+
+    DeepSpeed's schedulers move on after a step, from -1: the first two steps have the warm-up's start.
+
+    Args:
+        schedule: The [schedule] section.
+        step: The step about to be taken, from 0.
+        num_steps: Steps of the whole run, where the schedule does not say over how many it falls [count].
+
+    Source:
+        deepspeed 0.19.8, `runtime/lr_schedules.py`.
+
+    >>> deepspeed_fraction(ScheduleConfig(kind="WarmupLR", warmup_steps=4), 3, 10)
+    0.5
+    """
+    done, start, warmup = step - 1, schedule.start_fraction, max(2, schedule.warmup_steps)
+    if done < 0:
+        return 0.0 if schedule.kind == "WarmupCosineLR" else start
+    if done < warmup:
+        grown = math.log(done + 1) / math.log(warmup) if schedule.warmup_type == "log" else done / warmup
+        return start + (1 - start) * grown
+    total = schedule.total_steps or num_steps
+    if schedule.kind == "WarmupCosineLR":
+        progress = min(1.0, (done - warmup + 1) / max(1, total - warmup))
+        return schedule.min_lr_fraction + (1 - schedule.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+    if schedule.kind == "WarmupDecayLR":
+        return start + (1 - start) * max(0.0, (total - done) / max(1, total - warmup))
+    return 1.0
 
 
 class LRSchedule:

@@ -40,11 +40,19 @@ class ProgressView:
     Args:
         stream: Where to; None is the standard output.
         clock: Seconds, for the rate of plain lines.
+        print_every: Steps between plain lines; 0: none; None: a line every two seconds [count].
     """
 
-    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        print_every: int | None = None,
+    ) -> None:
         self._stream = stream or sys.stdout
         self._clock = clock
+        self._print_every = print_every
         self._console = Console(file=self._stream, highlight=False)
         self._bar: Progress | None = None
         self._task: Any = None
@@ -102,6 +110,10 @@ class ProgressView:
             self._bar.update(self._task, completed=event["step"], numbers=escape(self._numbers(event, " ")))
             return
         now = self._clock()
+        if self._print_every is not None:
+            if self._print_every and event["step"] % self._print_every == 0:
+                self._print_step(event, now)
+            return
         is_edge = event["step"] in (1, event["steps"])
         if is_edge or self._last_line_at is None or now - self._last_line_at >= LINE_EVERY_S:
             self._print_step(event, now)

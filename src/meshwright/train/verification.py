@@ -12,6 +12,7 @@ from meshwright.measure.verify import ParityReport, verify_plan
 from meshwright.spec.plan import Plan
 from meshwright.train.config import TrainConfig, load_config
 from meshwright.train.data import load_data, make_collate
+from meshwright.train.deepspeed import show_rows
 from meshwright.train.imports import add_to_path
 from meshwright.train.loader import make_loader
 from meshwright.train.losses import make_loss
@@ -49,6 +50,7 @@ def run_verification(
         StorageError: The JSON file cannot be written.
     """
     config = load_config(config_path, overrides or [], plan=plan)
+    show_rows(config.plan_rows, sys.stderr)
     report = verify_config(config, steps)
     sys.stdout.write(report.to_text() + "\n")
     if json_path is not None:
