@@ -4,9 +4,6 @@ Chen et al. 2016, arXiv:1604.06174; selective recompute after Korthikanti et al.
 and convolutions give is kept, since it is dear to compute, and all else is computed again; layers that write over such
 results in place (recurrent ones, `inplace=True`) are recomputed whole. The engine is torch's own
 non-reentrant checkpoint, which sets the random generators back, so that dropout draws the same mask.
-
-A layer's class is exchanged for a subclass with another forward, as FSDP2 does it: names, hooks, `isinstance` and copies of
-the module stay right.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.apply.subclass import with_forward
 from meshwright.comm._torch_private import DEAR_OPERATORS
 from meshwright.describe.layers import find_layers
 
@@ -74,8 +72,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
             return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
-    members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    return type(original.__name__, (original,), members)
+    return with_forward(original, forward)
 
 
 def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout
 from meshwright.apply.tensor.roles import (
@@ -17,7 +18,6 @@ from meshwright.apply.tensor.roles import (
     role_forward,
     scope_forward,
     shared_forward,
-    with_forward,
 )
 from meshwright.apply.tensor.running import Drawing, RunningChain, RunningRegion
 from meshwright.checkpoint.layout import ShardLayout
@@ -44,6 +44,7 @@ class Cutting:
         self._running: list[RunningRegion] = []
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._full_shapes: dict[int, tuple[int, ...]] = {}  # by id: a tied tensor has several names
         self._cut_tensors()
         chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
         for region in layout.regions:
@@ -54,14 +55,12 @@ class Cutting:
     # -- tensors ------------------------------------------------------------------------------------------------
 
     def _cut_tensors(self) -> None:
-        done: set[int] = set()
         with torch.no_grad():
             for name, (region, cut) in self.layout.cuts.items():
                 tensor = find_tensor(self.module, name)
-                if id(tensor) not in done:
-                    self._shapes[name] = tuple(tensor.shape)
+                if id(tensor) not in self._full_shapes:
+                    self._shapes[name] = self._full_shapes[id(tensor)] = tuple(tensor.shape)
                     tensor.data = take_shard(tensor.data, self._layout(name, region, cut, self.group.group_rank))
-                    done.add(id(tensor))
 
     def _layout(self, name: str, region: Region, cut: Cut, part: int) -> ShardLayout:
         return cut.layout(self._shapes[name], region.num_units, self.group.size, part)
@@ -75,8 +74,7 @@ class Cutting:
 
     def full_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape that a parameter or buffer of this FQN has on one device; None where it is not cut."""
-        tensor = find_tensor(self.module, name)
-        return next((shape for own, shape in self._shapes.items() if find_tensor(self.module, own) is tensor), None)
+        return self._full_shapes.get(id(find_tensor(self.module, name)))
 
     # -- modules ------------------------------------------------------------------------------------------------
 
@@ -118,8 +116,7 @@ class Cutting:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Have the modules compute as the plain model does inside: for whole parameters."""
-        for owner, attribute, original, _ in reversed(self._changes):
-            setattr(owner, attribute, original)
+        self._set_back()
         try:
             yield
         finally:
@@ -141,9 +138,12 @@ class Cutting:
 
     def close(self) -> None:
         """Give the modules their own classes and integers back; the parameters stay cut."""
+        self._set_back()
+        self._changes = []
+
+    def _set_back(self) -> None:
         for owner, attribute, original, _ in reversed(self._changes):
             setattr(owner, attribute, original)
-        self._changes = []
 
     def fill_with_nan(self) -> None:
         """Give what was cut its full shape again, without values: they are with the ranks that hold them."""

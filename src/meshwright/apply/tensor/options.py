@@ -72,22 +72,15 @@ class Options:
         # Where a rank would have nothing, only if there is no other way.
         return sorted(fitting, key=lambda num: (num < self.num_parts, -num))
 
-    def regions(self) -> Iterator[tuple[bool, Region, list[Region]]]:
-        """Yield (whether its ranks' shares are new, region, the same region with one more thing changed)."""
+    def regions(self) -> Iterator[tuple[Region, list[Region]]]:
+        """Yield (region, the same region with one more thing changed)."""
         per_column = [self._groups_of(column) for column in self.pair.columns]
-        seen: set[tuple[object, ...]] = set()
         combined = itertools.product(*(range(len(groups)) for groups in per_column))
         for places in sorted(itertools.islice(combined, 256), key=sum)[:_MAX_COMBINATIONS]:
             groups = tuple(own[place] for own, place in zip(per_column, places, strict=True))
             for num_units in self._unit_counts(list(groups)):
-                ranges = even_ranges(num_units, self.num_parts)
-                key = (
-                    groups,
-                    tuple((a * self._row_size // num_units, b * self._row_size // num_units) for a, b in ranges),
-                )
                 region = self._region(groups, num_units)
-                yield key not in seen, region, self._changes(region)
-                seen.add(key)
+                yield region, self._changes(region)
         yield from self._grouped()
 
     def _region(
@@ -268,7 +261,7 @@ class Options:
 
     # -- fewer keys than ranks ----------------------------------------------------------------------------------
 
-    def _grouped(self) -> Iterator[tuple[bool, Region, list[Region]]]:
+    def _grouped(self) -> Iterator[tuple[Region, list[Region]]]:
         """Yield regions that cut by query heads, where several of them use one key head and these are too few to be cut."""
         widths = [self._width(column) for column in self.pair.columns]
         if len(set(widths)) < 2:
@@ -286,7 +279,7 @@ class Options:
             }
             if shared and all(self._shares_evenly(num_units, full) for full in shared.values()):
                 region = self._region(groups, num_units, shared)
-                yield True, region, self._changes(region)
+                yield region, self._changes(region)
 
     def _shares_evenly(self, num_units: int, full: int) -> bool:
         if not full or num_units % full:
@@ -317,7 +310,7 @@ def candidates(options: Options) -> Generator[Region, str, None]:
     A change that leaves the reason as it was does not touch what stands in the way, so nothing is built on it.
     """
     trials = _Trials(options.num_parts)
-    found = [(region, changes) for _, region, changes in options.regions()]
+    found = list(options.regions())
     for resizes in (False, True):
         level: list[tuple[Region, Region, str, list[Region]]] = []  # base, candidate, its reason, changes of the base
         for base, changes in found:

@@ -21,7 +21,7 @@ from meshwright.apply.tensor.copies import copy_module, map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.region import Region, Result, TensorLayout
 from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.trace import Call
+from meshwright.apply.tensor.trace import DROPOUTS, Call
 from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm._torch_private import run_backward
 from meshwright.comm.communicator import Communicator
@@ -33,19 +33,6 @@ __all__: list[str] = []
 
 TOLERANCE = 1e-10
 """Largest difference, relative to the tensor's largest entry, that float64 is given; a wrong cut is off by far more."""
-
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.dropout_,
-    torch.feature_dropout,
-    torch.alpha_dropout,
-}
 
 
 class DisprovedError(MeshwrightError):
@@ -69,7 +56,7 @@ class Exact(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             return args[0]
         if func is F.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args

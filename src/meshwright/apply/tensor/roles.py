@@ -1,7 +1,6 @@
 """What modules of a region do at its edge while the model runs.
 
-A module's class is exchanged for a subclass with another forward. So names, parameters, hooks and `isinstance` stay right,
-and inside a region the user's own code computes, on smaller tensors.
+Inside a region the user's own code computes, on smaller tensors.
 """
 
 from __future__ import annotations
@@ -28,12 +27,6 @@ from meshwright.describe.tree import map_tensors
 __all__: list[str] = []
 
 Forward = Callable[..., Any]
-
-
-def with_forward(original: type[nn.Module], forward: Forward) -> type[nn.Module]:
-    """Return a subclass with another forward."""
-    members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    return type(original.__name__, (original,), members)
 
 
 def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_whole: bool = False) -> Forward:
@@ -205,7 +198,10 @@ def entry_forward(module: nn.Module, running: RunningRegion) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         place = iter(range(2**31))
-        enter: Callable[[Tensor], Any] = lambda tensor: running.enter(tensor) if next(place) in wanted else tensor  # noqa: E731
+
+        def enter(tensor: Tensor) -> Any:
+            return running.enter(tensor) if next(place) in wanted else tensor
+
         args, kwargs = map_tensors((args, kwargs), enter)
         return original(self, *args, **kwargs)
 

@@ -36,7 +36,7 @@ _TRANSPOSED_CONVOLUTIONS: Final = {
 }
 _LINEAR: Final = {F.linear, LINEAR}
 _EMBEDDINGS: Final = {F.embedding, torch.embedding}
-_DROPOUTS: Final = {
+DROPOUTS: Final = {
     F.dropout,
     F.dropout1d,
     F.dropout2d,
@@ -44,6 +44,9 @@ _DROPOUTS: Final = {
     F.alpha_dropout,
     F.feature_alpha_dropout,
     torch.dropout,
+    torch.dropout_,
+    torch.feature_dropout,
+    torch.alpha_dropout,
 }
 _SPLITS: Final = {torch.split, torch.Tensor.split, torch.split_with_sizes, torch.Tensor.split_with_sizes}
 _MATMULS: Final = {
@@ -353,9 +356,9 @@ def _einsum_operands(values: list[Any]) -> tuple[str, Any, Any, int, int] | None
 
 
 def _draws(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    if func in _DROPOUTS:
+    if func in DROPOUTS:
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
         return bool(training) and p > 0
     if func is F.scaled_dot_product_attention:
         return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0
