@@ -272,7 +272,7 @@ TO_TRAINING = [
         "optimizer",
         {"name": "adamw", "lr": 2e-4, "betas": (0.8, 0.99), "weight_decay": 0.1, "kwargs": {"eps": 1e-6}},
     ),
-    (optimizer("AdamW"), "optimizer", {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+    (optimizer("AdamW"), "optimizer", {"name": "adamw", "lr": 1e-3, "betas": None, "weight_decay": 0.0}),
     (
         optimizer("adam", adam_w_mode=False, torch_adam=True, bias_correction=True),
         "optimizer",
@@ -349,6 +349,41 @@ def test_auto_takes_the_training_configurations_values():
     # Where nobody says, clipping is on as it is in DeepSpeed, and the table says whose number that is.
     assert row(read(), "gradient_clipping").why == "not given: DeepSpeed's default"
     assert read(max_grad_norm=0.3).changes["train"]["max_grad_norm"] == 0.3
+
+
+def test_the_example_of_transformers_documentation():
+    # Everything that the Trainer fills in is "auto"; only parameters in the host's memory are refused.
+    cpu = {"device": "cpu", "pin_memory": True}
+    entries = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+        "bf16": {"enabled": "auto"},
+        **optimizer("AdamW", lr="auto", betas="auto", eps="auto", weight_decay="auto"),
+        **scheduler("WarmupLR", warmup_min_lr="auto", warmup_max_lr="auto", warmup_num_steps="auto"),
+        **zero(
+            3,
+            offload_optimizer=cpu,
+            offload_param=cpu,
+            sub_group_size=1e9,
+            reduce_bucket_size="auto",
+            stage3_max_live_parameters=1e9,
+            stage3_max_reuse_distance=1e9,
+            stage3_gather_16bit_weights_on_model_save=True,
+        ),
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 2000,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+    }
+    known = Settings(global_batch_size=32, lr=3e-4, precision="bf16", hidden_size=64, warmup_steps=10, steps=100)
+    with pytest.raises(ConfigError, match="parameters stay on their device") as caught:
+        read_deepspeed(entries, num_devices=4, settings=known)
+    entries, _ = apply_fix(entries, 4, caught.value.fix)
+    resolution = read_deepspeed(entries, num_devices=4, settings=known)
+    assert str(resolution.plan) == "dp=4,zero=3,precision=bf16,offload=optimizer,micro_batch_size=8"
+    assert resolution.changes["optimizer"]["lr"] == 3e-4
+    assert resolution.changes["schedule"]["warmup_steps"] == 10
 
 
 def test_partitioned_activations_are_sequence_parallelism():
@@ -443,6 +478,13 @@ REFUSALS = [
     ({"train_batch_size": 16.5}, "a whole number"),
     ({"managed_gradient_accumulation": False}, "counts the micro-batches"),
     ({"steps_per_print": 0}, "at least 1"),
+    ({"steps_per_print": float("nan")}, "at least 1"),
+    ({"gradient_clipping": float("inf")}, "a number"),
+    (scheduler("WarmupLR", warmup_num_steps=float("inf")), "at least 1"),
+    ({"bf16": True}, "an object"),
+    (zero("3"), "a whole number"),
+    ({"expert_parallel": {"enabled": True}}, "expert axis"),
+    ({"wandb": {"enabled": True}}, "events.jsonl"),
     ({"gradient_clipping": -1}, "at least 0"),
     ({"gradient_clipping": True}, "a number"),
     ({"gradient_allreduce_op": "sum"}, "the mean over its samples"),

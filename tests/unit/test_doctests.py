@@ -8,7 +8,7 @@ import pkgutil
 
 import pytest
 
-PARTS = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware", "checkpoint.layout")
+PARTS = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware", "plan", "checkpoint.layout")
 
 
 def _modules() -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import meshwright
 
 SOURCE = Path(meshwright.__file__)
-TORCH_FREE = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware")
+TORCH_FREE = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware", "plan.deepspeed")
 
 
 def _imports_torch(code: str) -> bool:

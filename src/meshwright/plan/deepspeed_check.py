@@ -19,7 +19,7 @@ COMMENT_MARKS = ("_", "//", "#")
 
 
 def flatten(entries: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return dotted key -> value of all that is given, in the file's order.
+    """Return dotted key -> value of all that is given, in the file's order; a block stands before its keys.
 
     Old spellings are replaced, whole numbers written as 1e9 become whole, and null counts as not given. "auto" stays.
 
@@ -27,8 +27,8 @@ def flatten(entries: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         entries: The file's object.
         problems: Takes what is unknown, of another type, or cannot be honoured.
 
-    >>> flatten({"zero_optimization": {"stage": 2, "sub_group_size": 1e9}}, Problems("ds.json"))
-    {'zero_optimization.stage': 2, 'zero_optimization.sub_group_size': 1000000000}
+    >>> flatten({"bfloat16": {"enabled": True}, "train_batch_size": 1e3}, Problems("ds.json"))
+    {'bf16': {'enabled': True}, 'bf16.enabled': True, 'train_batch_size': 1000}
     """
     values: dict[str, Any] = {}
     _walk(entries, "", values, problems)

@@ -69,6 +69,7 @@ _TOP: Final[Mapping[str, Key]] = {
     "disable_allgather": Key("switch", False, hint="the collective is chosen by what is exchanged"),
     "wall_clock_breakdown": Key("switch", False, hint="events.jsonl has each step's seconds"),
     "memory_breakdown": Key("switch", False, hint="events.jsonl has the peak memory of each step"),
+    "graph_harvesting": Key("switch", False, only="modules keep their own kernels"),
     "dump_state": Key("switch", False, hint="record.json has the configuration and the plan"),
     "disable_python_gc": Key("switch", False, hint="Python's garbage collector is left alone"),
     "log_level": Key("any", hint="warnings and errors are always shown"),
@@ -201,7 +202,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Key]]] = {
     "bf16": {
         "enabled": Key("switch", False),
         "immediate_grad_update": Key(
-            "switch", True, hint="gradients are added up in the parameters' own dtype at once"
+            "switch", False, hint="gradients are added up in the parameters' own dtype at once"
         ),
         "check_grad_overflow": Key(
             "switch", True, hint="every gradient is checked; train.non_finite says what follows"
@@ -232,7 +233,37 @@ _OTHERS: Final[Mapping[str, Mapping[str, Key]]] = {
         "keep_module_on_host": Key("switch", False, hint=_NO_NUMERICS),
         "replace_with_kernel_inject": Key("switch", False, only="modules keep their own kernels"),
     },
-    "data_types": {"grad_accum_dtype": Key("text")},
+    "data_types": {
+        "grad_accum_dtype": Key("text"),
+        "param_dtype": Key("text", only="parameters keep the model's own dtype"),
+        "buffer_dtype": Key("text", only="buffers keep the model's own dtype"),
+        "keep_in_fp32_modules": Key("any", "auto", hint="parameters keep the model's own dtype"),
+    },
+    "compile": {
+        "deepcompile": Key("switch", False, only="the model is passed as it should run"),
+        **{
+            name: Key("any", hint="for DeepCompile, which is off")
+            for name in (
+                "autoep_non_moe",
+                "free_activation",
+                "free_activation_threshold",
+                "offload_activation",
+                "offload_activation_pin_memory",
+                "offload_opt_states",
+                "offload_parameters",
+                "double_buffer",
+                "symmetric_memory",
+                "debug_log",
+                "sync_before_reduce",
+                "sync_after_reduce",
+                "sync_before_allgather",
+                "sync_after_allgather",
+                "keep_int_input_tensors",
+                "keep_all_input_tensors",
+                "passes",
+            )
+        },
+    },
     "comms_logger": {
         name: Key("any", hint="every collective is counted; record.json has the bytes sent")
         for name in ("enabled", "verbose", "prof_all", "debug", "prof_ops")
@@ -279,7 +310,6 @@ REFUSED_IF_ENABLED: Final[Mapping[str, str]] = {
 REFUSED: Final[Mapping[str, str]] = {
     "sparse_attention": "the model's own attention is used",
     "weight_quantization": "the model's own weights are trained",
-    "compile": "the model is passed as it should run",
 }
 """Blocks that are on where they are there, and why they cannot be."""
 

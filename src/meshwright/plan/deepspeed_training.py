@@ -50,7 +50,7 @@ def _take_autocast(draft: Draft, precision: str) -> None:
             fix=fragment(dtype, "bfloat16"),
         )
     if draft.has(enabled):
-        draft.row(enabled, f"precision={precision}", "given")
+        draft.row(enabled, f"precision={precision}", draft.source(enabled))
     if draft.has(dtype):
         draft.row(dtype, NOTHING, "given" if draft.get(enabled) else "autocast is off")
 
@@ -102,6 +102,12 @@ def take_loop(draft: Draft) -> None:
         draft.row("dataloader_drop_last", f"data.drop_last={show(drops)}", draft.source("dataloader_drop_last"))
 
 
+def _is_whole(value: Any) -> bool:
+    """Tell whether a value is a whole number of at least 1; files write 1e3 too."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number and value >= 1 and value == int(value)
+
+
 def _take_printing(draft: Draft) -> None:
     key = "steps_per_print"
     steps: Any = draft.values[key]
@@ -112,7 +118,7 @@ def _take_printing(draft: Draft) -> None:
         draft.change("train", print_every=0)
         draft.row(key, "train.print_every=0", "given: never")
         return
-    if isinstance(steps, bool) or not isinstance(steps, (int, float)) or steps != int(steps) or steps < 1:
+    if not _is_whole(steps):
         draft.problems.add(
             f'"{key}" is {show(steps)} (rule: a whole number, at least 1, or null for never)', fix=fragment(key, 10)
         )
@@ -181,7 +187,7 @@ def _take_adam(draft: Draft, params: _Params, section: dict[str, Any], name: str
     kwargs = ({"eps": eps} if eps != 1e-8 else {}) | params.rest(("amsgrad", "maximize"))
     why = "given" if name.lower() == "adamw" else 'given; DeepSpeed\'s "Adam" is AdamW unless adam_w_mode is false'
     if decoupled:
-        section |= {"betas": pair, "kwargs": kwargs}
+        section |= {"betas": pair if draft.has("optimizer.params.betas") else None, "kwargs": kwargs}
         draft.row("optimizer.type", "optimizer.name=adamw", why)
         return "adamw"
     section["kwargs"] = {"betas": list(pair), **kwargs}
@@ -231,7 +237,7 @@ class _Params:
     def count(self, name: str, default: int, setting: int | None = None) -> int:
         """Return a whole number that is at least 1."""
         value = self.take(name, default, setting)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
+        if not _is_whole(value):
             key = f"{self._block}.{name}"
             self._draft.problems.add(
                 f'"{key}" is {show(value)} (rule: a whole number, at least 1)', fix=fragment(key, default)

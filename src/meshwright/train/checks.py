@@ -112,15 +112,17 @@ def _resolve_deepspeed(
 ) -> ResolvedPlan:
     """Make the plan of a DeepSpeed configuration, which like a preset does not say how many devices it is for."""
     count, kind = visible_devices()
-    in_a_job = kind == "rank"
-    if devices is None:
-        devices_from = "this job's ranks" if in_a_job else f"this machine's {kind}s"
+    num_devices = devices if fixed else None
+    if num_devices is None and kind == "rank":
+        num_devices, devices_from = count, "this job's ranks"
+    elif devices is None:
+        devices_from = f"this machine's {kind}s"
     resolution = resolve_deepspeed(
         entries,
         os.path.basename(text),
         sections,
         base,
-        num_devices=devices if devices is not None and fixed else count if in_a_job else None,
+        num_devices=num_devices,
         available=devices or count,
         devices_from=devices_from,
     )
