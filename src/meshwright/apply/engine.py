@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.apply.norm import total_norm
 from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -129,6 +130,25 @@ class Engine:
 
     def finish_step(self) -> None:
         """Take note that the optimizer has written new values."""
+
+    def leave_out_step(self) -> None:
+        """Take note that the optimizer will not run: a loss or gradient is not finite."""
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        """Return what compressed gradients leave to the next step on this rank, by name; the live tensors, for a checkpoint."""
+        return {}
+
+    def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `compression_state` gave on this rank, under the same plan.
+
+        Raises:
+            ApplyError: It is of another plan; where only a shape tells, when the tensor is needed.
+        """
+        if state:
+            raise ApplyError(
+                f"the state holds {len(state)} tensors of compressed gradients, and this plan compresses none",
+                fix="load it under the plan that it was saved under, or leave it out",
+            )
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:

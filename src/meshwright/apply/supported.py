@@ -15,7 +15,6 @@ def refuse_unbuilt(plan: Plan) -> None:
         for name, asked in {
             f"pp={plan.pp} with one process per device": plan.pp > 1 and plan.mode == "ranks",
             f"cp={plan.cp}": plan.cp > 1,
-            f"compress={plan.compress}": plan.compress != "none",
         }.items()
         if asked
     ]

@@ -136,8 +136,8 @@ def _losses(done: Sequence[ComparisonRow], baseline: str) -> list[str]:
         return [f"All losses agree with single's within {largest:.1e}." if largest else "All losses equal single's."]
     named = ", ".join(f"'{row.trial.name}' by {row.loss_difference:.1e}" for row in far)
     return [
-        f"The losses differ from single's: {named} (rule: {LOSS_TOLERANCE:g}). Dropout, batch normalisation and bf16 do "
-        "that; where there is none of them, ask `meshwright verify`."
+        f"The losses differ from single's: {named} (rule: {LOSS_TOLERANCE:g}). Dropout, batch normalisation, compression and "
+        "bf16 do that; where there is none of them, ask `meshwright verify`."
     ]
 
 

@@ -233,7 +233,10 @@ def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, l
             else f"the plan computes in {plan.precision}, one process in {dtype}: differences are to be expected"
         )
     if plan.compress != "none":
-        notes.append(f"the plan compresses gradients ({plan.compress}), which changes numbers")
+        notes.append(
+            f"the plan compresses gradients ({plan.compress}), which changes numbers: "
+            "equality with one device is not to be expected"
+        )
     return tuple(notes)
 
 

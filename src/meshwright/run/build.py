@@ -155,7 +155,9 @@ def _data_engine(module: nn.Module, plan: Plan, world: World, group: Communicato
     if plan.zero > 0 and plan.dp > 1:
         return ShardedEngine(module, group, device, _sharding(plan, world))
     if plan.dp > 1:
-        return DistributedEngine(module, group, device, bucket_bytes=plan.bucket_bytes, overlap=plan.overlap)
+        return DistributedEngine(
+            module, group, device, bucket_bytes=plan.bucket_bytes, overlap=plan.overlap, compress=plan.compress
+        )
     return Engine(module, group, device)
 
 
@@ -172,6 +174,7 @@ def _sharding(plan: Plan, world: World) -> Sharding:
         prefetches=plan.overlap,
         whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
         offload=plan.offload == "optimizer",
+        compress=plan.compress,
     )
 
 

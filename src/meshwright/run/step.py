@@ -257,6 +257,7 @@ class Stepper:
         return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device)
 
     def _leave_out(self, snapshot: _Snapshot, error: NonFiniteError) -> None:
+        self.engine.leave_out_step()
         if self.non_finite != "skip":
             raise error
         snapshot.restore_buffers()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.comm.communicator import Communicator
+from meshwright.comm.compression.reducer import Reducer
+from meshwright.spec import Plan
 
 __all__: list[str] = []
 
@@ -23,10 +25,12 @@ class DataParallelEngine(Engine):
         module: The user's module, on `device`.
         group: The data-parallel ranks.
         device: This rank's device.
+        reducer: What sums gradients; where shards have replicas, over these.
     """
 
-    def __init__(self, module: nn.Module, group: Communicator, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, group: Communicator, device: torch.device, reducer: Reducer) -> None:
         super().__init__(module, group, device)
+        self.reducer = reducer
         self.sparse_names = names_with_sparse_gradients(module)
         make_copies_equal(self.parameters, group)
         make_copies_equal(module.buffers(), group)
@@ -43,6 +47,19 @@ class DataParallelEngine(Engine):
 
     def refresh_trainable(self) -> None:
         self._sparse = self._sparse_parameters()
+
+    def detail(self, plan: Plan) -> Plan:
+        change = self.reducer.explain()
+        return plan.replace(reasons=(*plan.reasons, f"compress={plan.compress}: {change}")) if change else plan
+
+    def leave_out_step(self) -> None:
+        self.reducer.reset()
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        return self.reducer.state()
+
+    def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.reducer.load_state(state)
 
     def sum_sparse_gradients(self, scale: float) -> None:
         """Sum sparse gradients over the ranks by gathering rows: [nnz] indices and [nnz, ...] values of each rank."""

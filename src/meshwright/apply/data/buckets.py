@@ -24,7 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright.comm.communicator import Communicator, Pending
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -41,11 +42,11 @@ class Bucket:
     """Flat gradient memory of some parameters of one dtype and device: ``[gradients | census]``.
 
     Args:
-        parameters: The parameters, in the order in which their gradients lie in memory.
+        named_parameters: (FQN, parameter) pairs, in the order in which their gradients lie in memory.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.parameters = [parameter for _, parameter in named_parameters]
         numel = sum(parameter.numel() for parameter in self.parameters)
         like = self.parameters[0]
         self.flat = torch.zeros(numel + len(self.parameters), dtype=like.dtype, device=like.device)
@@ -58,17 +59,23 @@ class Bucket:
             start += parameter.numel()
         self.has_gradient = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
-        self.pending: Pending | None = None
+        self.exchange: Exchange | None = None
+        self._sent = self._as_set([GradientSpec.of(name, parameter) for name, parameter in named_parameters])
         self.norm = torch.zeros((), device=like.device)
         """2-norm of the reduced gradients."""
 
+    def _as_set(self, specs: Sequence[GradientSpec]) -> GradientSet:
+        whole = (torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat).view(-1)
+        *tensors, census = whole.split([*(spec.numel for spec in specs), whole.numel() - sum(s.numel for s in specs)])
+        return GradientSet(specs, tensors, self.has_gradient, census, whole)
+
     def begin_step(self) -> None:
         """Expect every gradient anew."""
-        self.has_gradient = [False] * len(self.parameters)
+        self.has_gradient[:] = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
-        self.pending = None
+        self.exchange = None
 
-    def launch(self, group: Communicator) -> None:
+    def launch(self, reducer: Reducer) -> None:
         """Start the reduction of what is here; parameters without a gradient contribute zeros."""
         if all(self.has_gradient):
             self.census.fill_(1)
@@ -77,14 +84,13 @@ class Bucket:
                 if not present:
                     view.zero_()
             self.census.copy_(torch.tensor(self.has_gradient, device=self.flat.device))
-        whole = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        self.pending = group.all_reduce(whole, async_op=True)
+        self.exchange = Exchange(reducer.all_reduce(self._sent))
 
     def finish(self, scale: float) -> None:
         """Wait for the sum, scale it, and hand each parameter its view, or None where no rank had a gradient."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+        if self.exchange is not None:
+            self.exchange.finish()
+            self.exchange = None
         if scale != 1.0:
             self.gradients.mul_(scale)
         # Here, because the next bucket is still on its way: this thread would have nothing else to do.
@@ -121,6 +127,7 @@ class GradientBuckets:
         group: The ranks that hold copies of these parameters.
         bucket_bytes: The size at which a bucket is full [bytes]; None is the default of each device.
         overlap: Whether reduction may run while backward does.
+        reducer: What sums the buckets over the group; None sums them as they are.
     """
 
     def __init__(
@@ -130,8 +137,10 @@ class GradientBuckets:
         *,
         bucket_bytes: int | None = None,
         overlap: bool = True,
+        reducer: Reducer | None = None,
     ) -> None:
         self.group = group
+        self.reducer = PlainReducer(group) if reducer is None else reducer
         self.bucket_bytes = bucket_bytes
         self.overlap = overlap
         self.names = [name for name, _ in named_parameters]
@@ -165,7 +174,7 @@ class GradientBuckets:
         slots: dict[int, _Slot] = {slot.position: slot for slot in self._slots}
         self.buckets = []
         for members in full:
-            bucket = Bucket([self.parameters[position] for position in members])
+            bucket = Bucket([(self.names[position], self.parameters[position]) for position in members])
             self.buckets.append(bucket)
             for index, position in enumerate(members):
                 slot = slots.setdefault(position, _Slot(position, bucket, index))
@@ -206,7 +215,7 @@ class GradientBuckets:
         bucket, index = slot.bucket, slot.index
         view = bucket.views[index]
         grad = parameter.grad
-        if slot.is_ready and bucket.pending is not None:
+        if slot.is_ready and bucket.exchange is not None:
             raise ApplyError(
                 f"the gradient of '{self.names[slot.position]}' arrived twice in one backward, after its reduction had "
                 "begun (reentrant activation checkpointing of a module that is used twice does that)",
@@ -240,7 +249,11 @@ class GradientBuckets:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self.buckets[self._num_launched].launch(self.group)
+        self.buckets[self._num_launched].launch(self.reducer)
+        # Its first exchange is on its way, and the second one of the bucket before it may follow: on all ranks in this place.
+        before = self.buckets[self._num_launched - 1].exchange if self._num_launched else None
+        if self.reducer.num_stages > 1 and before is not None:
+            before.advance()
         self._num_launched += 1
 
     def finish(self, scale: float) -> None:

@@ -12,8 +12,13 @@ from meshwright.apply.data.buckets import GradientBuckets
 from meshwright.apply.data.loose import LooseGradients
 from meshwright.apply.norm import norm_of_norms
 from meshwright.comm.communicator import Communicator
+from meshwright.comm.compression.choose import make_reducer
 
 __all__: list[str] = []
+
+COMPRESSED_BUCKET_BYTES = 4 * 2**20
+"""Size of a bucket whose gradients are compressed [bytes]. Whoever compresses waits for a link: small ones keep it busy while the
+next is being coded."""
 
 
 class DistributedEngine(DataParallelEngine):
@@ -25,6 +30,7 @@ class DistributedEngine(DataParallelEngine):
         device: This rank's device.
         bucket_bytes: Size of a gradient bucket [bytes], or None for the measured default.
         overlap: Whether reduction may run while backward does.
+        compress: What gradients are sent as: a plan's `compress`.
     """
 
     def __init__(
@@ -35,8 +41,11 @@ class DistributedEngine(DataParallelEngine):
         *,
         bucket_bytes: int | None = None,
         overlap: bool = True,
+        compress: str = "none",
     ) -> None:
-        super().__init__(module, group, device)
+        super().__init__(module, group, device, make_reducer(compress, group))
+        if bucket_bytes is None and compress != "none":
+            bucket_bytes = COMPRESSED_BUCKET_BYTES
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
         self._buckets = self._make_buckets()
@@ -45,7 +54,9 @@ class DistributedEngine(DataParallelEngine):
         dense = [(name, parameter) for name, parameter in self.dense_parameters() if parameter.requires_grad]
         if may_be_loose and self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
             return LooseGradients([parameter for _, parameter in dense], self.group)
-        return GradientBuckets(dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap)
+        return GradientBuckets(
+            dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap, reducer=self.reducer
+        )
 
     @property
     def exchanges_in_backward(self) -> bool:
@@ -56,6 +67,7 @@ class DistributedEngine(DataParallelEngine):
         self._buckets.close()
         super().begin_step()
         super().refresh_trainable()
+        self.reducer.keep_only([name for name, parameter in self.dense_parameters() if parameter.requires_grad])
         self._buckets = self._make_buckets()
 
     def begin_step(self) -> None:

@@ -24,6 +24,8 @@ from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, 
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.comm._torch_private import foreach_norm
 from meshwright.comm.communicator import Communicator
+from meshwright.comm.compression.choose import make_reducer
+from meshwright.comm.compression.reducer import PlainReducer
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 
@@ -47,6 +49,7 @@ class Sharding:
         prefetches: Whether the next unit may be gathered while this one computes.
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
         offload: Whether the optimizer works in the host's memory.
+        compress: What gradients are sent as: between replicas where there are any, else between shards.
     """
 
     zero: int
@@ -55,6 +58,7 @@ class Sharding:
     prefetches: bool = True
     whole_below: int = WHOLE_BELOW_BYTES
     offload: bool = False
+    compress: str = "none"
 
 
 class ShardedEngine(DataParallelEngine):
@@ -68,8 +72,12 @@ class ShardedEngine(DataParallelEngine):
     """
 
     def __init__(self, module: nn.Module, group: Communicator, device: torch.device, sharding: Sharding) -> None:
-        super().__init__(module, group, device)
+        has_replicas = sharding.replicas.size > 1
+        reducer = make_reducer(sharding.compress, sharding.replicas if has_replicas else sharding.shards)
+        super().__init__(module, group, device, reducer)
         self.sharding = sharding
+        self._within = PlainReducer(sharding.shards) if has_replicas else reducer
+        self._across = reducer if has_replicas else PlainReducer(sharding.replicas)
         self.units: list[FlatUnit] = []
         self._owners: list[nn.Module] = []
         self._gathering: Gathering | None = None
@@ -115,6 +123,7 @@ class ShardedEngine(DataParallelEngine):
                     is_gathered=zero == 3 and size >= max(1, self.sharding.whole_below),
                     keeps_gradients=zero == 1,
                     offload=self.sharding.offload,
+                    within=self._within,
                 )
                 self.units.append(unit)
                 self._owners.append(owner)
@@ -205,12 +214,17 @@ class ShardedEngine(DataParallelEngine):
             for unit in self.units:
                 if unit.is_trainable:
                     unit.reduce()
-        start = 0
-        for unit in self.units:
-            if unit.is_trainable:
-                unit.settle(used[start : start + len(unit.parameters)], scale, self.sharding.replicas)
-            start += len(unit.parameters)
+        trainable = [(unit, own) for unit, own in self._with_flags(used) if unit.is_trainable]
+        for unit, own in trainable:
+            unit.start_settling(own, self._across)
+        for unit, own in trainable:
+            unit.settle(own, scale)
         self.sum_sparse_gradients(scale)
+
+    def _with_flags(self, flags: Sequence[bool]) -> list[tuple[FlatUnit, list[bool]]]:
+        """Return each unit with its parameters' flags, of those that `_take_census` gives."""
+        rest = iter(flags)
+        return [(unit, [next(rest) for _ in unit.parameters]) for unit in self.units]
 
     def _take_census(self) -> list[bool]:
         """Return, for each parameter of each unit, whether any rank has a gradient for it in this step."""

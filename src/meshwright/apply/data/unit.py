@@ -12,6 +12,7 @@ from meshwright.apply.data.buckets import dense_stride
 from meshwright.apply.data.flat import FlatLayout, Span
 from meshwright.comm._torch_private import foreach_add_, foreach_mul_
 from meshwright.comm.communicator import Communicator, Pending
+from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
 
 __all__: list[str] = []
 
@@ -42,6 +43,7 @@ class FlatUnit:
         is_gathered: Whether values are whole only while needed.
         keeps_gradients: Whether whole gradients stay.
         offload: Whether the optimizer works in the host's memory: on a copy of the segment, with gradients copied there.
+        within: What sums gradients over the group; None sums them as they are.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FlatUnit:
         is_gathered: bool,
         keeps_gradients: bool,
         offload: bool = False,
+        within: Reducer | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -60,15 +63,20 @@ class FlatUnit:
         self.is_gathered = is_gathered
         self.keeps_gradients = keeps_gradients
         self.offload = offload
+        self._within = PlainReducer(group) if within is None else within
         self.layout = FlatLayout([p.numel() for p in self.parameters], group.size, keep_whole=keep_whole)
         self._strides = [dense_stride(parameter) for parameter in self.parameters]
         self._shapes = [parameter.shape for parameter in self.parameters]
+        self._specs = [self._spec(index) for index in self.layout.order]
+        spans = self.layout.spans(group.group_rank)
+        self._piece_specs = [self._spec(span.index, span.start, span.stop) for span in spans]
         self.flat: torch.Tensor | None = None
         """[layout.numel], all ranks' values; None while only the segment is here."""
         self.gradient: torch.Tensor | None = None
         """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
         self._whole_gradients: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
+        self._settling: Exchange | None = None
         self._coming: tuple[torch.Tensor, Pending] | None = None
         self.expect([True] * len(self.parameters))
         self._take_over(keep_whole=keep_whole)
@@ -91,6 +99,9 @@ class FlatUnit:
         """[segment_numel], the values that the optimizer updates."""
         self.pieces = [self._piece(span, keep_whole=keep_whole) for span in self.layout.spans(self.group.group_rank)]
         self._ends = self.layout.ends()
+
+    def _spec(self, index: int, start: int = 0, stop: int | None = None) -> GradientSpec:
+        return GradientSpec.of(self.names[index], self.parameters[index], start, stop)
 
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return flat.as_strided(self._shapes[index], self._strides[index], self.layout.offsets[index])
@@ -168,10 +179,11 @@ class FlatUnit:
 
     def reduce(self) -> None:
         """Sum what autograd has left over the ranks; missing gradients count as zeros. All ranks call it together."""
+        present = [self.parameters[index].grad is not None for index in self.layout.order]
         whole = [self._in_memory_order(index) for index in self.layout.order]
-        real = [torch.view_as_real(grad).reshape(-1) if grad.is_complex() else grad for grad in whole]
         factor = 2 if whole[0].is_complex() else 1
-        self.group.reduce_slices(real, [end * factor for end in self._ends])
+        gradients = GradientSet(self._specs, _real(whole), present)
+        self._within.reduce_slices(gradients, [end * factor for end in self._ends])
         by_index = dict(zip(self.layout.order, whole, strict=True))
         sums = [by_index[piece.span.index][piece.span.start : piece.span.stop] for piece in self.pieces]
         for parameter in self.parameters:
@@ -196,19 +208,29 @@ class FlatUnit:
             grad = ordered.copy_(grad)
         return grad.as_strided((numel,), (1,))
 
-    def settle(self, used: Sequence[bool], scale: float, replicas: Communicator) -> None:
-        """Sum over the replicas of the group, scale, and hand each piece its gradient; None where no rank used it.
+    def start_settling(self, used: Sequence[bool], across: Reducer) -> None:
+        """Start to sum over the replicas of the group.
+
+        Args:
+            used: For each parameter, whether any rank had a gradient.
+            across: What sums over the ranks that hold the same segment.
+        """
+        present = [used[piece.span.index] for piece in self.pieces]
+        self._settling = Exchange(across.all_reduce(GradientSet(self._piece_specs, _real(self._sums), present)))
+
+    def settle(self, used: Sequence[bool], scale: float) -> None:
+        """Finish that sum, scale it, and hand each piece its gradient; None where no rank used it.
 
         Args:
             used: For each parameter, whether any rank had a gradient.
             scale: What the sums are multiplied by.
-            replicas: The ranks that hold the same segment.
         """
         self.expect(used)
-        if self._sums:
-            replicas.all_reduce_together([torch.view_as_real(g) if g.is_complex() else g for g in self._sums])
-            if scale != 1.0:
-                foreach_mul_(self._sums, scale)
+        if self._settling is not None:
+            self._settling.finish()
+            self._settling = None
+        if self._sums and scale != 1.0:
+            foreach_mul_(self._sums, scale)
         for piece, part in zip(self.pieces, self._sums, strict=True) if self._sums else ():
             if used[piece.span.index]:
                 there = part.to("cpu", copy=True) if self.offload else part
@@ -233,6 +255,10 @@ class FlatUnit:
         return {
             name: self._view(flat, index).clone() if present[index] else None for index, name in enumerate(self.names)
         }
+
+
+def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 def _not_a_value(dtype: torch.dtype) -> float:

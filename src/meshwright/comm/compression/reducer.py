@@ -1,0 +1,242 @@
+"""What sums gradients over ranks. Buckets and units are handed one, and do not know what it sends.
+
+A reducer makes its exchanges in stages. It is written as a generator that yields each exchange once it has been started, so
+that an algorithm reads from top to bottom, and whoever runs it decides how much computing lies between the stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from meshwright.comm.communicator import Communicator, Pending
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+Stages = Generator[Pending, None, None]
+"""Yields each exchange after it has been started; it is waited for before the generator goes on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What a reducer knows of one gradient, or of a stretch of it, beside its values.
+
+    Args:
+        name: The parameter's FQN; with its place in the parameter where it is a stretch. What was not sent is kept under it.
+        numel: Real numbers in it; a complex number is two [count].
+        row_numel: Real numbers of one row, seen as a matrix in memory order; 1 for vectors and scalars [count].
+        start: Its first number's place in the parameter [count].
+    """
+
+    name: str
+    numel: int
+    row_numel: int
+    start: int = 0
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor, start: int = 0, stop: int | None = None) -> GradientSpec:
+        """Describe a parameter's gradient, or elements `start` to `stop` of it, counted in the parameter's memory order."""
+        parts = 2 if parameter.is_complex() else 1
+        numel = parameter.numel()
+        stop = numel if stop is None else stop
+        longest = max(
+            range(parameter.dim()), key=lambda dim: (parameter.size(dim) > 1, parameter.stride(dim)), default=0
+        )
+        rows = parameter.size(longest) if parameter.dim() > 1 and numel else numel
+        whole = start == 0 and stop == numel
+        return cls(
+            name if whole else f"{name}[{start}:{stop}]",
+            parts * (stop - start),
+            parts * (numel // rows) if rows < numel else 1,
+            parts * start,
+        )
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows; biases, norms' weights and scalars have none, and are always sent as they are."""
+        return self.row_numel > 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientSet:
+    """Gradients of one dtype and device that are summed together. In place: the sums are written over them.
+
+    Args:
+        specs: What they are.
+        tensors: Their values, contiguous and real, [spec.numel] each; zeros where this rank has none.
+        present: Whether this rank has a gradient. Where it has none, what it has not sent yet stays with it: nobody may have
+            one, and then the sum is thrown away.
+        census: [n], more numbers to sum, exactly; None where there are none.
+        whole: The memory that all of the above lie in, in one piece; None where they do not.
+    """
+
+    specs: Sequence[GradientSpec]
+    tensors: Sequence[torch.Tensor]
+    present: Sequence[bool]
+    census: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+
+
+class Reducer(Protocol):
+    """Sums gradients over the ranks of a group."""
+
+    num_stages: int
+    """Exchanges that one `all_reduce` makes, one after the other [count]."""
+
+    def all_reduce(self, gradients: GradientSet) -> Stages:
+        """Sum over all ranks; every rank holds the same bits afterwards."""
+        ...
+
+    def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
+        """Sum this rank's slice of the tensors joined end to end, as `Communicator.reduce_slices`."""
+        ...
+
+    def explain(self) -> str:
+        """Return what it does to numbers, for a plan's reasons; "" where it does nothing to them."""
+        ...
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what must be kept from step to step, on this rank: the live tensors, by name."""
+        ...
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` gave, on this rank, under the same plan."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what must be kept from step to step, on all ranks: a step was left out."""
+        ...
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """Forget what is kept for other parameters: they were frozen."""
+        ...
+
+
+class Exchange:
+    """A reduction under way.
+
+    Args:
+        stages: It; the first stage is started.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._pending = next(stages, None)
+
+    def advance(self) -> None:
+        """Wait for the stage that is under way, and start the next. All ranks do so in the same place."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = next(self._stages, None)
+
+    def finish(self) -> None:
+        """Return when the sums are there."""
+        while self._pending is not None:
+            self.advance()
+
+
+class PlainReducer:
+    """Sums gradients as they are.
+
+    Args:
+        group: The ranks.
+    """
+
+    num_stages = 1
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def all_reduce(self, gradients: GradientSet) -> Stages:
+        """Sum in the background where the gradients lie in one piece of memory, else at once."""
+        if gradients.whole is not None:
+            yield self._group.all_reduce(gradients.whole, async_op=True)
+        elif gradients.tensors:
+            self._group.all_reduce_together(gradients.tensors)
+
+    def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
+        self._group.reduce_slices(gradients.tensors, ends)
+
+    def explain(self) -> str:
+        return ""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        if state:
+            raise ApplyError(
+                f"the state holds {len(state)} tensors of gradients that a compressing plan has not sent yet, and this plan "
+                "compresses nothing",
+                fix="load it under the plan that it was saved under, or leave it out",
+            )
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """There is nothing to forget."""
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what sums and rests of such gradients are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Kept:
+    """Tensors that outlive a step, by the name of what they belong to.
+
+    Args:
+        kind: What they are; it ends their names in `state`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return the tensor of a name, on this device and in this dtype; None where there is none yet.
+
+        Raises:
+            ApplyError: What was loaded has another shape.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            return None
+        if found.shape != shape:
+            raise ApplyError(
+                f"the saved {self._kind} of '{name}' has the shape {tuple(found.shape)}, and this plan needs {shape}",
+                fix="load it under the plan that it was saved under, or leave it out",
+            )
+        if found.device != device or found.dtype != dtype:
+            found = self._tensors[name] = found.to(device, dtype)
+        return found
+
+    def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep a tensor, and return it."""
+        self._tensors[name] = tensor
+        return tensor
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all tensors as ``{name}/{kind}``."""
+        return {f"{name}/{self._kind}": tensor for name, tensor in self._tensors.items()}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take copies of those of this kind."""
+        ending = f"/{self._kind}"
+        self._tensors = {
+            key.removesuffix(ending): tensor.detach().clone() for key, tensor in state.items() if key.endswith(ending)
+        }
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._tensors.clear()
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """Forget those of other names."""
+        wanted = set(names)
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in wanted}
