@@ -231,7 +231,14 @@ def complex_model(plan: str) -> tuple[str, list[str]]:
 
 def reasons_of(plan: str) -> tuple[str, ...]:
     with apply(plan) as model:
+        model.step(mw.split_batch(language(6, 0), model))
         return model.plan.reasons
+
+
+def held_bytes(plan: str) -> dict[str, int]:
+    with small_ones_too(), apply(plan) as model:
+        model.step(mw.split_batch(language(6, 0), model))
+        return model.held_bytes()
 
 
 def branches_alone(plan: str) -> list[tuple[bool, float]]:

@@ -173,6 +173,24 @@ def test_what_is_not_finite_is_found_and_leaves_nothing(plan: str, num_ranks: in
     assert len({digest for _, _, digest, _ in per_rank}) == 1
 
 
+@pytest.mark.parametrize("kind", ["int8", "powersgd"])
+def test_shards_of_layers_are_compressed_too(kind: str) -> None:
+    per_rank = testing.run_ranks(compression_jobs.skip_a_step, 4, f"dp=2,tp=2,compress={kind}", math.nan)
+    assert [found[:2] for found in per_rank] == [([False, False, True, False], True)] * 4
+    assert {found[3] for found in per_rank} == {0}
+    assert len({digest for _, _, digest, _ in per_rank}) == 1
+    reasons = testing.run_ranks(compression_jobs.reasons_of, 4, f"dp=2,tp=2,compress={kind}")[0]
+    assert any("this changes numbers" in reason for reason in reasons)
+
+
+def test_what_is_kept_counts_as_memory_of_gradients() -> None:
+    plain, kept = (
+        testing.run_ranks(compression_jobs.held_bytes, 2, f"dp=2{words}")[0] for words in ("", ",compress=int8")
+    )
+    # One float32 for each element of a matrix.
+    assert kept["gradients"] - plain["gradients"] == pytest.approx(4 * (40 * 24 + 2 * 24 * 56 + 24 * 24), rel=0.01)
+
+
 def test_a_frozen_parameter_loses_its_rest() -> None:
     per_rank = testing.run_ranks(compression_jobs.freeze_between_steps, 2, "dp=2,compress=int8")
     for before, after, _ in per_rank:

@@ -58,6 +58,11 @@ class DataParallelEngine(Engine):
     def compression_state(self) -> dict[str, torch.Tensor]:
         return self.reducer.state()
 
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        held = super().held_tensors()
+        held["gradients"] += self.reducer.state().values()
+        return held
+
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
         self.reducer.load_state(state)
 

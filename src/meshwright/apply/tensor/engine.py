@@ -174,6 +174,7 @@ class TensorEngine(Engine):
         """Return the plan with what is cut, what is not, and why."""
         if self.cutting is None:
             return plan
+        plan = self.inner.detail(plan)
         layout = self.cutting.layout
         layouts = {name: cut.kind for name, (_, cut) in layout.cuts.items()}
         return plan.replace(
@@ -327,6 +328,15 @@ class TensorEngine(Engine):
 
     def finish_step(self) -> None:
         self.inner.finish_step()
+
+    def leave_out_step(self) -> None:
+        self.inner.leave_out_step()
+
+    def compression_state(self) -> dict[str, Tensor]:
+        return {} if self._inner is None else self._inner.compression_state()
+
+    def load_compression_state(self, state: Mapping[str, Tensor]) -> None:
+        self.inner.load_compression_state(state)
 
     # -- whole values -------------------------------------------------------------------------------------------
 
