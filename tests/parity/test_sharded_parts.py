@@ -111,6 +111,12 @@ def test_the_first_step_holds_few_units_too(micro_batches: int) -> None:
         assert with_gradients <= 4, counts
 
 
+@pytest.mark.parametrize(("words", "most"), [(",bucket_bytes=1B", 1), ("", 10)])
+def test_zero_2_lets_as_many_gradients_lie_as_it_is_told(words: str, most: int) -> None:
+    counts = testing.run_ranks(sharded_jobs.most_at_once, 2, f"dp=2,zero=2{words}")
+    assert max(with_gradients for _, with_gradients in counts[0]) == pytest.approx(most, abs=1), counts
+
+
 def test_evaluation_with_shares_of_different_sizes() -> None:
     torch.manual_seed(0)
     model = sharded_jobs.build_chain()

@@ -9,7 +9,7 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 
-def balance_layers(costs: Sequence[float], num_stages: int) -> list[int]:
+def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int | None] | None = None) -> list[int]:
     """Return the stage of each layer, such that the most expensive stage is as cheap as possible.
 
     Exact, by dynamic programming over the cut positions: O(layers^2 x stages). Among equal cuts the earliest is taken.
@@ -17,15 +17,18 @@ def balance_layers(costs: Sequence[float], num_stages: int) -> list[int]:
     Args:
         costs: Cost of each layer, in order, not negative [any one unit].
         num_stages: Stages; each gets at least one layer [count].
+        wishes: For each layer the stage that it must lie on, or None.
 
     Returns:
         Stage index of each layer, not decreasing.
 
     Raises:
-        ApplyError: There are fewer layers than stages.
+        ApplyError: There are fewer layers than stages, or the wishes leave a stage without a layer or run backwards.
 
     >>> balance_layers([1, 1, 1, 3], 2)
     [0, 0, 0, 1]
+    >>> balance_layers([1, 1, 1, 3], 2, [None, 1, None, None])
+    [0, 1, 1, 1]
     """
     num_layers = len(costs)
     if num_layers < num_stages:
@@ -42,10 +45,18 @@ def balance_layers(costs: Sequence[float], num_stages: int) -> list[int]:
     best[0][0] = 0.0
     for stage in range(1, num_stages + 1):
         for end in range(stage, num_layers + 1):
-            for start in range(stage - 1, end):
+            for start in range(end - 1, stage - 2, -1):
+                if wishes is not None and wishes[start] not in (None, stage - 1):
+                    break
                 worst = max(best[stage - 1][start], prefix[end] - prefix[start])
-                if worst < best[stage][end]:
+                if worst <= best[stage][end] and worst < float("inf"):
                     best[stage][end], cut[stage][end] = worst, start
+    if best[num_stages][num_layers] == float("inf"):
+        raise ApplyError(
+            f"the plan's stages cannot be had: in the order in which the layers run they must not decrease, and each of the "
+            f"{num_stages} stages needs a layer",
+            fix="leave out stages=",
+        )
     stages = [0] * num_layers
     end = num_layers
     for stage in range(num_stages, 0, -1):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from meshwright.apply.norm import total_norm
+from meshwright.apply.norm import squares_of, total_norm
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan
@@ -49,6 +50,11 @@ class Engine:
         """All ranks that take a step together."""
         return self.group
 
+    @property
+    def loss_group(self) -> Communicator:
+        """The ranks over which losses are added up: together they compute each one once."""
+        return self.group
+
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with what the strategy decided by itself."""
         return plan
@@ -83,7 +89,10 @@ class Engine:
         """Say that the next backward is the last of this step, so that reduction may begin while it runs."""
 
     def begin_forward(self) -> None:
-        """Get ready for a forward that no step surrounds."""
+        """Get ready for forwards that no step surrounds."""
+
+    def end_forward(self) -> None:
+        """Take note that these forwards are over."""
 
     def before_layer(self, layer: nn.Module) -> None:
         """Take note that a layer's forward runs now, maybe again in backward."""
@@ -123,6 +132,21 @@ class Engine:
 
     def sum_over_pieces(self, values: torch.Tensor) -> None:
         """Add up, in place, over the ranks that hold other pieces of the same gradients."""
+
+    def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> torch.Tensor:
+        """Return the sum of the whole gradient's squares, a float64 scalar, without the parameters of these ids.
+
+        `exact` takes each square in float64, too.
+        """
+        gradients = [gradient for gradient, parameter in self.gradient_pieces() if id(parameter) not in skipped]
+        squares = squares_of(gradients, self.device, exact=exact)
+        self.sum_over_pieces(squares)
+        return squares
+
+    def norm_of_squares(self) -> torch.Tensor:
+        """Return the 2-norm of the whole gradient by its squares, in float64 where they overflow the gradient's dtype."""
+        norm = self.gradient_squares(frozenset(), exact=False).sqrt()
+        return norm if math.isfinite(norm.item()) else self.gradient_squares(frozenset(), exact=True).sqrt()
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of the whole gradient, a scalar."""

@@ -13,7 +13,7 @@ def refuse_unbuilt(plan: Plan) -> None:
     missing = [
         name
         for name, asked in {
-            f"pp={plan.pp} with one process per device": plan.pp > 1 and plan.mode == "ranks",
+            f"pp={plan.pp} with tp={plan.tp}": plan.pp > 1 and plan.tp > 1 and plan.mode == "ranks",
             f"cp={plan.cp}": plan.cp > 1,
         }.items()
         if asked
@@ -21,7 +21,7 @@ def refuse_unbuilt(plan: Plan) -> None:
     if missing:
         raise ApplyError(
             f"the plan '{plan}' asks for {', '.join(missing)}, which this version cannot apply; it applies data parallelism "
-            "(dp with zero=0 to 3, data_parallel), tensor parallelism (tp), layers over devices (model_parallel), micro_batches, "
-            "recompute and precision",
+            "(dp with zero=0 to 3, data_parallel), tensor parallelism (tp), pipelines (pp), layers over devices "
+            "(model_parallel), micro_batches, recompute and precision",
             fix=f"use the plan 'dp={plan.num_devices}'",
         )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
+from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -14,14 +25,19 @@ __all__ = [
     "LINEAR",
     "TURNS",
     "Convolution",
+    "FakeTensor",
+    "FakeTensorError",
+    "FakeTensorMode",
     "ProcessGroupGloo",
     "TorchDispatchMode",
     "cpu_backend",
     "cpu_backend_name",
+    "current_function_mode",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
     "run_backward",
+    "without_checkpoints",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -29,6 +45,9 @@ __all__ = [
 
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
 """The base of torch's convolution layers."""
+
+FakeTensorError = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What is raised where a fake tensor, which has a shape and no values, does not suffice."""
 
 without_function_modes = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
@@ -76,6 +95,36 @@ def run_backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> 
     _engine_run_backward(
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+@contextlib.contextmanager
+def without_checkpoints(is_inside: Callable[[bool], None]) -> Iterator[None]:
+    """Have torch.utils.checkpoint call its function plainly; `is_inside` is told when it enters and when it leaves one."""
+    theirs = torch.utils.checkpoint
+    kept = theirs._checkpoint_without_reentrant_generator, theirs.CheckpointFunction
+
+    def generator(*_: Any, **__: Any) -> Generator[None]:
+        is_inside(True)
+        try:
+            yield
+        finally:
+            is_inside(False)
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            is_inside(True)
+            try:
+                return function(*args)
+            finally:
+                is_inside(False)
+
+    theirs._checkpoint_without_reentrant_generator = generator
+    theirs.CheckpointFunction = Plain  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        theirs._checkpoint_without_reentrant_generator, theirs.CheckpointFunction = kept
 
 
 def cpu_backend_name(group: ProcessGroup) -> str:

@@ -65,6 +65,11 @@ class Pending:
         self._work = work
         self._entry = entry
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         """Return when the result is there.
 
@@ -281,6 +286,24 @@ class Communicator:
             lambda later: dist.broadcast(tensor, src=self.ranks[source], group=self.process_group, async_op=later),
             async_op=async_op,
         )
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
+        """Start to send a contiguous tensor to the group's rank `target`; it must stay as it is until `wait()` returns."""
+        flat = tensor.reshape(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
+        return self.issue(
+            "send",
+            tensor.nbytes,
+            lambda _: dist.isend(flat, group=self.process_group, tag=tag, group_dst=target),
+            async_op=True,
+        )
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fill a contiguous tensor with what the group's rank `source` sends under this tag."""
+        flat = tensor.view(-1).view(torch.uint8)
+        entry = self.ledger.record("receive", self.axis, tensor.nbytes, self.size)
+        start = time.perf_counter()
+        self.run_waiting("receive", lambda: dist.recv(flat, group=self.process_group, tag=tag, group_src=source))
+        entry.wait_s += time.perf_counter() - start
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in group order; all have one shape and dtype."""

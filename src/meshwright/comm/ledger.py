@@ -12,7 +12,7 @@ def ring_bytes(collective: str, tensor_bytes: int, num_ranks: int) -> float:
     """Return what one rank sends for a collective when it is done by a ring.
 
     Args:
-        collective: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "send" or "to".
+        collective: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "send", "receive" or "to".
         tensor_bytes: Bytes of the full tensor on one rank [bytes]; for an all-gather, of the gathered result.
         num_ranks: Ranks that take part, n >= 1 [count].
 
@@ -38,6 +38,7 @@ _RING_FACTOR: dict[str, Callable[[float], float]] = {
     "reduce": lambda share: share,
     "all_to_all": lambda share: share,
     "send": lambda _: 1.0,  # point to point: the whole tensor leaves this rank
+    "receive": lambda _: 0.0,
     "to": lambda _: 1.0,  # a move between two devices of one process
     "barrier": lambda _: 0.0,
 }

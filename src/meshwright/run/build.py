@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.distributed import DistributedEngine
+from meshwright.apply.data.gathering import REDUCE_BYTES
 from meshwright.apply.data.sharded import WHOLE_BELOW_BYTES, ShardedEngine, Sharding
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
+from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.replicas import ReplicasEngine
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.comm.communicator import Communicator
@@ -136,6 +138,8 @@ def build_engine(
     if plan.mode == "data_parallel":
         return ReplicasEngine(module, world.default_group.over("dp"), devices, splitter=splitter)
     group = subgroup(world, plan.mesh.groups("dp"), "dp")
+    if plan.pp > 1:
+        return _pipeline_engine(module, plan, world, group, devices[0])
     if plan.tp == 1:
         return _data_engine(module, plan, world, group, devices[0])
     return TensorEngine(
@@ -148,6 +152,27 @@ def build_engine(
         zero=plan.zero if plan.dp > 1 else 0,
         wanted=plan.layouts,
         on_slices=plan.uses_sequence_parallel,
+    )
+
+
+def _pipeline_engine(module: nn.Module, plan: Plan, world: World, group: Communicator, device: torch.device) -> Engine:
+    columns = plan.mesh.groups("pp")
+
+    def make_group(places: Sequence[int]) -> Communicator:
+        cut = [[column[place] for place in places] for column in columns]
+        cut += [[rank] for column in columns for place, rank in enumerate(column) if place not in places]
+        return subgroup(world, cut, "pp")
+
+    return PipelineEngine(
+        module,
+        group,
+        device,
+        plan,
+        pipe=subgroup(world, columns, "pp"),
+        everyone=world.default_group,
+        make_inner=lambda: _data_engine(module, plan, world, group, device),
+        make_group=make_group,
+        loss_group=subgroup(world, plan.mesh.groups("pp", "dp"), "dp"),
     )
 
 
@@ -175,6 +200,8 @@ def _sharding(plan: Plan, world: World) -> Sharding:
         whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
         offload=plan.offload == "optimizer",
         compress=plan.compress,
+        per_step=plan.pp > 1,
+        reduce_bytes=REDUCE_BYTES if plan.bucket_bytes is None else plan.bucket_bytes,
     )
 
 

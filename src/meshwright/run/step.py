@@ -28,6 +28,7 @@ from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard
 from meshwright.apply.norm import clip_
+from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
 from meshwright.errors import NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
@@ -35,6 +36,7 @@ from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_fi
 from meshwright.run.exchange import Agreement, SumExchange, Sums
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
+from meshwright.run.schedule import ScheduleExecutor
 
 __all__: list[str] = []
 
@@ -133,6 +135,7 @@ class Stepper:
     def _prepare(self, parts: list[Any]) -> None:
         if not self.engine.is_prepared:
             self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
+            self._guard = ModelGuard(self.engine.module)  # a strategy may have taken parameters out
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -186,7 +189,9 @@ class Stepper:
             # gradients that some ranks have begun to exchange by then.
             later = engine.group.shares_memory and not engine.exchanges_in_backward
             changed = engine.buffers_changed()
-            return SumExchange(engine.group, engine.device, terms, buffers_changed=changed, in_background=not later)
+            return SumExchange(
+                engine.loss_group, engine.device, terms, buffers_changed=changed, in_background=not later
+            )
 
         lockstep = engine.needs_lockstep
         if lockstep:
@@ -202,8 +207,17 @@ class Stepper:
             if is_last and engine.num_replicas == 1 and not lockstep:
                 exchange = exchange_sums()
                 on_phase("backward")
-            self._backward(term, agreement, alone=alone)
+            root = self._root(term, agreement, alone=alone)
+            engine.begin_backward()
+            if root is not None:
+                torch.autograd.backward(*root)
 
+        if isinstance(engine, PipelineEngine):
+            agreement.wait()
+            terms += ScheduleExecutor(
+                engine, parts, self._loss_term_if_any, lambda term: self._root(term, agreement, alone=alone)
+            ).run()
+            parts = []
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
             if is_last:
@@ -231,18 +245,17 @@ class Stepper:
         weight = self.rule.known_weight(part)
         return self._loss_term(module, part, weight) if weight else None
 
-    def _backward(self, term: LossTerm, agreement: Agreement, *, alone: bool) -> None:
-        self.engine.begin_backward()
+    def _root(
+        self, term: LossTerm, agreement: Agreement, *, alone: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return what backward is run from, and the gradient there; None where this micro-batch used frozen parameters only."""
         if not term.value.requires_grad:
-            return  # this micro-batch used frozen parameters only
+            return None
         if term.is_mean:
             share = float(term.weight) / agreement.known_weight
         else:
             share = 1.0 / float(term.weight) if alone and term.weight else 1.0
-        if share == 1.0:
-            term.value.backward()
-        else:
-            term.value.backward(torch.full_like(term.value, share))
+        return term.value, None if share == 1.0 else torch.full_like(term.value, share)
 
     # -- what is not finite -------------------------------------------------------------------------------------
 
@@ -280,14 +293,18 @@ class Stepper:
                 engine.begin_forward()
                 if engine.needs_lockstep:
                     agreement.wait()
-                found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
+                if isinstance(engine, PipelineEngine):
+                    found = ScheduleExecutor(engine, parts, self._loss_term_if_any, lambda _: None).run()
+                else:
+                    found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
                 agreement.wait()
                 for _ in range(agreement.num_passes - len(parts)):
                     engine.idle_pass()
                 terms = [term for term in found if term is not None]
                 sums = SumExchange(
-                    engine.group, engine.device, terms, buffers_changed=False, in_background=False
+                    engine.loss_group, engine.device, terms, buffers_changed=False, in_background=False
                 ).wait()
+                engine.end_forward()
         finally:
             for module, mode in modes:
                 module.training = mode

@@ -50,7 +50,7 @@ class Plan(Value):
         overlap: Communicate while computing.
         offload: What is kept in the host's memory; "optimizer" is the state of this rank's shards, which are updated there.
         micro_batch_size: Samples of one forward pass; None splits what comes [samples].
-        bucket_bytes: Size of a gradient bucket; None is the measured default [bytes].
+        bucket_bytes: Size of a gradient bucket, and of what ZeRO-2 lets lie before it is summed; None is the default [bytes].
         whole_below: ZeRO-3 keeps layers with fewer bytes of parameters whole; None is the default [bytes].
         layouts: FQN -> how that parameter is split, as text.
         stages: Module name -> the stage that it runs in, counted from 0.

@@ -35,6 +35,9 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
+REDUCE_BYTES = 32 * 2**20
+"""Whole gradients that ZeRO-2 lets lie before it sums them; DeepSpeed's `reduce_bucket_size` is 5e8 elements [bytes]."""
+
 
 class Gathering:
     """The passes over a module whose units are gathered and reduced.
@@ -46,6 +49,7 @@ class Gathering:
         group: The data-parallel ranks, which share the score.
         device: Where small exchanges live.
         prefetches: Whether the next unit may be gathered while this one computes.
+        reduce_bytes: Gradients of units that are always whole are summed when so many are there [bytes].
     """
 
     def __init__(
@@ -57,7 +61,10 @@ class Gathering:
         device: torch.device,
         *,
         prefetches: bool = True,
+        reduce_bytes: int = REDUCE_BYTES,
     ) -> None:
+        self._reduce_bytes = reduce_bytes
+        self._ready_bytes = 0
         self._module = module
         self._units = list(units)
         self._group = group
@@ -158,7 +165,11 @@ class Gathering:
             self._missing[index] -= 1
             if self._missing[index] == 0:
                 self._note((REDUCE, index))
-                self._sum_what_is_ready()
+                # Each sum waits for the other ranks' backward, so that many small ones add up what the ranks differ by.
+                self._ready_bytes += sum(parameter.nbytes for parameter in self._units[index].parameters)
+                if self._ready_bytes >= self._reduce_bytes:
+                    self._ready_bytes = 0
+                    self._sum_what_is_ready()
 
         return hook
 
@@ -304,6 +315,7 @@ class Gathering:
             self._learn_backward()
         self._phase, self._score, self._place = "backward", self._scores["backward"], 0
         self._is_over = set()
+        self._ready_bytes = 0
         for index in self._trainable - self._gathered:
             self._missing[index] = sum(parameter.requires_grad for parameter in self._units[index].parameters)
 

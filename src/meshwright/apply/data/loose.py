@@ -63,9 +63,10 @@ class LooseGradients:
         for parameter, grad, was_here, is_used in zip(self.parameters, full, present, used, strict=True):
             if was_here != is_used:
                 parameter.grad = grad if is_used else None
-        if scale != 1.0:
+        there = [grad for grad, is_used in zip(full, used, strict=True) if is_used]
+        if scale != 1.0 and there:
             with torch.no_grad():
-                foreach_mul_([grad for grad, is_used in zip(full, used, strict=True) if is_used], scale)
+                foreach_mul_(there, scale)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""

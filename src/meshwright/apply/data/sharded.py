@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.base import DataParallelEngine
-from meshwright.apply.data.gathering import Gathering
+from meshwright.apply.data.gathering import REDUCE_BYTES, Gathering
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, require_fresh
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.comm._torch_private import foreach_norm
@@ -50,6 +50,9 @@ class Sharding:
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
         offload: Whether the optimizer works in the host's memory.
         compress: What gradients are sent as: between replicas where there are any, else between shards.
+        per_step: Whether values are gathered once before a step's first micro-batch and gradients reduced once after its last:
+            in a pipeline forwards and backwards of several micro-batches take turns.
+        reduce_bytes: Gradients of layers that are always whole are summed when so many are there [bytes].
     """
 
     zero: int
@@ -59,6 +62,8 @@ class Sharding:
     whole_below: int = WHOLE_BELOW_BYTES
     offload: bool = False
     compress: str = "none"
+    per_step: bool = False
+    reduce_bytes: int = REDUCE_BYTES
 
 
 class ShardedEngine(DataParallelEngine):
@@ -127,9 +132,15 @@ class ShardedEngine(DataParallelEngine):
                 )
                 self.units.append(unit)
                 self._owners.append(owner)
-        if zero > 1:
+        if zero > 1 and not self.sharding.per_step:
             self._gathering = Gathering(
-                self.module, self.units, self._owners, self.group, self.device, prefetches=self.sharding.prefetches
+                self.module,
+                self.units,
+                self._owners,
+                self.group,
+                self.device,
+                prefetches=self.sharding.prefetches,
+                reduce_bytes=self.sharding.reduce_bytes,
             )
 
     def _layers(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
@@ -164,6 +175,18 @@ class ShardedEngine(DataParallelEngine):
         super().begin_step()
         for unit in self.units:
             unit.begin_step()
+        self._gather_for_step()
+
+    def _gather_for_step(self) -> None:
+        if self.sharding.per_step:
+            for unit in self.units:
+                unit.gather()
+
+    def _release_after_step(self) -> None:
+        if self.sharding.per_step:
+            for unit in self.units:
+                if unit.is_gathered:
+                    unit.release()
 
     def refresh_trainable(self) -> None:
         super().refresh_trainable()
@@ -173,8 +196,12 @@ class ShardedEngine(DataParallelEngine):
                 piece.tensor.requires_grad_(unit.parameters[piece.span.index].requires_grad)
 
     def begin_forward(self) -> None:
+        self._gather_for_step()
         if self._gathering is not None:
             self._gathering.begin_forward()
+
+    def end_forward(self) -> None:
+        self._release_after_step()
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self._gathering is None:
@@ -214,6 +241,7 @@ class ShardedEngine(DataParallelEngine):
             for unit in self.units:
                 if unit.is_trainable:
                     unit.reduce()
+            self._release_after_step()
         trainable = [(unit, own) for unit, own in self._with_flags(used) if unit.is_trainable]
         for unit, own in trainable:
             unit.start_settling(own, self._across)
@@ -293,11 +321,15 @@ class ShardedEngine(DataParallelEngine):
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        if self._gathering is None:
-            yield
+        if self._gathering is not None:
+            with self._gathering.everything_whole():
+                yield
             return
-        with self._gathering.everything_whole():
+        self._gather_for_step()
+        try:
             yield
+        finally:
+            self._release_after_step()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         found: dict[str, torch.Tensor | None] = {}

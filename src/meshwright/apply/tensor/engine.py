@@ -308,23 +308,20 @@ class TensorEngine(Engine):
     def gradient_tensors(self) -> Sequence[Tensor]:
         return self.inner.gradient_tensors()
 
+    def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
+        """Return the sum of the whole gradient's squares: each shard's added up, what every rank holds counted once."""
+        pieces = [(gradient, id(p)) for gradient, p in self.inner.gradient_pieces() if id(p) not in skipped]
+        whole = [gradient for gradient, key in pieces if key not in self._cut_ids]
+        cut = [gradient for gradient, key in pieces if key in self._cut_ids]
+        squares = torch.stack([squares_of(whole, self.device, exact=exact), squares_of(cut, self.device, exact=exact)])
+        self.inner.sum_over_pieces(squares)
+        if self.shards.group_rank > 0:
+            squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
+        self.shards.all_reduce(squares)
+        return squares.sum()
+
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the whole gradient: each shard's squares added up, what every rank holds counted once."""
-        pieces = self.inner.gradient_pieces()
-        whole = [gradient for gradient, parameter in pieces if id(parameter) not in self._cut_ids]
-        cut = [gradient for gradient, parameter in pieces if id(parameter) in self._cut_ids]
-        for exact in (False, True):
-            squares = torch.stack(
-                [squares_of(whole, self.device, exact=exact), squares_of(cut, self.device, exact=exact)]
-            )
-            self.inner.sum_over_pieces(squares)
-            if self.shards.group_rank > 0:
-                squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
-            self.shards.all_reduce(squares)
-            norm = squares.sum().sqrt()
-            if math.isfinite(norm.item()):
-                break
-        return norm
+        return self.norm_of_squares()
 
     def finish_step(self) -> None:
         self.inner.finish_step()
@@ -348,10 +345,11 @@ class TensorEngine(Engine):
             return
         cutting = self.cutting
         with self.inner.whole_parameters(), cutting.suspended():
-            tensors = {name: find_tensor(self.module, name) for name in cutting.layouts()}
+            layouts = cutting.layouts()
+            tensors = {name: find_tensor(self.module, name) for name in layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
-            for name, layouts in cutting.layouts().items():
-                tensors[name].data = gather_full(kept[name], layouts, self.shards)
+            for name, own in layouts.items():
+                tensors[name].data = gather_full(kept[name], own, self.shards)
             try:
                 yield
             finally:

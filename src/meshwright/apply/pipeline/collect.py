@@ -1,0 +1,55 @@
+"""What one rank of a pipeline has is given to all of them: outputs, values, gradients, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+class Collector:
+    """Gives every rank of a pipeline what some of them hold. Every rank calls the same, in the same order.
+
+    Args:
+        pipe: The ranks of the pipeline.
+        device: This rank's device.
+        places: FQN -> the pipe's ranks that hold the parameter.
+    """
+
+    def __init__(self, pipe: Communicator, device: torch.device, places: Mapping[str, list[int]]) -> None:
+        self._pipe = pipe
+        self._device = device
+        self._places = places
+
+    def tensor(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of the pipe's rank `source`; elsewhere one, fake perhaps, of the same shape and dtype is given."""
+        if source == self._pipe.group_rank:
+            result = tensor.detach().contiguous()
+        else:
+            result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        if result.numel():
+            self._pipe.broadcast(result.view(-1).view(torch.uint8), source)
+        return result
+
+    def values(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the whole model's values by FQN."""
+        return {name: self.tensor(parameter, self._places[name][0]) for name, parameter in parameters.items()}
+
+    def gradients(
+        self, parameters: Mapping[str, nn.Parameter], own: Mapping[str, Tensor | None]
+    ) -> dict[str, Tensor | None]:
+        """Return the whole model's gradients by FQN, where `own` are those of this rank; None where there is none."""
+        there = [name for name, gradient in own.items() if gradient is not None]
+        everywhere = [set(names) for names in self._pipe.all_gather_json(there, device=self._device)]
+        found: dict[str, Tensor | None] = {}
+        for name, parameter in parameters.items():
+            source = self._places[name][0]
+            gradient = own.get(name)
+            like = parameter if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+            found[name] = self.tensor(like, source) if name in everywhere[source] else None
+        return found

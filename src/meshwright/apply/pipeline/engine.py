@@ -1,0 +1,398 @@
+"""Pipeline parallelism: stages on other ranks, an engine of data or tensor parallelism on this rank's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.buffers import BufferSnapshot
+from meshwright.apply.data.base import make_copies_equal
+from meshwright.apply.engine import Engine
+from meshwright.apply.pipeline import stages
+from meshwright.apply.pipeline.collect import Collector
+from meshwright.apply.pipeline.flow import Flow, observe
+from meshwright.apply.pipeline.holding import Holding
+from meshwright.apply.pipeline.post import Post
+from meshwright.apply.pipeline.shapes import Shapes
+from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.pipeline.tied import TiedGradients
+from meshwright.apply.pipeline.walk import Walk
+from meshwright.apply.subclass import with_forward
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import map_tensors, tensors_in
+from meshwright.errors import ApplyError
+from meshwright.schedule import ActionKind, PipelineSchedule
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+
+class PipelineEngine(Engine):
+    """A model whose calls are dealt out to stages.
+
+    `inner` is the engine on what this rank holds; this one adds what stages exchange. The step runs a schedule on it
+    (`run/schedule.py`) instead of one micro-batch after the other.
+
+    Args:
+        module: The user's module, on `device`.
+        group: The data-parallel ranks: those with the same stages.
+        device: This rank's device.
+        plan: Schedule and stages.
+        pipe: The ranks that hold one copy of the model between them, in the order of the stages.
+        everyone: All ranks.
+        make_inner: Gives the engine on this rank's part, once the module has been reduced to it.
+        make_group: (places on the pipe) -> the group of the ranks there; every rank calls it.
+        loss_group: The ranks over which losses are summed: every stage of every share of the batch, once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Communicator,
+        device: torch.device,
+        plan: Plan,
+        *,
+        pipe: Communicator,
+        everyone: Communicator,
+        make_inner: Callable[[], Engine],
+        make_group: Callable[[Sequence[int]], Communicator],
+        loss_group: Communicator,
+    ) -> None:
+        super().__init__(module, group, device)
+        self.pipe = pipe
+        self._everyone = everyone
+        self._loss_group = loss_group
+        self._plan = plan
+        self._make_inner = make_inner
+        self._make_group = make_group
+        self._inner: Engine | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._schedules: dict[int, PipelineSchedule] = {}
+        self._units: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._holding: Holding
+        self._collector: Collector
+        self._tied: TiedGradients
+        self._stages: dict[int, Stage] = {}
+        self.stage_map: stages.StageMap
+        self._post = Post(pipe, self.schedule(1).rank_of_stage, plan.num_stages)
+        make_copies_equal(self.parameters, everyone)
+        make_copies_equal(module.buffers(), everyone)
+
+    def schedule(self, num_micro_batches: int) -> PipelineSchedule:
+        """Return the order of work for so many micro-batches."""
+        found = self._schedules.get(num_micro_batches)
+        if found is None:
+            plan = self._plan
+            found = PipelineSchedule.build(
+                plan.schedule, num_ranks=plan.pp, num_micro_batches=num_micro_batches, virtual=plan.virtual
+            )
+            self._schedules[num_micro_batches] = found
+        return found
+
+    # -- the cut ------------------------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> int:
+        return self.pipe.size
+
+    @property
+    def everyone(self) -> Communicator:
+        return self._everyone
+
+    @property
+    def loss_group(self) -> Communicator:
+        return self._loss_group
+
+    @property
+    def inner(self) -> Engine:
+        """The engine on this rank's part."""
+        if self._inner is None:
+            raise ApplyError(
+                f"pp={self.pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
+                fix="call step() or evaluate() first, or pass example_batch= to apply_plan",
+            )
+        return self._inner
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._inner is not None
+
+    def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
+        """Find the calls and deal them out, once. Every rank comes here; one that has a batch looks, and tells the others.
+
+        Raises:
+            ApplyError: No rank has a batch, or the model cannot be cut into so many stages.
+        """
+        if self.is_prepared:
+            return
+        able = self._everyone.all_gather_json(run is not None, device=self.device)
+        if True not in able:
+            raise ApplyError("no rank has a sample, so that the order of the layers cannot be seen", fix="pass a batch")
+        seer = able.index(True)
+        told: Any = None
+        failure: Exception | None = None
+        if self._everyone.group_rank == seer and run is not None:
+            try:
+                told = self._observe(run).to_json()
+            except Exception as error:  # noqa: BLE001 - the user's forward: every rank must hear of it
+                failure, told = error, f"{type(error).__name__}: {error}"
+        answer = self._everyone.all_gather_json(told, device=self.device)[seer]
+        if failure is not None:
+            raise failure
+        if isinstance(answer, str):
+            raise ApplyError(f"rank {seer} could not run the model to see the order of its layers: {answer}")
+        flow = Flow.from_json(answer)
+        if flow.reads:
+            raise ApplyError(
+                f"the forward reads numbers between its layers: {'; '.join(flow.reads[:3])}; every stage would need them before "
+                "they are computed",
+                fix="decide by the inputs, or inside a layer; or use pp=1",
+            )
+        self._place(flow)
+
+    def _observe(self, run: Callable[[nn.Module], Any]) -> Flow:
+        buffers = BufferSnapshot(self.module)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            try:
+                return observe(self.module, run, num_stages=self._plan.num_stages)
+            finally:
+                buffers.restore()
+
+    def _place(self, flow: Flow) -> None:
+        stage_map = stages.cut(self.module, flow, self._plan.num_stages, self._plan.stages)
+        self.stage_map = stage_map
+        schedule = self.schedule(1)
+        own = schedule.stages_of_rank(self.pipe.group_rank)
+        shapes = Shapes()
+        splits = self._plan.schedule in ("zb-h1", "zbv")
+        self._stages = {index: Stage(index, self.module, stage_map, shapes, self._post, splits=splits) for index in own}
+        self._holding = Holding(self.module, stage_map.holders, own)
+        self._intercept(flow.units)
+        places = {
+            name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
+        }
+        self._collector = Collector(self.pipe, self.device, places)
+        groups = {
+            held: self._make_group(held) for held in sorted({tuple(held) for held in places.values() if len(held) > 1})
+        }
+        self._tied = TiedGradients(
+            {name: (groups[tuple(held)], self._holding.all[name]) for name, held in places.items() if len(held) > 1},
+            self.pipe.rank,
+        )
+        self.parameters = list(self.module.parameters())
+        if self._optimizer is not None:
+            _keep_only(self._optimizer, self.parameters)
+        self._inner = self._make_inner()
+        self._inner.adopt_optimizer(self._optimizer)
+
+    def _intercept(self, units: Sequence[str]) -> None:
+        done: set[int] = set()
+        for name in units:
+            unit = self.module.get_submodule(name)
+            if id(unit) not in done:
+                done.add(id(unit))
+                self._units.append((unit, type(unit)))
+                unit.__class__ = with_forward(type(unit), self._unit_forward(name, type(unit).forward))
+        self._units.append((self.module, type(self.module)))
+        self.module.__class__ = with_forward(type(self.module), self._model_forward(type(self.module).forward))
+
+    def _walk(self) -> Walk | None:
+        """Return the forward that is under way."""
+        return next((stage.walk for stage in self._stages.values() if stage.walk is not None), None)
+
+    def _model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outputs = original(module, *args, **kwargs)
+            walk = self._walk()
+            if walk is not None:
+                walk.outputs = outputs
+            return outputs
+
+        return forward
+
+    def _unit_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            walk = self._walk()
+            if walk is None or walk.is_paused:
+                return original(module, *args, **kwargs)
+            return walk.call_unit(name, module, original, args, kwargs)
+
+        return forward
+
+    def detail(self, plan: Plan) -> Plan:
+        """Return the plan with the stage of each layer, and each stage's share of the work."""
+        if self._inner is None:
+            return plan
+        shares = ", ".join(f"{share:.1%}" for share in self.stage_map.shares)
+        lines = [
+            f"pp={self.pipe.size} cuts {len(self.stage_map.stages)} layers into {plan.num_stages} stages: {shares} of the work"
+        ]
+        if self._tied.names:
+            lines.append(f"used on several stages, gradients summed: {', '.join(self._tied.names[:4])}")
+        detailed = plan.replace(stages=self.stage_map.stages, reasons=(*plan.reasons, *lines))
+        return self._inner.detail(detailed)
+
+    # -- a schedule's actions -----------------------------------------------------------------------------------
+
+    def run_forward(self, stage: int, micro_batch: int, run: Callable[[nn.Module], T]) -> T | None:
+        """Run a stage's part of a forward; tensors that other stages compute are fake in what is returned.
+
+        None where the loss reads numbers that other stages have.
+        """
+        return self._stages[stage].forward(micro_batch, run)
+
+    def computes(self, stage: int, tensor: Tensor) -> bool:
+        """Tell whether a tensor that `run_forward` returned is the stage's own."""
+        return self._stages[stage].home_of(tensor) == stage
+
+    def run_backward(
+        self, stage: int, micro_batch: int, root: tuple[Tensor, Tensor | None] | None, kind: ActionKind
+    ) -> None:
+        """Run a stage's part of a backward, or a half of it; `root` is the loss and its gradient, where it is computed."""
+        if kind is ActionKind.WEIGHT_GRAD:
+            self._stages[stage].run_rest(micro_batch)
+        else:
+            self._stages[stage].backward(micro_batch, root)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+
+    def begin_step(self) -> None:
+        self._post.forget()
+        for stage in self._stages.values():
+            stage.forget()
+        self.inner.begin_step()
+
+    def arm(self) -> None:
+        self.inner.arm()
+
+    def before_layer(self, layer: nn.Module) -> None:
+        if self._inner is not None:
+            self._inner.before_layer(layer)
+
+    def refresh_trainable(self) -> None:
+        self.inner.refresh_trainable()
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the module's outputs, on every rank of the pipeline."""
+        self.prepare(lambda module: module(*args, **kwargs))
+        with torch.no_grad():
+            found = {
+                index: stage.forward(0, lambda module: module(*args, **kwargs))
+                for index, stage in sorted(self._stages.items())
+            }
+            self._post.finish()
+            return self._whole_outputs(found)
+
+    def _whole_outputs(self, found: Mapping[int, Any]) -> Any:
+        """Give every rank the tensors that some stage computed."""
+        own = {index: list(tensors_in(tree)) for index, tree in found.items()}
+        anyone, tree = next(iter(found.items()))
+        place = iter(range(len(own[anyone])))
+
+        def whole(_: Tensor) -> Tensor:
+            index = next(place)
+            home = self._stages[anyone].home_of(own[anyone][index])
+            return self._collector.tensor(
+                own[home if home in own else anyone][index], self.schedule(1).rank_of_stage(home)
+            )
+
+        return map_tensors(tree, whole)
+
+    def finish_gradients(self, scale: float) -> None:
+        self._post.finish()
+        if self._plan.zero and self._plan.dp > 1:  # there a rank is left with pieces
+            self._tied.sum()
+            self.inner.finish_gradients(scale)
+        else:
+            self.inner.finish_gradients(scale)
+            self._tied.sum()
+
+    def gradient_tensors(self) -> Sequence[Tensor]:
+        return self.inner.gradient_tensors()
+
+    def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
+        squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
+        self.pipe.all_reduce(squares)
+        return squares
+
+    def gradient_norm(self) -> Tensor:
+        return self.norm_of_squares()
+
+    def finish_step(self) -> None:
+        self.inner.finish_step()
+
+    def leave_out_step(self) -> None:
+        self.inner.leave_out_step()
+
+    def compression_state(self) -> dict[str, Tensor]:
+        return {} if self._inner is None else self._inner.compression_state()
+
+    def load_compression_state(self, state: Mapping[str, Tensor]) -> None:
+        self.inner.load_compression_state(state)
+
+    # -- whole values -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Have the module whole and plain inside: every parameter and buffer, on every rank."""
+        if self._inner is None:
+            yield
+            return
+        with self._inner.whole_parameters():
+            self._spread_buffers()
+            with self._holding.whole(self._collector.values(self._holding.all)):
+                yield
+
+    def _spread_buffers(self) -> None:
+        """Give every rank each unit's buffers as the rank has them that runs its last call."""
+        schedule = self.schedule(1)
+        for name, calls in self.stage_map.calls.items():
+            for buffer in self.module.get_submodule(name).buffers():
+                if buffer.numel():
+                    buffer.copy_(self._collector.tensor(buffer, schedule.rank_of_stage(calls[-1])))
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return self._collector.gradients(self._holding.all, self.inner.full_gradients())
+
+    def begin_forward(self) -> None:
+        self._post.forget()
+        self.inner.begin_forward()
+
+    def end_forward(self) -> None:
+        self._post.finish()
+        self.inner.end_forward()
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return self.inner.held_tensors()
+
+    def buffers_changed(self) -> bool:
+        return self._inner is not None and self._inner.buffers_changed()
+
+    def sync_buffers(self) -> None:
+        self.inner.sync_buffers()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+            for unit, original in reversed(self._units):
+                unit.__class__ = original
+            self._holding.close()
+
+
+def _keep_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Take from an optimizer what other ranks update."""
+    held = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in held:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in held]

@@ -1,0 +1,144 @@
+"""Backward in halves: the gradient that the stage before waits for first, those of the weights later.
+
+While a `SplitBackward` is in force, a product with a parameter (linear layers, convolutions) leaves its weight's gradient undone
+in backward and keeps what it needs for it. `run_rest` computes it. The other parameters (norms, tables, recurrent layers) get
+theirs in the first half: they are cheap, or come with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright.comm._torch_private import LINEAR
+
+__all__: list[str] = []
+
+_CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3, F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+class SplitBackward(TorchFunctionMode):
+    """Inside, weights' gradients of linear layers and convolutions are put off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rest: list[Callable[[], None]] = []
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Keep a piece of work for `run_rest`."""
+        self._rest.append(work)
+
+    def take_rest(self) -> list[Callable[[], None]]:
+        """Return what has been put off, and forget it."""
+        rest, self._rest = self._rest, []
+        return rest
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is LINEAR or func is F.linear:
+            x, weight, bias = _bound(args, kwargs, (None, None, None))
+            if _can_wait(x, weight, bias):
+                return _Linear.apply(x, weight, bias, self)
+        elif func in _CONVOLUTIONS:
+            num = _CONVOLUTIONS[func]
+            x, weight, bias, stride, padding, dilation, groups = _bound(args, kwargs, (None, None, None, 1, 0, 1, 1))
+            if _can_wait(x, weight, bias) and not isinstance(padding, str) and x.dim() == num + 2:
+                sizes = (_each(stride, num), _each(padding, num), _each(dilation, num))
+                return _Convolution.apply(x, weight, bias, (sizes, groups, self))
+        return func(*args, **kwargs)
+
+
+def _bound(args: tuple[Any, ...], kwargs: dict[str, Any], defaults: tuple[Any, ...]) -> list[Any]:
+    names = _ARGUMENTS[: len(defaults)]
+    found = [kwargs.get(name, default) for name, default in zip(names, defaults, strict=True)]
+    found[: len(args)] = args
+    return found
+
+
+def _each(value: Any, num: int) -> list[int]:
+    return [int(value)] * num if isinstance(value, int) else [int(item) for item in value]
+
+
+def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
+    """Tell whether the gradients may come later: they go to leaves, and something waits for the input's."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not x.requires_grad:
+        return False
+    parameters = [weight] if bias is None else [weight, bias]
+    return all(type(p) is torch.nn.Parameter and p.is_leaf for p in parameters) and weight.requires_grad
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b: x [..., in], W [out, in], b [out]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, split: SplitBackward) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.split = bias, split
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0]
+        x, weight = ctx.saved_tensors
+        bias = ctx.bias
+
+        def rest() -> None:
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            torch.autograd.backward(weight, rows.t().mm(x.reshape(-1, x.shape[-1])))
+            if bias is not None and bias.requires_grad:
+                torch.autograd.backward(bias, rows.sum(0))
+
+        ctx.split.put_off(rest)
+        return gradient.matmul(weight), None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of x [batch, in, ...] with W [out, in / groups, ...] and b [out]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        sizes, groups, split = settings
+        ctx.bias, ctx.sizes, ctx.groups, ctx.split = bias, sizes, groups, split
+        stride, padding, dilation = sizes
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0]
+        x, weight = ctx.saved_tensors
+        bias, groups = ctx.bias, ctx.groups
+        stride, padding, dilation = ctx.sizes
+        trains_bias = bias is not None and bias.requires_grad
+
+        def part(mask: list[bool]) -> tuple[Tensor | None, ...]:
+            return torch.ops.aten.convolution_backward(
+                gradient,
+                x,
+                weight,
+                list(bias.shape) if bias is not None and trains_bias else None,
+                stride,
+                padding,
+                dilation,
+                False,
+                [0] * len(stride),
+                groups,
+                mask,
+            )
+
+        def rest() -> None:
+            _, of_weight, of_bias = part([False, True, trains_bias])
+            for parameter, found in ((weight, of_weight), (bias, of_bias)):
+                if found is not None and parameter is not None:
+                    torch.autograd.backward(parameter, found)
+
+        ctx.split.put_off(rest)
+        return part([True, False, False])[0], None, None, None

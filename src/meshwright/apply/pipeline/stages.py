@@ -1,0 +1,143 @@
+"""Which stage runs which call and holds which parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.apply.balance import balance_layers
+from meshwright.apply.pipeline.flow import Flow, call_costs
+from meshwright.errors import ApplyError, did_you_mean
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageMap:
+    """A forward dealt out to stages.
+
+    Args:
+        num_stages: Stages [count].
+        calls: Unit's name -> the stage of its first, second, ... call; one that was not called lies with its neighbour.
+        holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
+        shares: Share of the step's counted work that each stage has.
+    """
+
+    num_stages: int
+    calls: Mapping[str, tuple[int, ...]]
+    holders: Mapping[str, tuple[int, ...]]
+    shares: tuple[float, ...]
+
+    def stage_of(self, unit: str, before: int) -> int:
+        """Return the stage of a unit's call, `before` of which came before; a call more than was seen runs with the last."""
+        stages = self.calls[unit]
+        return stages[min(before, len(stages) - 1)]
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Unit's name -> stage of its first call: what a plan says."""
+        return {name: stages[0] for name, stages in self.calls.items()}
+
+
+def cut(module: nn.Module, flow: Flow, num_stages: int, given: Mapping[str, int]) -> StageMap:
+    """Deal the calls out to stages such that the most expensive stage is as cheap as can be.
+
+    Args:
+        module: The plain model.
+        flow: Its calls.
+        num_stages: Stages [count].
+        given: Module name -> stage, from the plan; a name stands for all units inside of it.
+
+    Raises:
+        ApplyError: There are fewer calls than stages; the given stages are unknown or run backwards.
+    """
+    calls = flow.calls
+    if len(calls) < num_stages:
+        names = ", ".join(call.unit or "(the model itself)" for call in calls)
+        raise ApplyError(
+            f"{num_stages} stages need at least as many layers, and this model's forward calls {len(calls)}: {names}",
+            fix=f"use pp={len(calls)}" if len(calls) > 1 else "use pp=1: the model is one piece",
+        )
+    costs = call_costs(module, flow)
+    _refuse_unknown(flow, given)
+    stages = _deal(module, flow, costs, num_stages, given)
+    by_unit: dict[str, list[int]] = {}
+    holders: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
+    for call, stage in zip(calls, stages, strict=True):
+        by_unit.setdefault(call.unit, []).append(stage)
+        for name in call.parameters:
+            holders[name].add(stage)
+    before = 0
+    for unit in flow.units:
+        if unit not in by_unit:
+            by_unit[unit] = [before]
+            for name in flow.idle[unit]:
+                holders[name].add(before)
+        before = by_unit[unit][-1]
+    loads: Counter[int] = Counter()
+    for stage, cost in zip(stages, costs, strict=True):
+        loads[stage] += cost  # pyright: ignore[reportArgumentType] - a Counter of floats
+    return StageMap(
+        num_stages=num_stages,
+        calls={name: tuple(found) for name, found in by_unit.items()},
+        holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
+        shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
+    )
+
+
+def _deal(
+    module: nn.Module, flow: Flow, costs: Sequence[float], num_stages: int, given: Mapping[str, int]
+) -> list[int]:
+    """Return the stage of each call, not decreasing; all calls of a layer that keeps running statistics on one stage."""
+    blocks: list[list[int]] = []  # calls that stay together
+    last_call = {call.unit: place for place, call in enumerate(flow.calls)}
+    end = -1
+    for place, call in enumerate(flow.calls):
+        if place > end:
+            blocks.append([])
+        blocks[-1].append(place)
+        if any(True for _ in module.get_submodule(call.unit).buffers()):
+            end = max(end, last_call[call.unit])
+    if len(blocks) < num_stages:
+        repeated = [call.unit for place, call in enumerate(flow.calls) if last_call[call.unit] > place]
+        raise ApplyError(
+            f"layers that keep buffers and are called several times ('{repeated[0]}') stay on one stage with all between their "
+            f"calls, since their statistics follow one another; that leaves {len(blocks)} pieces for {num_stages} stages",
+            fix=f"use pp={len(blocks)}",
+        )
+    wishes = [next((w for p in block if (w := _wish(flow.calls[p].unit, given)) is not None), None) for block in blocks]
+    found = balance_layers([sum(costs[place] for place in block) for block in blocks], num_stages, wishes)
+    return [stage for stage, block in zip(found, blocks, strict=True) for _ in block]
+
+
+def _wish(unit: str, given: Mapping[str, int]) -> int | None:
+    fitting = [name for name in given if unit == name or unit.startswith(f"{name}.")]
+    return given[max(fitting, key=len)] if fitting else None
+
+
+def _refuse_unknown(flow: Flow, given: Mapping[str, int]) -> None:
+    for name in given:
+        if not any(unit == name or unit.startswith(f"{name}.") for unit in flow.units):
+            raise ApplyError(
+                f"the plan puts '{name}' on a stage, and the model cannot be cut there{did_you_mean(name, flow.units)}",
+                fix=f"use names among {', '.join(flow.units[:8])}",
+            )
+
+
+def to_json(stage_map: StageMap) -> dict[str, Any]:
+    """Return a map as JSON values."""
+    return dataclasses.asdict(stage_map)
+
+
+def from_json(value: dict[str, Any]) -> StageMap:
+    """Return what `to_json` gave."""
+    return StageMap(
+        num_stages=value["num_stages"],
+        calls={name: tuple(stages) for name, stages in value["calls"].items()},
+        holders={name: tuple(stages) for name, stages in value["holders"].items()},
+        shares=tuple(value["shares"]),
+    )

@@ -1,0 +1,139 @@
+"""Tensors of a forward that is spread over stages: where each is computed, and what stands for it elsewhere.
+
+On the stage that computes it a value is a plain tensor. On every other stage a fake one stands for it: shape, dtype, device and
+whether it needs a gradient are right, and there is nothing in it. Which stage computes it is the same everywhere, since every
+stage runs the same forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm._torch_private import FakeTensorMode
+from meshwright.describe.tree import map_tensors
+
+__all__: list[str] = []
+
+_ATTRIBUTE = "_meshwright_value"
+
+
+class Value:
+    """What is known of one tensor of a forward.
+
+    Args:
+        owner: The forward that it belongs to.
+        home: The stage that computes it; None where it is made of parameters and inputs alone, on the stages that hold those.
+        real: The tensor, where it is here.
+        fake: What stands for it, where it is not.
+    """
+
+    __slots__ = ("fake", "home", "owner", "real", "sent_to")
+
+    def __init__(self, owner: object, home: int | None, real: Tensor | None, fake: Tensor | None) -> None:
+        self.owner = owner
+        self.home = home
+        self.real = real
+        self.fake = fake
+        self.sent_to: set[int] = set()
+
+    @property
+    def any(self) -> Tensor:
+        """A tensor of its shape and dtype."""
+        found = self.real if self.real is not None else self.fake
+        if found is None:
+            raise AttributeError("a value without a tensor")
+        return found
+
+
+def value_of(tensor: Tensor) -> Value | None:
+    """Return what is known of a tensor; None for one that every stage has."""
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def mark(tensor: Tensor, value: Value) -> Tensor:
+    """Note what is known of a tensor."""
+    setattr(tensor, _ATTRIBUTE, value)
+    return tensor
+
+
+def unmark(tensor: Tensor) -> None:
+    """Forget what is known of a tensor."""
+    delattr(tensor, _ATTRIBUTE)
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """Yield what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
+    if isinstance(tree, Tensor):
+        value = getattr(tree, _ATTRIBUTE, None)
+        if value is not None:
+            yield value
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from values_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from values_in(item)
+    elif isinstance(tree, slice):
+        yield from values_in((tree.start, tree.stop, tree.step))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from values_in(getattr(tree, field.name, None))
+
+
+def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return the same containers, slices among them, with `function` applied to each tensor."""
+    if isinstance(tree, slice):
+        return slice(*(replace_tensors(part, function) for part in (tree.start, tree.stop, tree.step)))
+    if type(tree) in (list, tuple):
+        return type(tree)(replace_tensors(item, function) for item in tree)
+    return map_tensors(tree, function)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meta:
+    """What a fake tensor is made from."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_fake(meta: Meta) -> Tensor:
+    """Return a fake tensor of this description, a leaf."""
+    with FAKE_MODE:
+        tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+    return tensor.requires_grad_() if meta.requires_grad else tensor
+
+
+def describe(tree: Any) -> Any:
+    """Return something hashable that is equal for two trees of arguments from which a function makes results of equal shapes."""
+    if isinstance(tree, Tensor):
+        value = value_of(tree)
+        tensor = tree if value is None else value.any
+        return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
+    if isinstance(tree, (list, tuple)):
+        return (type(tree).__name__, *(describe(item) for item in tree))
+    if isinstance(tree, dict):
+        return ("dict", *((key, describe(item)) for key, item in tree.items()))
+    if isinstance(tree, slice):
+        return ("slice", describe(tree.start), describe(tree.stop), describe(tree.step))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return (type(tree), *(describe(getattr(tree, field.name, None)) for field in dataclasses.fields(tree)))
+    if tree is None or isinstance(tree, (bool, int, float, str, complex, torch.dtype, torch.device, torch.layout)):
+        return (type(tree), tree)
+    return type(tree)

@@ -1,0 +1,319 @@
+"""One stage's forward of one micro-batch: the user's own forward, in which the other stages' part stands still.
+
+Every stage runs the whole forward on the same inputs. A *unit* is a module whose calls are dealt out to stages; what the user's
+code does between units is *glue*. A call of a unit that belongs to another stage is not run, and gives fake tensors. Glue runs
+on the latest stage that computes one of its tensors; what comes of the inputs alone (masks, positions) every stage computes
+for itself. Where something of this stage needs a tensor of another, it is received; where something of another stage needs
+a tensor of this one, it is sent. As all stages see the same calls in the same order, sender and receiver agree without a word.
+
+So masks, keyword arguments, skip connections over several stages, tensors in dataclasses, other shapes in each micro-batch
+and branches that the inputs decide need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.apply.pipeline.shapes import Shapes
+from meshwright.apply.pipeline.values import Meta, Value, make_fake, mark, replace_tensors, value_of, values_in
+from meshwright.comm._torch_private import FakeTensor, current_function_mode, without_checkpoints
+from meshwright.describe.tree import map_tensors
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+class Mail(Protocol):
+    """How a stage sends and receives."""
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Send a tensor to another stage."""
+        ...
+
+    def receive(self, meta: Meta, stage: int) -> Tensor:
+        """Return the next tensor from another stage."""
+        ...
+
+
+_METADATA = {
+    "dim",
+    "size",
+    "stride",
+    "numel",
+    "nelement",
+    "element_size",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_signed",
+    "storage_offset",
+    "get_device",
+    "__len__",
+    "__hash__",
+    "__repr__",
+    "__format__",
+    "requires_grad_",
+    "register_hook",
+}
+METADATA = frozenset(
+    {
+        *(getattr(torch.Tensor, name) for name in _METADATA),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "requires_grad",
+                "layout",
+                "is_cuda",
+                "is_cpu",
+                "is_meta",
+                "is_sparse",
+                "is_nested",
+                "is_quantized",
+                "is_mkldnn",
+                "is_leaf",
+                "itemsize",
+                "nbytes",
+                "output_nr",
+                "_version",
+            )
+        ),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+"""What a tensor tells without its values: nothing is exchanged for it."""
+
+
+_AUGMENTED = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem",
+        "set",
+        *(f"i{kind}" for kind in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
+        *(f"i{kind}" for kind in ("and", "or", "xor", "lshift", "rshift")),
+    )
+)
+
+
+def writes_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that a function writes over; None for one that makes a new tensor."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    name = getattr(func, "__name__", "")
+    is_in_place = (
+        name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    )
+    if is_in_place and args and isinstance(args[0], Tensor):
+        return args[0]
+    return None
+
+
+class Walk(TorchFunctionMode):
+    """A stage's forward of one micro-batch, under way. The forward runs inside.
+
+    Args:
+        stage: The stage.
+        stage_of: (unit's name, how many calls of it came before) -> the stage that runs the call.
+        shapes: What calls give, of which only the shapes are wanted.
+        mail: How to reach the other stages.
+    """
+
+    def __init__(self, stage: int, stage_of: Callable[[str, int], int], shapes: Shapes, mail: Mail) -> None:
+        super().__init__()
+        self.stage = stage
+        self.sent: list[tuple[Tensor, int]] = []
+        """(tensor with its graph, stage it went to), in the order of sending."""
+        self.received: list[tuple[Tensor, int]] = []
+        """(leaf, stage it came from), in the order of receipt."""
+        self.outputs: Any = None
+        """What the model has returned, once it has; after that the loss is computed."""
+        self._stage_of = stage_of
+        self._shapes = shapes
+        self._mail = mail
+        self._calls: Counter[str] = Counter()
+        self.is_paused = False
+        self._checkpoints = 0  # of the user's own, around what runs now
+        self._plain_checkpoints = contextlib.ExitStack()
+
+    def __enter__(self) -> Walk:
+        self._plain_checkpoints.enter_context(without_checkpoints(self._note_checkpoint))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._plain_checkpoints.close()
+
+    def _note_checkpoint(self, enters: bool) -> None:
+        # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
+        self._checkpoints += 1 if enters else -1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run what is inside as if nobody watched."""
+        is_on_top = current_function_mode() is self  # else the user's own mode is, and must stay
+        self.is_paused = True
+        if is_on_top:
+            super().__exit__(None, None, None)
+        self._plain_checkpoints.close()
+        try:
+            yield
+        finally:
+            self._plain_checkpoints.enter_context(without_checkpoints(self._note_checkpoint))
+            if is_on_top:
+                super().__enter__()
+            self.is_paused = False
+
+    # -- units --------------------------------------------------------------------------------------------------
+
+    def call_unit(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run one call of a unit, or stand in for it."""
+        stage = self._stage_of(name, self._calls[name])
+        self._calls[name] += 1
+        values = self._own_values((args, kwargs))
+        late = [value.home for value in values if value.home is not None and value.home > stage]
+        if late:
+            raise ApplyError(
+                f"'{name}' runs on stage {stage} and takes a tensor that stage {late[0]} computes; a pipeline runs forward only",
+                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
+            )
+        if stage != self.stage:
+            self._send_all(values, stage)
+            with self.paused():
+                results = self._shapes.of_unit(name, module, forward, args, kwargs)
+            return self._mark_fakes(results, stage)
+        args, kwargs = replace_tensors((args, kwargs), self._real_if_known)
+        with self.paused():
+            if self._checkpoints and torch.is_grad_enabled():
+                outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+            else:
+                outputs = forward(module, *args, **kwargs)
+        return map_tensors(outputs, self._mark_own)
+
+    @property
+    def owes_nothing_to_the_loss(self) -> bool:
+        """Whether the model is done and none of its outputs is this stage's, so that the loss cannot need it."""
+        return self.outputs is not None and all(value.home != self.stage for value in values_in(self.outputs))
+
+    # -- glue ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        values = self._own_values((args, kwargs) if kwargs else args)
+        if not values or func in METADATA:
+            return func(*args, **kwargs)
+        homes = [value.home for value in values if value.home is not None]
+        home = max(homes) if homes else None
+        target = writes_to(func, args, kwargs)
+        if home == self.stage or (home is None and all(value.real is not None for value in values)):
+            return self._run_here(func, args, kwargs, home, target)
+        if home is not None:
+            self._send_all(values, home)
+        if target is not None:
+            return self._write_elsewhere(func, target, values, home)
+        return self._mark_fakes(self._shapes.of_function(func, args, kwargs, home), home)
+
+    def _run_here(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
+    ) -> Any:
+        if target is not None:
+            self._make_writable(target)
+        real_args, real_kwargs = replace_tensors((args, kwargs), self._real_if_known)
+        result = func(*real_args, **real_kwargs)
+        if target is None:
+            return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
+        known = value_of(target)
+        if known is None or known.owner is not self:
+            mark(target, Value(self, home, target, None))
+        else:
+            known.home, known.sent_to = home, set()
+        return target if isinstance(result, Tensor) else result
+
+    def _make_writable(self, target: Tensor) -> None:
+        """Give a received tensor, which is a leaf, a copy that may be written over."""
+        value = value_of(target)
+        if value is not None and value.owner is self and value.home != self.stage:
+            value.real = self.real(value).clone()
+
+    def _write_elsewhere(self, func: Callable[..., Any], target: Tensor, values: list[Value], home: int | None) -> Any:
+        value = value_of(target)
+        if value is None or value.owner is not self:
+            value = Value(self, home, None, None)
+            values.append(value)
+            template = Meta.of(target)
+        else:
+            template = Meta.of(value.any)
+        needs_grad = torch.is_grad_enabled() and any(
+            known.any.requires_grad for known in values if known.real is not None or known.fake is not None
+        )
+        stand_in = Meta(template.shape, template.stride, template.dtype, template.device, needs_grad)
+        value.home, value.real, value.fake, value.sent_to = home, None, make_fake(stand_in), set()
+        mark(target, value)
+        return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def _own_values(self, tree: Any) -> list[Value]:
+        return [value for value in values_in(tree) if value.owner is self or value.home is None]
+
+    def real(self, value: Value) -> Tensor:
+        """Return a value's tensor, which is received where another stage computes it."""
+        if value.real is None:
+            if value.home is None or value.fake is None:
+                raise ApplyError(
+                    f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
+                    "the batch by which the stages were cut",
+                    fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
+                )
+            meta = Meta.of(value.fake)
+            leaf = self._mail.receive(meta, value.home)
+            if meta.requires_grad and torch.is_grad_enabled():
+                leaf.requires_grad_()
+            value.real = mark(leaf, value)
+            self.received.append((leaf, value.home))
+        return value.real
+
+    def _real_if_known(self, tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        if value is not None and (value.owner is self or value.home is None):
+            return self.real(value)
+        if isinstance(tensor, FakeTensor):
+            raise ApplyError(
+                f"stage {self.stage} was given a tensor that another stage computes, and its way cannot be followed: it "
+                "passed through code that torch functions are not told of, or was kept from an earlier batch",
+                fix="keep such code inside of a layer, or use pp=1",
+            )
+        return tensor
+
+    def _mark_own(self, tensor: Tensor) -> Tensor:
+        return mark(tensor, Value(self, self.stage, tensor, None))
+
+    def _mark_fakes(self, results: Any, home: int | None) -> Any:
+        return replace_tensors(results, lambda tensor: mark(tensor, Value(self, home, None, tensor)))
+
+    def _send_all(self, values: list[Value], stage: int) -> None:
+        for value in values:
+            if value.home == self.stage and stage not in value.sent_to:
+                value.sent_to.add(stage)
+                tensor = value.any
+                self.sent.append((tensor, stage))
+                self._mail.send(tensor.detach(), stage)

@@ -1,0 +1,246 @@
+"""Pipelines against one plain process: every model, schedule and mix with data parallelism, in float64.
+
+Micro-batches are uneven, sometimes fewer than stages, and some shares are empty. MESHWRIGHT_FULL_GRID=1 runs every model under
+every plan with every setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+import meshwright as mw
+from meshwright import testing
+from parity import cases, pipeline_jobs
+from parity.harness import Setting, assert_distributed_parity
+
+PLANS = (
+    "pp=2",
+    "pp=3",
+    "pp=4",
+    "pp=2,schedule=gpipe",
+    "pp=3,schedule=gpipe",
+    "pp=2,schedule=interleaved,virtual=2",
+    "pp=3,schedule=interleaved,virtual=2",
+    "pp=2,schedule=zb-h1",
+    "pp=4,schedule=zb-h1",
+    "pp=2,schedule=zbv",
+    "pp=4,schedule=zbv",
+    "dp=2,pp=2",
+    "dp=2,pp=2,zero=1",
+    "dp=2,pp=2,zero=2",
+    "dp=2,pp=2,zero=3,whole_below=0B",
+    "dp=2,pp=2,zero=1,schedule=zbv",
+    "dp=2,pp=2,zero=3,whole_below=0B,schedule=interleaved,virtual=2",
+)
+
+SETTINGS = (
+    Setting(num_samples=7, micro_batches=3, max_grad_norm=0.05),
+    Setting(num_samples=11, micro_batches=4, plan_words=",recompute=full"),
+    Setting(num_samples=5, micro_batches=1),
+    Setting(num_samples=7, micro_batches=5, plan_words=",recompute=selective"),
+    Setting(num_samples=3, micro_batches=2, max_grad_norm=0.05),
+)
+
+NUM_LAYERS = {
+    "tiny": 1,
+    "odd_layouts": 1,
+    "keywords": 1,
+    "moving_average": 1,
+    "branches": 2,
+    "branches_sums": 2,
+    "own_loss": 2,
+    "recurrent": 2,
+    **{f"output_{kind}": 2 for kind in ("dict", "dataclass", "attributes", "namedtuple", "nested", "opaque")},
+    "mlp": 3,
+    "sparse": 3,
+    "sparse_sums": 3,
+    "in_place": 3,
+    "hooked": 3,
+    "old_weight_norm": 3,
+    "penalty": 3,
+    "tutorial_mlp_100_50_10": 3,
+    "tutorial_mlp_10_10_5": 3,
+    "example_mlp": 5,
+    "data_dependent": 5,
+    "tied": 6,
+    "lora": 6,
+    "lstm": 6,
+    "parametrized": 6,
+    "tutorial_cnn": 7,
+}
+"""Calls of layers in one forward, where a model has fewer than eight [count]."""
+
+FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
+
+
+def _fits(name: str, plan: str) -> bool:
+    return mw.Plan.parse(plan).num_stages <= NUM_LAYERS.get(name, 8)
+
+
+def _matrix() -> list[tuple[str, str, Setting]]:
+    rows = []
+    for index, name in enumerate([*cases.CASES, *cases.TENSOR_STYLES, *cases.HUGGING_FACE]):
+        # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
+        plans = [plan for plan in PLANS if _fits(name, plan)]
+        if name in cases.HUGGING_FACE and not FULL_GRID:
+            plans = [plan for plan in plans if mw.Plan.parse(plan).num_ranks != 3]
+        if FULL_GRID:
+            settings = [setting for setting in SETTINGS if name != "style_bottleneck" or setting.micro_batches == 1]
+            rows += [(name, plan, setting) for plan in plans for setting in settings]
+            continue
+        num = min(len(plans), 1 if name in cases.TENSOR_STYLES else 3)
+        for turn in range(num):
+            plan = plans[(index * 3 + turn * (len(plans) // num)) % len(plans)]
+            # BatchNorm over a part of the batch is not that over the whole.
+            setting = SETTINGS[2] if name == "style_bottleneck" else SETTINGS[(index + 2 * turn) % len(SETTINGS)]
+            rows.append((name, plan, setting))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "plan", "setting"), _matrix(), ids=str)
+def test_equals_one_process(name: str, plan: str, setting: Setting) -> None:
+    if name == "own_loss" and setting.num_samples < 5:
+        setting = dataclasses.replace(setting, num_samples=5)
+    assert_distributed_parity(name, mw.Plan.parse(plan).num_ranks, setting, plan_text=plan)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv", "dp=2,pp=2,zero=1"])
+@pytest.mark.parametrize("name", ["batch_norm", "parametrized", "discriminator"])
+def test_equals_one_process_that_takes_the_same_pieces(name: str, plan: str) -> None:
+    # E050: BatchNorm sees each micro-batch once.
+    if name == "discriminator" and "zbv" in plan:
+        plan = "pp=3"  # see below: there are no four pieces
+    setting = Setting(num_samples=18, micro_batches=2)
+    assert_distributed_parity(name, mw.Plan.parse(plan).num_ranks, setting, plan_text=plan, piecewise=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [(n, k) for n, k in NUM_LAYERS.items() if k < 4][:: 1 if FULL_GRID else 5]
+)
+def test_more_stages_than_layers_are_refused(name: str, num_layers: int) -> None:
+    messages = testing.run_ranks(pipeline_jobs.refusal_of_case, 4, name, "pp=4")
+    for message, fix in messages:
+        assert f"calls {num_layers}" in message
+        assert fix is not None
+        assert f"pp={num_layers}" in fix
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_number_of_micro_batches(schedule: str, num_ranks: int) -> None:
+    # E043: fewer than stages, not a multiple of them, a single sample.
+    for micro_batches in (1, 2, 3, 4, 5) if FULL_GRID or num_ranks == 3 else (1, 4):
+        virtual = ",virtual=2" if schedule == "interleaved" else ""
+        setting = Setting(num_samples=5, micro_batches=micro_batches, num_steps=1)
+        assert_distributed_parity("tied", num_ranks, setting, plan_text=f"pp={num_ranks},schedule={schedule}{virtual}")
+
+
+def test_batches_of_changing_size() -> None:
+    # E042: 8, 8, then 5, then 2 (fewer samples than micro-batches), then 8 again.
+    for plan, num_ranks in (("pp=2,micro_batches=3", 2), ("pp=3,micro_batches=3", 3)):
+        found = testing.run_ranks(pipeline_jobs.train_on_sizes, num_ranks, plan, [8, 8, 5, 2, 8])
+        expected = pipeline_jobs.train_on_sizes("single", [8, 8, 5, 2, 8])
+        for losses in found:
+            assert losses == pytest.approx(expected, rel=1e-11)
+
+
+def test_inputs_that_every_stage_needs() -> None:
+    # E044: a mask for each sample, positions without a sample dim, a float, an object; with the mask, without it.
+    for has_mask in (True, False):
+        found = testing.run_ranks(pipeline_jobs.train_with_keywords, 3, "pp=3,micro_batches=2", has_mask)
+        expected = pipeline_jobs.train_with_keywords("single", has_mask)
+        for losses in found:
+            assert losses == pytest.approx(expected, rel=1e-11)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    # It looks at a layer's result to decide what comes next.
+    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_case, 2, "data_dependent", "pp=2"):
+        assert "reads numbers between its layers" in message
+        assert fix is not None
+        assert "pp=1" in fix
+
+
+def test_statistics_that_follow_one_another_stay_on_one_stage() -> None:
+    # Its BatchNorms are called twice in a forward: what stands between the calls is one piece.
+    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_case, 4, "discriminator", "pp=4"):
+        assert "keep buffers" in message
+        assert fix is not None
+
+
+def test_what_needs_no_gradient_between_stages() -> None:
+    # E046: integers, masks, frozen floats and None travel, and a micro-batch may not use what it was sent.
+    found = testing.run_ranks(pipeline_jobs.train_mixed, 2, "pp=2,micro_batches=4")
+    expected = pipeline_jobs.train_mixed("single")
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-11)
+
+
+def test_evaluation_before_between_and_after() -> None:
+    # E051: other batch sizes, the same loss on every rank, and training is not touched by it.
+    for plan, num_ranks in (("pp=2,micro_batches=2", 2), ("dp=2,pp=2,zero=3,whole_below=0B,micro_batches=2", 4)):
+        found = testing.run_ranks(pipeline_jobs.evaluate_in_turns, num_ranks, plan)
+        expected = pipeline_jobs.evaluate_in_turns("single")
+        for losses in found:
+            assert losses == pytest.approx(expected, rel=1e-11)
+
+
+def test_outputs_are_on_every_rank() -> None:
+    found = testing.run_ranks(pipeline_jobs.outputs, 2, "pp=2,schedule=interleaved,virtual=2")
+    expected = pipeline_jobs.outputs("single")
+    for outputs in found:
+        assert [tuple(t.shape) for t in outputs] == [tuple(t.shape) for t in expected]
+        for one, other in zip(outputs, expected, strict=True):
+            assert (one - other).abs().max() < 1e-12
+
+
+def test_a_rank_holds_its_part_alone() -> None:
+    rows = testing.run_ranks(pipeline_jobs.what_is_held, 2, "pp=2")
+    whole = rows[0]["all"]
+    names = [set(row["names"]) for row in rows]
+    assert names[0] | names[1] == set(whole)
+    assert names[0] & names[1] == {"wte.weight"}
+    assert all(row["optimizer"] == len(row["names"]) for row in rows)
+    assert all(row["state"] == sorted(whole) for row in rows)
+    assert sum(row["bytes"] for row in rows) < 1.5 * rows[0]["whole_bytes"]
+
+
+def test_the_plan_says_what_was_cut() -> None:
+    (line, stages), *_ = testing.run_ranks(pipeline_jobs.plan_of, 2, "pp=2")
+    assert set(stages.values()) == {0, 1}
+    assert "into 2 stages" in line
+
+
+def test_given_stages_are_kept_or_refused() -> None:
+    given = {"wte": 0, "layers": 1}
+    found = testing.run_ranks(pipeline_jobs.stages_given, 2, given)
+    assert all(stage == int(name != "wte") for stages in found for name, stage in stages.items())
+    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_stages, 2, {"nothing": 0}):
+        assert "'nothing'" in message
+        assert fix
+    for message, _ in testing.run_ranks(pipeline_jobs.refusal_of_stages, 2, {"wte": 1, "layers": 0}):
+        assert "must not decrease" in message
+
+
+def test_code_that_reads_another_stages_numbers_is_refused() -> None:
+    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_reading, 2, "pp=2"):
+        assert "item()" in message or "__float__" in message
+        assert "'wte'" in message
+        assert fix is not None
+        assert "pp=1" in fix
+
+
+def test_a_model_whose_loss_is_not_finite_is_left_alone() -> None:
+    for kind, unchanged in testing.run_ranks(pipeline_jobs.not_finite, 2, "pp=2,micro_batches=2"):
+        assert kind == "NonFiniteError"
+        assert unchanged
+
+
+def test_a_loss_that_reads_numbers_is_computed_where_they_are() -> None:
+    found = testing.run_ranks(pipeline_jobs.train_with_reading_loss, 2, "pp=2,micro_batches=2")
+    expected = pipeline_jobs.train_with_reading_loss("single")
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-11)
