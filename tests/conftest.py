@@ -25,8 +25,9 @@ _FOR_RANKS = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "meshwright.train.comparison",
-    "transformers",
 )
+
+_PATIENCE_S = 5.0  # for threads that are about to end
 
 # Set by libraries when they are first imported or used, once in a process.
 _SET_BY_LIBRARIES = (
@@ -58,15 +59,9 @@ def _default_group_exists() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _children() -> dict[int, str]:
-    found = {}
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found[child.pid] = " ".join(child.cmdline()[:6])
-        except psutil.NoSuchProcess:
-            continue
-    return found
+def _children() -> list[psutil.Process]:
+    """Return all descendants. Each look goes through all processes of the machine: milliseconds, two of them for each test."""
+    return psutil.Process().children(recursive=True)
 
 
 def _threads() -> set[threading.Thread]:
@@ -76,7 +71,7 @@ def _threads() -> set[threading.Thread]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves variables, threads, process groups or processes; those of the rank pool are to stay."""
-    environment, threads, children = _environment(), _threads(), _children()
+    environment, threads, before = _environment(), _threads(), {child.pid for child in _children()}
     pool_before = pool.pool_pids()
     had_group = _default_group_exists()
     yield
@@ -88,27 +83,27 @@ def nothing_left_behind() -> Iterator[None]:
     # The pool's own threads come with its processes.
     left = set() if pool_changed else {t for t in _threads() - threads if not t.daemon}
     for thread in left:
-        thread.join(timeout=5)
+        thread.join(timeout=_PATIENCE_S)
     still = [thread.name for thread in left if thread.is_alive()]
     assert not still, f"threads were left behind: {still}"
-    new = {pid: line for pid, line in _children().items() if pid not in children}
-    of_pool = _descendants(pool.pool_pids())
-    processes = {pid: line for pid, line in new.items() if pid not in of_pool and not _is_tracker(line)}
+    processes = _strangers([child for child in _children() if child.pid not in before])
     assert not processes, f"processes were left behind: {processes}"
 
 
-def _descendants(pids: set[int]) -> set[int]:
-    found = set(pids)
-    for pid in pids:
+def _strangers(processes: list[psutil.Process]) -> dict[int, str]:
+    """Return the command lines of those that live and belong neither to the pool nor to Python itself."""
+    of_pool, found = pool.pool_pids(), {}
+    for process in processes:
         try:
-            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+            is_dead = process.status() == psutil.STATUS_ZOMBIE
+            is_of_pool = bool(of_pool & {process.pid, *(parent.pid for parent in process.parents())})
+            command = " ".join(process.cmdline()[:6])
         except psutil.NoSuchProcess:
             continue
+        # Python keeps its resource tracker for the life of the process.
+        if not is_dead and not is_of_pool and "resource_tracker" not in command:
+            found[process.pid] = command
     return found
-
-
-def _is_tracker(command: str) -> bool:
-    return "resource_tracker" in command  # Python keeps one for the life of the process
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -187,7 +187,8 @@ class Value:
         names = {field.name for field in _fields(type(self))}
         problems = Problems(self.FORMAT)
         for key in changes:
-            problems.require(key in names, f"unknown field '{key}'{did_you_mean(key, names)}")
+            if key not in names:  # the hint costs far more than the rest
+                problems.add(f"unknown field '{key}'{did_you_mean(key, names)}")
         problems.check()
         return cast("Self", dataclasses.replace(cast("Any", self), **changes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ import pytest
 from tests.faults.command import Command
 
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 import torch
 from meshwright.comm.world import join_world
 from meshwright.errors import exit_code_of
@@ -21,6 +22,15 @@ import meshwright.comm.join
 def say(**line):
     sys.stdout.write(json.dumps(line) + "\\n")  # in one piece: torchrun's ranks share the stream
     sys.stdout.flush()
+for environment in json.loads(sys.argv[3]) if len(sys.argv) > 3 else []:
+    os.environ.update(environment)
+    start = time.monotonic()
+    try:
+        join_world(join_timeout_s=float(sys.argv[2]))
+    except Exception as error:
+        say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - start, code=exit_code_of(error))
+    for name in environment:
+        del os.environ[name]
 start = time.monotonic()
 try:
     world = join_world(join_timeout_s=float(sys.argv[2]))
@@ -65,10 +75,24 @@ def run_ranks(program: str, how: str, environments: list[dict[str, str]]) -> lis
     return [(command.finish(), command) for command in commands]
 
 
-def test_nothing_set_is_a_world_of_one(program: str) -> None:
-    with Command([program, "ok", "5"]) as command:
+# What is set, and what is then missing.
+PARTIAL = (
+    ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are missing"),
+    ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT are missing"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT is missing"),
+    ({"SLURM_PROCID": "0"}, "SLURM_NTASKS, SLURM_LOCALID are missing"),
+)
+
+
+def test_a_partial_environment_lists_what_is_missing_and_nothing_set_is_a_world_of_one(program: str) -> None:
+    # In one process, which may join when it has corrected what was wrong: each more imports torch.
+    with Command([program, "ok", "5", json.dumps([environment for environment, _ in PARTIAL])]) as command:
         assert command.finish() == 0
-    line = command.lines[0]
+    *refused, line = command.lines
+    for (_, missing), refusal in zip(PARTIAL, refused, strict=True):
+        assert (refusal["error"], refusal["code"]) == ("ConfigError", 2)
+        assert missing in refusal["text"]
+        assert refusal["seconds"] < 2.0
     assert (line["size"], line["sum"], line["distributed"], line["launched"]) == (1, [1.0, 1.0], False, False)
 
 
@@ -107,24 +131,6 @@ def test_the_guilty_ranks_error_reaches_the_others(program: str, guilty: int) ->
     assert f"rank {guilty} of 2 raised ValueError: mine" in last[1 - guilty]["text"]
     assert done[guilty][0] == 10
     assert done[1 - guilty][0] == 12
-
-
-@pytest.mark.parametrize(
-    ("environment", "missing"),
-    [
-        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are missing"),
-        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT are missing"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT is missing"),
-        ({"SLURM_PROCID": "0"}, "SLURM_NTASKS, SLURM_LOCALID are missing"),
-    ],
-)
-def test_a_partial_environment_lists_what_is_missing(program: str, environment: dict[str, str], missing: str) -> None:
-    with Command([program, "ok", "5"], environment) as command:
-        assert command.finish() == 2
-    line = command.lines[0]
-    assert line["error"] == "ConfigError"
-    assert missing in line["text"]
-    assert line["seconds"] < 2.0
 
 
 def test_a_taken_port_names_its_holder(program: str) -> None:

@@ -294,7 +294,17 @@ TENSOR_STYLES: dict[str, Case] = {
     "style_translator": Case(lambda: tensor_models.Translator().double(), _short_language, losses.cross_entropy),
 }
 
+# As many heads as ranks, or fewer.
+HEADS: dict[str, Case] = {
+    f"gpt_{heads}_heads_of_{kv_heads}": Case(
+        functools.partial(models.build_gpt, num_heads=heads, num_kv_heads=kv_heads, hidden_size=width),
+        language,
+        losses.cross_entropy,
+    )
+    for heads, kv_heads, width in ((8, 8, 32), (8, 2, 32), (3, 3, 24), (2, 1, 24))
+}
+
 
 def find(name: str) -> Case:
     """Return a case by name."""
-    return {**CASES, **PIECEWISE, **HUGGING_FACE, **WIDE, **TENSOR_STYLES}[name]
+    return {**CASES, **PIECEWISE, **HUGGING_FACE, **WIDE, **TENSOR_STYLES, **HEADS}[name]

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.testing import pool
+from parity import hf_models
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
@@ -18,17 +21,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def _is_hugging_face(nodeid: str) -> bool:
+    return "[hf_" in nodeid or "test_hugging_face.py" in nodeid
+
+
+@pytest.fixture(autouse=True)
+def models_are_imported_once(request: pytest.FixtureRequest) -> None:
+    """Where a worker's first ranks are for these models, import them in the processes that all its ranks are forked from."""
+    if _is_hugging_face(request.node.nodeid):
+        pool.preload(*hf_models.MODULES)
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest alone, without xdist, knows no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give all tests of Hugging Face's models to one of the workers, as if they were one test, and the others as usual.
 
-    Importing `transformers` takes each rank of a pool seconds, and every worker has pools of its own.
+    Importing `transformers` takes seconds, and every worker has pools of its own. They are the most that make one test here,
+    so they come first.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_hugging_face = "[hf_" in nodeid or "test_hugging_face.py" in nodeid
-            return "hugging_face" if is_hugging_face else nodeid
+            return "hugging_face" if _is_hugging_face(nodeid) else nodeid
 
     return Scheduling(config, log) if config.getoption("dist") == "load" else None

@@ -136,7 +136,7 @@ def assert_distributed_parity(
 def run_wide_case(name: str, plan_text: str, setting: Setting) -> tuple[list[testing.StepRecord] | None, str]:
     """Train a case under a plan; the records come from rank 0 alone, a digest of them from every rank."""
     records = run_case(name, plan_text, setting)
-    digest = hashlib.blake2b()
+    digest = hashlib.sha1(usedforsecurity=False)  # 340 MB on each rank: the fastest there is
     for record in records:
         digest.update(np.array([record.loss, record.grad_norm]).tobytes())
         for tensors in (record.gradients, record.parameters):

@@ -20,6 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 VOCABULARY = 101
+MODULES = tuple(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("albert", "bert", "gpt2", "llama", "mixtral", "t5", "vit")
+)
+"""What the builders import."""
+
 NUM_CLASSES = 5
 
 # What most of these configurations share. A standard deviation of 0.3 keeps these few features far from linear.

@@ -27,14 +27,16 @@ def build_example_mlp() -> nn.Module:
     return mlp.build_mlp(7, 13, 9, 5).double()
 
 
-def build_gpt(tie_embeddings: bool = True) -> nn.Module:
+def build_gpt(
+    tie_embeddings: bool = True, num_heads: int = 6, num_kv_heads: int = 2, hidden_size: int = 24
+) -> nn.Module:
     return gpt.build_gpt(
         vocabulary_size=VOCABULARY,
         max_length=11,
         num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        hidden_size=24,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden_size=hidden_size,
         ffn_size=13,
         tie_embeddings=tie_embeddings,
         initializer_std=0.3,

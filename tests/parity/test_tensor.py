@@ -36,6 +36,39 @@ SETTINGS = (
     Setting(num_samples=7, micro_batches=3),
 )
 
+EIGHT = (
+    ("dp=4,shard=2,tp=2,zero=1", 8),
+    ("dp=4,shard=2,tp=2,zero=3,whole_below=0B", 8),
+    ("tp=8", 8),
+    ("tp=8,sequence_parallel=off", 8),
+)
+"""Eight ranks: sharded over neighbours and tensor parallelism, and all of them in one layer."""
+
+# (model, plan, ranks, setting); the first of them in every run. Uneven units, and ranks that have none of the heads.
+MANY = [
+    ("gpt_8_heads_of_2", *EIGHT[1], SETTINGS[1]),
+    ("mlp", *EIGHT[0], SETTINGS[2]),
+    ("gpt_8_heads_of_2", *EIGHT[2], SETTINGS[0]),
+    ("mlp", *EIGHT[3], SETTINGS[4]),
+    ("gpt_3_heads_of_3", *PLANS[2], SETTINGS[1]),
+    ("gpt_2_heads_of_1", *PLANS[8], SETTINGS[3]),
+]
+if FULL_GRID:
+    MANY = [
+        *(
+            (name, *plan, setting)
+            for name in ("mlp", "gpt_8_heads_of_8", "gpt_8_heads_of_2")
+            for plan in EIGHT
+            for setting in SETTINGS
+        ),
+        *(
+            (name, *PLANS[i], setting)
+            for name in ("gpt_3_heads_of_3", "gpt_2_heads_of_1")
+            for i in (2, 8)
+            for setting in SETTINGS
+        ),
+    ]
+
 UNCUT = ("tiny", "recurrent")
 """Scalars and vectors; a recurrence, whose every step needs all that the one before gave. Refused, see below."""
 
@@ -63,6 +96,11 @@ def _matrix() -> list[tuple[str, str, int, Setting]]:
 def test_equals_one_process(name: str, plan: str, num_ranks: int, setting: Setting) -> None:
     if name == "own_loss" and setting.num_samples < 4:
         setting = dataclasses.replace(setting, num_samples=4)  # the fourth row is the first with several labels
+    assert_distributed_parity(name, num_ranks, setting, plan_text=plan)
+
+
+@pytest.mark.parametrize(("name", "plan", "num_ranks", "setting"), MANY, ids=str)
+def test_many_ranks_equal_one_process(name: str, plan: str, num_ranks: int, setting: Setting) -> None:
     assert_distributed_parity(name, num_ranks, setting, plan_text=plan)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -155,7 +154,7 @@ def test_process():
     subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 
 def test_thread():
-    threading.Thread(target=threading.Event().wait, args=(8,), name="left").start()
+    threading.Thread(target=threading.Event().wait, args=(2,), name="left").start()
 
 def test_group(tmp_path):
     import torch.distributed as dist
@@ -167,7 +166,9 @@ def test_nothing():
 
 
 def test_what_a_test_leaves_behind_is_an_error(tmp_path: pathlib.Path) -> None:
-    shutil.copy(pathlib.Path(__file__).parents[1] / "conftest.py", tmp_path / "conftest.py")
+    conftest = (pathlib.Path(__file__).parents[1] / "conftest.py").read_text()
+    assert conftest.count("_PATIENCE_S = 5.0") == 1
+    (tmp_path / "conftest.py").write_text(conftest.replace("_PATIENCE_S = 5.0", "_PATIENCE_S = 0.1"))
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     command = [
         sys.executable,

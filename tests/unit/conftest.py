@@ -1,8 +1,31 @@
-"""No deadline for property tests: on a busy machine it fails what is right."""
+"""No deadline for property tests, one thread, and no world that an earlier test has joined."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+import torch
 from hypothesis import settings
 
+from meshwright.comm.world import set_current_world
+
+# On a busy machine a deadline fails what is right.
 settings.register_profile("unit", deadline=None)
 settings.load_profile("unit")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Small models gain nothing from more, and two workers share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def in_no_world() -> Iterator[None]:
+    """A process joins its world, be it of one, for good: have the next test find it as if it had not."""
+    yield
+    set_current_world(None)

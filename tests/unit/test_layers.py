@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,9 @@ MAY_PRINT = {"cli.py", "train/progress.py"}
 MAY_USE_PRIVATE_TORCH = {"comm/_torch_private.py"}
 
 
+parsed = functools.cache(ast.parse)
+
+
 def part_of(path: str) -> str:
     """Return the part that a file, relative to the package, or a dotted module belongs to."""
     names = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__").split(".")
@@ -62,7 +66,7 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def wrong_direction(source: str, path: str) -> list[str]:
     part, faults = part_of(path), []
-    for line, name in imported_modules(ast.parse(source)):
+    for line, name in imported_modules(parsed(source)):
         if name.split(".")[0] != "meshwright" or name == "meshwright.__version__":
             continue
         target = part_of(name.removeprefix("meshwright").removeprefix(".") or "__init__")
@@ -77,7 +81,7 @@ def wrong_direction(source: str, path: str) -> list[str]:
 
 
 def relative_imports(source: str, path: str) -> list[str]:
-    nodes = ast.walk(ast.parse(source))
+    nodes = ast.walk(parsed(source))
     return [f"{path}:{node.lineno}: relative" for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
 
 
@@ -86,7 +90,7 @@ def torch_where_it_is_free(source: str, path: str) -> list[str]:
     part = part_of(path)
     if part not in TORCH_FREE:
         return []
-    tree = ast.parse(source)
+    tree = parsed(source)
     lazy: set[int] = set()
     if part in ("cli", "__main__"):
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -106,7 +110,7 @@ def torch_where_it_is_free(source: str, path: str) -> list[str]:
 
 
 def asserts(source: str, path: str) -> list[str]:
-    return [f"{path}:{node.lineno}: assert" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+    return [f"{path}:{node.lineno}: assert" for node in ast.walk(parsed(source)) if isinstance(node, ast.Assert)]
 
 
 def prints(source: str, path: str) -> list[str]:
@@ -114,7 +118,7 @@ def prints(source: str, path: str) -> list[str]:
         return []
     return [
         f"{path}:{node.lineno}: print"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -128,7 +132,7 @@ def private_torch(source: str, path: str) -> list[str]:
     """Find ``torch._x``, ``torch.a._x`` and what is imported from such, under any alias."""
     if path in MAY_USE_PRIVATE_TORCH:
         return []
-    tree, aliases, faults = ast.parse(source), {"torch": "torch"}, []
+    tree, aliases, faults = parsed(source), {"torch": "torch"}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             aliases |= {alias.asname: alias.name for alias in node.names if alias.asname and _is_torch(alias.name)}

@@ -96,11 +96,14 @@ def _compare(name: str, candidate: Tensor | None, reference: Tensor | None, over
     if reference.numel() == 0:
         return TensorDifference(name=name, relative=0.0)
     got, expected = _dense(candidate), _dense(reference)
+    if torch.equal(got, expected):
+        return TensorDifference(name=name, relative=0.0)
     precision = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
     got, expected = got.double(), expected.double()
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    gap = torch.where(same, torch.zeros_like(got), (got - expected).abs())
-    gap = torch.where(gap.isnan(), torch.full_like(gap, math.inf), gap)
+    gap = (got - expected).abs()
+    if not gap.isfinite().all():
+        same = (got == expected) | (got.isnan() & expected.isnan())
+        gap = torch.where(same, 0.0, torch.where(gap.isnan(), math.inf, gap))
     worst = int(gap.argmax())
     size = float(gap.flatten()[worst])
     if size == 0.0:

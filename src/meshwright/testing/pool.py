@@ -96,8 +96,8 @@ def keep_templates(environment: dict[str, str], modules: tuple[str, ...] = ()) -
 
 
 def preload(*modules: str) -> None:
-    """Have ranks that start from now on find these imported, as far as no process is kept that they are forked from."""
-    _POOL.modules = modules
+    """Have ranks that start from now on find these imported, too, as far as no process is kept that they are forked from."""
+    _POOL.modules = tuple(dict.fromkeys((*_POOL.modules, *modules)))
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,8 +66,9 @@ class Cutting:
     def _layout(self, name: str, region: Region, cut: Cut, part: int) -> ShardLayout:
         return cut.layout(self._shapes[name], region.num_units, self.group.size, part)
 
-    def layouts(self) -> dict[str, list[ShardLayout]]:
-        """Return, for each parameter and buffer that is cut, every rank's layout; a tied tensor under its first name."""
+    @functools.cached_property
+    def layouts(self) -> Mapping[str, list[ShardLayout]]:
+        """For each parameter and buffer that is cut, every rank's layout; a tied tensor under its first name."""
         cuts = self.layout.cuts
         return {
             name: [self._layout(name, *cuts[name], part) for part in range(self.group.size)] for name in self._shapes

@@ -345,10 +345,9 @@ class TensorEngine(Engine):
             return
         cutting = self.cutting
         with self.inner.whole_parameters(), cutting.suspended():
-            layouts = cutting.layouts()
-            tensors = {name: find_tensor(self.module, name) for name in layouts}
+            tensors = {name: find_tensor(self.module, name) for name in cutting.layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
-            for name, own in layouts.items():
+            for name, own in cutting.layouts.items():
                 tensors[name].data = gather_full(kept[name], own, self.shards)
             try:
                 yield
@@ -360,7 +359,7 @@ class TensorEngine(Engine):
         found = self.inner.full_gradients()
         if self.cutting is None:
             return found
-        by_id = {id(find_tensor(self.module, name)): own for name, own in self.cutting.layouts().items()}
+        by_id = {id(find_tensor(self.module, name)): own for name, own in self.cutting.layouts.items()}
         for name, parameter in self.module.named_parameters():
             gradient = found.get(name)
             layouts = by_id.get(id(parameter))

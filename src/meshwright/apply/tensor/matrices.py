@@ -26,7 +26,7 @@ class WholeMatrices:
         self._depth = 0  # torch calls its hooks again where a step calls its base class's
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        named = [(name, find_tensor(self._cutting.module, name)) for name in self._cutting.layouts()]
+        named = [(name, find_tensor(self._cutting.module, name)) for name in self._cutting.layouts]
         return [(name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter)]
 
     def enter(self) -> None:
@@ -34,7 +34,7 @@ class WholeMatrices:
         self._depth += 1
         if self._depth > 1:
             return
-        layouts, group = self._cutting.layouts(), self._cutting.group
+        layouts, group = self._cutting.layouts, self._cutting.group
         for name, parameter in self._parameters():
             gradient = parameter.grad
             self._local.append((parameter.data, gradient))
@@ -47,7 +47,7 @@ class WholeMatrices:
         self._depth -= 1
         if self._depth:
             return
-        layouts, group = self._cutting.layouts(), self._cutting.group
+        layouts, group = self._cutting.layouts, self._cutting.group
         for (name, parameter), (local, gradient) in zip(self._parameters(), self._local, strict=True):
             own = take_shard(parameter.data, layouts[name][group.group_rank])
             parameter.grad = None

@@ -298,7 +298,7 @@ class Experiment:
                 _check_equal(outcome.outputs[index], whole, f"result {index}")
 
     def _check_gradients(self, outcomes: list[Outcome], cutting: Cutting) -> list[str]:
-        layouts = cutting.layouts()
+        layouts = cutting.layouts
         tied = {name: name for name in layouts}
         for name in cutting.layout.cuts:
             tied.setdefault(name, next(n for n in layouts if _same(cutting.module, n, name)))
