@@ -49,7 +49,7 @@ MANY = [
     ("gpt_8_heads_of_2", *EIGHT[1], SETTINGS[1]),
     ("mlp", *EIGHT[0], SETTINGS[2]),
     ("gpt_8_heads_of_2", *EIGHT[2], SETTINGS[0]),
-    ("mlp", *EIGHT[3], SETTINGS[4]),
+    ("mlp", *EIGHT[3], SETTINGS[3]),
     ("gpt_3_heads_of_3", *PLANS[2], SETTINGS[1]),
     ("gpt_2_heads_of_1", *PLANS[8], SETTINGS[3]),
 ]

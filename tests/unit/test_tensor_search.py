@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.apply.recompute import Recompute
 from meshwright.apply.tensor import search
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
@@ -148,6 +149,17 @@ def test_gradients_that_are_zero_but_for_rounding_are_added_up_too() -> None:
     assert {
         f"blocks.{i}.attn.{n}_norm.{p}" for i in range(2) for n in "qk" for p in ("weight", "bias")
     } <= layout.partial
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_layers_that_are_recomputed_by_themselves_are_cut_as_any_others(kind: str) -> None:
+    # A row's bias is hidden while it runs; where the layer ran again in backward it was there, and the proof refused the row.
+    batch = torch.ones(1, 7, dtype=torch.float64)
+    plain, recomputed = cases.find("mlp").build(), cases.find("mlp").build()
+    Recompute(recomputed, kind)
+    expected = Search(plain, 8, lambda copy: copy(batch)).layout()
+    assert {name: cut.kind for name, (_, cut) in expected.cuts.items()}["2.weight"] == "row"
+    assert Search(recomputed, 8, lambda copy: copy(batch)).layout() == expected
 
 
 def test_a_search_that_takes_too_long_leaves_the_rest_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ from meshwright.describe.layers import find_layers
 
 __all__: list[str] = []
 
+# Of a class whose forward runs again: the class that it was made of, and what makes it of that.
+_MADE_OF = "_meshwright_made_of"
+
 
 class Recompute:
     """The layers of a module that run again in backward.
@@ -72,7 +75,26 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
             return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
-    return with_forward(original, forward)
+    recomputed = with_forward(original, forward)
+    setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, contexts=contexts)))
+    return recomputed
+
+
+def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callable[..., Any]]) -> type[nn.Module]:
+    """Return a class for a module, whose forward `make` makes of that of the class which the module has when it is called.
+
+    Where the module is a layer that runs again in backward, this forward does so with it: what it hides or changes while the
+    module runs is hidden then, too.
+    """
+    present = type(module)
+    if _MADE_OF not in vars(present):
+        return with_forward(present, make(module))
+    original, repeat = vars(present)[_MADE_OF]
+    module.__class__ = original
+    try:
+        return repeat(with_forward(original, make(module)))
+    finally:
+        module.__class__ = present
 
 
 def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.recompute import with_repeated_forward
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout
@@ -92,6 +93,9 @@ class Cutting:
         for child, role in roles.values():
             if role == "attention":
                 self._exchange(child, attention_forward(child, running))
+            elif role in ("row", "sum", "vocabulary"):  # they hide or change something while the module runs
+                make = functools.partial(role_forward, role, running=running)
+                self._change(child, "__class__", with_repeated_forward(child, make))
             else:
                 self._exchange(child, role_forward(role, child, running, takes_whole=id(child) in takes_whole))
         for name, full_units in region.shared.items():
