@@ -13,7 +13,6 @@ def refuse_unbuilt(plan: Plan) -> None:
     missing = [
         name
         for name, asked in {
-            f"pp={plan.pp} with tp={plan.tp}": plan.pp > 1 and plan.tp > 1 and plan.mode == "ranks",
             f"cp={plan.cp}": plan.cp > 1,
         }.items()
         if asked

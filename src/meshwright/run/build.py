@@ -140,15 +140,21 @@ def build_engine(
     group = subgroup(world, plan.mesh.groups("dp"), "dp")
     if plan.pp > 1:
         return _pipeline_engine(module, plan, world, group, devices[0])
-    if plan.tp == 1:
-        return _data_engine(module, plan, world, group, devices[0])
+    if plan.tp > 1:
+        return _tensor_engine(module, plan, world, group, devices[0])
+    return _data_engine(module, plan, world, group, devices[0])
+
+
+def _tensor_engine(
+    module: nn.Module, plan: Plan, world: World, group: Communicator, device: torch.device
+) -> TensorEngine:
     return TensorEngine(
         module,
         group,
         subgroup(world, plan.mesh.groups("tp"), "tp"),
         world.default_group,
-        devices[0],
-        make_inner=lambda: _data_engine(module, plan, world, group, devices[0]),
+        device,
+        make_inner=lambda: _data_engine(module, plan, world, group, device),
         zero=plan.zero if plan.dp > 1 else 0,
         wanted=plan.layouts,
         on_slices=plan.uses_sequence_parallel,
@@ -171,6 +177,7 @@ def _pipeline_engine(module: nn.Module, plan: Plan, world: World, group: Communi
         pipe=subgroup(world, columns, "pp"),
         everyone=world.default_group,
         make_inner=lambda: _data_engine(module, plan, world, group, device),
+        tensor=None if plan.tp == 1 else _tensor_engine(module, plan, world, group, device),
         make_group=make_group,
         loss_group=subgroup(world, plan.mesh.groups("pp", "dp"), "dp"),
     )

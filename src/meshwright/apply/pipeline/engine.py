@@ -12,16 +12,21 @@ from torch import Tensor, nn
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
+from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.pipeline import stages
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.flow import Flow, observe
-from meshwright.apply.pipeline.holding import Holding
+from meshwright.apply.pipeline.holding import Holding, keep_only
+from meshwright.apply.pipeline.interception import Interception
 from meshwright.apply.pipeline.post import Post
-from meshwright.apply.pipeline.shapes import Shapes
+from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together
 from meshwright.apply.pipeline.tied import TiedGradients
 from meshwright.apply.pipeline.walk import Walk
-from meshwright.apply.subclass import with_forward
+from meshwright.apply.tensor.copies import copy_module
+from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.apply.tensor.region import TensorLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.errors import ApplyError
@@ -46,7 +51,8 @@ class PipelineEngine(Engine):
         plan: Schedule and stages.
         pipe: The ranks that hold one copy of the model between them, in the order of the stages.
         everyone: All ranks.
-        make_inner: Gives the engine on this rank's part, once the module has been reduced to it.
+        make_inner: Gives the engine of data parallelism on this rank's part, once the module has been reduced to it.
+        tensor: The engine of tensor parallelism, which makes that one, or None.
         make_group: (places on the pipe) -> the group of the ranks there; every rank calls it.
         loss_group: The ranks over which losses are summed: every stage of every share of the batch, once.
     """
@@ -61,6 +67,7 @@ class PipelineEngine(Engine):
         pipe: Communicator,
         everyone: Communicator,
         make_inner: Callable[[], Engine],
+        tensor: TensorEngine | None,
         make_group: Callable[[Sequence[int]], Communicator],
         loss_group: Communicator,
     ) -> None:
@@ -70,19 +77,22 @@ class PipelineEngine(Engine):
         self._loss_group = loss_group
         self._plan = plan
         self._make_inner = make_inner
+        self._tensor = tensor
         self._make_group = make_group
         self._inner: Engine | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedules: dict[int, PipelineSchedule] = {}
-        self._units: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._streams: dict[tuple[int, int], Any] = {}
+        self._interception: Interception
         self._holding: Holding
         self._collector: Collector
         self._tied: TiedGradients
         self._stages: dict[int, Stage] = {}
         self.stage_map: stages.StageMap
         self._post = Post(pipe, self.schedule(1).rank_of_stage, plan.num_stages)
-        make_copies_equal(self.parameters, everyone)
-        make_copies_equal(module.buffers(), everyone)
+        if tensor is None:
+            make_copies_equal(self.parameters, everyone)
+            make_copies_equal(module.buffers(), everyone)
 
     def schedule(self, num_micro_batches: int) -> PipelineSchedule:
         """Return the order of work for so many micro-batches."""
@@ -99,7 +109,7 @@ class PipelineEngine(Engine):
 
     @property
     def copies(self) -> int:
-        return self.pipe.size
+        return self.pipe.size * (1 if self._tensor is None else self._tensor.copies)
 
     @property
     def everyone(self) -> Communicator:
@@ -131,49 +141,37 @@ class PipelineEngine(Engine):
         """
         if self.is_prepared:
             return
-        able = self._everyone.all_gather_json(run is not None, device=self.device)
-        if True not in able:
-            raise ApplyError("no rank has a sample, so that the order of the layers cannot be seen", fix="pass a batch")
-        seer = able.index(True)
-        told: Any = None
-        failure: Exception | None = None
-        if self._everyone.group_rank == seer and run is not None:
-            try:
-                told = self._observe(run).to_json()
-            except Exception as error:  # noqa: BLE001 - the user's forward: every rank must hear of it
-                failure, told = error, f"{type(error).__name__}: {error}"
-        answer = self._everyone.all_gather_json(told, device=self.device)[seer]
-        if failure is not None:
-            raise failure
-        if isinstance(answer, str):
-            raise ApplyError(f"rank {seer} could not run the model to see the order of its layers: {answer}")
-        flow = Flow.from_json(answer)
+        layout = None if self._tensor is None else self._tensor.find_layout(run)
+        closed = set[str]() if layout is None else closed_units(layout)
+        told = tell_everyone(self._everyone, self.device, run, lambda run: self._observe(run, closed).to_json())
+        flow = Flow.from_json(told)
         if flow.reads:
             raise ApplyError(
                 f"the forward reads numbers between its layers: {'; '.join(flow.reads[:3])}; every stage would need them before "
                 "they are computed",
                 fix="decide by the inputs, or inside a layer; or use pp=1",
             )
-        self._place(flow)
+        self._place(flow, layout)
 
-    def _observe(self, run: Callable[[nn.Module], Any]) -> Flow:
+    def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
         buffers = BufferSnapshot(self.module)
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            try:
-                return observe(self.module, run, num_stages=self._plan.num_stages)
-            finally:
-                buffers.restore()
+        # What is cut afterwards must not have a graph, which knows parameters' shapes.
+        module = self.module if self._tensor is None else copy_module(self.module, Tensor.detach)
+        try:
+            return observe(module, run, num_stages=self._plan.num_stages, closed=closed)
+        finally:
+            buffers.restore()
 
-    def _place(self, flow: Flow) -> None:
-        stage_map = stages.cut(self.module, flow, self._plan.num_stages, self._plan.stages)
+    def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
+        together = [] if layout is None else units_together(layout, flow.units)
+        stage_map = stages.cut(self.module, flow, self._plan.num_stages, self._plan.stages, together)
         self.stage_map = stage_map
         schedule = self.schedule(1)
         own = schedule.stages_of_rank(self.pipe.group_rank)
-        shapes = Shapes()
+        shapes = Shapes({} if layout is None else make_twins(self.module, flow.units))
         splits = self._plan.schedule in ("zb-h1", "zbv")
         self._stages = {index: Stage(index, self.module, stage_map, shapes, self._post, splits=splits) for index in own}
         self._holding = Holding(self.module, stage_map.holders, own)
-        self._intercept(flow.units)
         places = {
             name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
         }
@@ -187,43 +185,21 @@ class PipelineEngine(Engine):
         )
         self.parameters = list(self.module.parameters())
         if self._optimizer is not None:
-            _keep_only(self._optimizer, self.parameters)
-        self._inner = self._make_inner()
-        self._inner.adopt_optimizer(self._optimizer)
-
-    def _intercept(self, units: Sequence[str]) -> None:
-        done: set[int] = set()
-        for name in units:
-            unit = self.module.get_submodule(name)
-            if id(unit) not in done:
-                done.add(id(unit))
-                self._units.append((unit, type(unit)))
-                unit.__class__ = with_forward(type(unit), self._unit_forward(name, type(unit).forward))
-        self._units.append((self.module, type(self.module)))
-        self.module.__class__ = with_forward(type(self.module), self._model_forward(type(self.module).forward))
+            keep_only(self._optimizer, self.parameters)
+        if self._tensor is None or layout is None:
+            self._inner = self._make_inner()
+            self._inner.adopt_optimizer(self._optimizer)
+        else:
+            tensors = dict(self.module.named_parameters(remove_duplicate=False))
+            tensors |= dict(self.module.named_buffers(remove_duplicate=False))
+            self._tensor.adopt_optimizer(self._optimizer)
+            self._tensor.cut(restrict(layout, stage_map, own, tensors))
+            self._inner = self._tensor
+        self._interception = Interception(self.module, flow.units, self._walk)
 
     def _walk(self) -> Walk | None:
         """Return the forward that is under way."""
         return next((stage.walk for stage in self._stages.values() if stage.walk is not None), None)
-
-    def _model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            outputs = original(module, *args, **kwargs)
-            walk = self._walk()
-            if walk is not None:
-                walk.outputs = outputs
-            return outputs
-
-        return forward
-
-    def _unit_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            walk = self._walk()
-            if walk is None or walk.is_paused:
-                return original(module, *args, **kwargs)
-            return walk.call_unit(name, module, original, args, kwargs)
-
-        return forward
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with the stage of each layer, and each stage's share of the work."""
@@ -245,7 +221,10 @@ class PipelineEngine(Engine):
 
         None where the loss reads numbers that other stages have.
         """
-        return self._stages[stage].forward(micro_batch, run)
+        result = self._stages[stage].forward(micro_batch, run)
+        if self._tensor is not None and torch.is_grad_enabled():
+            self._streams[stage, micro_batch] = self._tensor.streams()
+        return result
 
     def computes(self, stage: int, tensor: Tensor) -> bool:
         """Tell whether a tensor that `run_forward` returned is the stage's own."""
@@ -258,6 +237,8 @@ class PipelineEngine(Engine):
         if kind is ActionKind.WEIGHT_GRAD:
             self._stages[stage].run_rest(micro_batch)
         else:
+            if self._tensor is not None:
+                self._tensor.set_streams(self._streams.pop((stage, micro_batch)))
             self._stages[stage].backward(micro_batch, root)
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -267,6 +248,7 @@ class PipelineEngine(Engine):
 
     def begin_step(self) -> None:
         self._post.forget()
+        self._streams.clear()
         for stage in self._stages.values():
             stage.forget()
         self.inner.begin_step()
@@ -347,7 +329,7 @@ class PipelineEngine(Engine):
         if self._inner is None:
             yield
             return
-        with self._inner.whole_parameters():
+        with self._interception.suspended(), self._inner.whole_parameters():
             self._spread_buffers()
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
@@ -382,17 +364,6 @@ class PipelineEngine(Engine):
 
     def close(self) -> None:
         if self._inner is not None:
+            self._interception.close()
             self._inner.close()
-            for unit, original in reversed(self._units):
-                unit.__class__ = original
             self._holding.close()
-
-
-def _keep_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Take from an optimizer what other ranks update."""
-    held = {id(parameter) for parameter in parameters}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in held:
-                optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in held]

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,24 +67,29 @@ class Flow:
         return cls(calls=calls, units=tuple(value["units"]), idle=idle, reads=tuple(value["reads"]))
 
 
-def observe(module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int) -> Flow:
+def observe(
+    module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str] = ()
+) -> Flow:
     """Run a model once, or a few times until its units are small enough for this many stages.
 
     Args:
         module: The plain model.
         run: Runs it and its loss on a small batch.
         num_stages: Stages that it will be cut into [count].
+        closed: Modules that stay in one piece.
     """
     units = [name for name, _ in find_layers(module)]
     while True:
         flow = _observe_once(module, run, units)
-        finer = _opened(module, flow, units, num_stages)
+        finer = _opened(module, flow, units, num_stages, closed)
         if finer is None:
             return flow
         units = finer
 
 
-def _opened(module: nn.Module, flow: Flow, units: Sequence[str], num_stages: int) -> list[str] | None:
+def _opened(
+    module: nn.Module, flow: Flow, units: Sequence[str], num_stages: int, closed: Collection[str]
+) -> list[str] | None:
     """Return the units with one more of them opened: the heaviest one, while it is too heavy for one stage among several."""
     costs: Counter[str] = Counter()
     for call, cost in zip(flow.calls, call_costs(module, flow), strict=True):
@@ -94,7 +99,7 @@ def _opened(module: nn.Module, flow: Flow, units: Sequence[str], num_stages: int
     for name, cost in costs.most_common():
         is_heavy = cost / calls_of[name] > total / num_stages or len(flow.calls) < num_stages
         inner = [child for child, _ in find_layers(module.get_submodule(name))]
-        if is_heavy and len(inner) > 1:
+        if is_heavy and len(inner) > 1 and name not in closed:
             found: list[str] = []
             for unit in units:
                 found += [f"{name}.{child}" if name else child for child in inner] if unit == name else [unit]

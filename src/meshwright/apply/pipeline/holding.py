@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -85,3 +85,13 @@ class Holding:
         for parameter in self.absent.values():
             parameter.data = parameter.data.contiguous()
             unmark(parameter)
+
+
+def keep_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Take from an optimizer what other ranks update."""
+    held = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in held:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in held]

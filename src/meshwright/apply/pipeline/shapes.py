@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,9 +37,13 @@ class Shapes:
 
     A call whose code needs numbers is run for real, on zeros in place of what other stages compute: masks and lengths that come
     of the inputs alone are what they are.
+
+    Args:
+        twins: Unit's name -> a copy without values that is run in its place: the unit itself may be cut, and exchange.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, twins: Mapping[str, nn.Module]) -> None:
+        self._twins = twins
         self._known: dict[Any, Any] = {}
         self._needs_numbers: set[str] = set()
 
@@ -46,6 +51,9 @@ class Shapes:
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the results of a call of a unit, as fake tensors."""
+        twin = self._twins.get(name)
+        if twin is not None:
+            module, forward = twin.train(module.training), type(twin).forward
         key = (name, module.training, torch.is_grad_enabled(), describe((args, kwargs)))
         if name not in self._needs_numbers:
             try:
@@ -91,6 +99,15 @@ class Shapes:
                 self._known.clear()
             found = self._known[key] = (replace_tensors(compute(), _Described),)
         return _restore(found[0])
+
+
+def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
+    """Return a copy of each unit whose parameters are zeros without memory."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+    return {name: copy.deepcopy(module.get_submodule(name), memo) for name in units}
 
 
 class _Described:

@@ -43,7 +43,13 @@ class StageMap:
         return {name: stages[0] for name, stages in self.calls.items()}
 
 
-def cut(module: nn.Module, flow: Flow, num_stages: int, given: Mapping[str, int]) -> StageMap:
+def cut(
+    module: nn.Module,
+    flow: Flow,
+    num_stages: int,
+    given: Mapping[str, int],
+    together: Sequence[set[str]] = (),
+) -> StageMap:
     """Deal the calls out to stages such that the most expensive stage is as cheap as can be.
 
     Args:
@@ -51,6 +57,7 @@ def cut(module: nn.Module, flow: Flow, num_stages: int, given: Mapping[str, int]
         flow: Its calls.
         num_stages: Stages [count].
         given: Module name -> stage, from the plan; a name stands for all units inside of it.
+        together: Sets of units whose calls lie on one stage.
 
     Raises:
         ApplyError: There are fewer calls than stages; the given stages are unknown or run backwards.
@@ -64,7 +71,17 @@ def cut(module: nn.Module, flow: Flow, num_stages: int, given: Mapping[str, int]
         )
     costs = call_costs(module, flow)
     _refuse_unknown(flow, given)
-    stages = _deal(module, flow, costs, num_stages, given)
+    blocks = _blocks(module, flow, together)
+    if len(blocks) < num_stages:
+        raise ApplyError(
+            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers and are "
+            "called several times stay on one stage with all between their calls, since their statistics follow one another; so "
+            "do layers that tensor parallelism cuts together",
+            fix=f"use pp={len(blocks)}",
+        )
+    wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
+    dealt = balance_layers([sum(costs[place] for place in block) for block in blocks], num_stages, wishes)
+    stages = [stage for stage, block in zip(dealt, blocks, strict=True) for _ in block]
     by_unit: dict[str, list[int]] = {}
     holders: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
     for call, stage in zip(calls, stages, strict=True):
@@ -89,12 +106,10 @@ def cut(module: nn.Module, flow: Flow, num_stages: int, given: Mapping[str, int]
     )
 
 
-def _deal(
-    module: nn.Module, flow: Flow, costs: Sequence[float], num_stages: int, given: Mapping[str, int]
-) -> list[int]:
-    """Return the stage of each call, not decreasing; all calls of a layer that keeps running statistics on one stage."""
-    blocks: list[list[int]] = []  # calls that stay together
+def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list[list[int]]:
+    """Return the calls, by place, in runs that stay on one stage."""
     last_call = {call.unit: place for place, call in enumerate(flow.calls)}
+    blocks: list[list[int]] = []
     end = -1
     for place, call in enumerate(flow.calls):
         if place > end:
@@ -102,16 +117,10 @@ def _deal(
         blocks[-1].append(place)
         if any(True for _ in module.get_submodule(call.unit).buffers()):
             end = max(end, last_call[call.unit])
-    if len(blocks) < num_stages:
-        repeated = [call.unit for place, call in enumerate(flow.calls) if last_call[call.unit] > place]
-        raise ApplyError(
-            f"layers that keep buffers and are called several times ('{repeated[0]}') stay on one stage with all between their "
-            f"calls, since their statistics follow one another; that leaves {len(blocks)} pieces for {num_stages} stages",
-            fix=f"use pp={len(blocks)}",
-        )
-    wishes = [next((w for p in block if (w := _wish(flow.calls[p].unit, given)) is not None), None) for block in blocks]
-    found = balance_layers([sum(costs[place] for place in block) for block in blocks], num_stages, wishes)
-    return [stage for stage, block in zip(found, blocks, strict=True) for _ in block]
+        for members in together:
+            if call.unit in members:
+                end = max(end, *(last_call[unit] for unit in members if unit in last_call))
+    return blocks
 
 
 def _wish(unit: str, given: Mapping[str, int]) -> int | None:

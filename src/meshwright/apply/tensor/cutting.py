@@ -48,7 +48,7 @@ class Cutting:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._full_shapes: dict[int, tuple[int, ...]] = {}  # by id: a tied tensor has several names
         self._cut_tensors()
-        chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
+        self._chains = chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
         for region in layout.regions:
             self._start(region, next((chain for chain in chains if _lies_in(region, chain.chain)), None))
         for chain in chains:
@@ -141,6 +141,15 @@ class Cutting:
         self._drawing.forget()
         for running in self._running:
             running.forget()
+
+    def streams(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return, for each chain, along which dim and in which sizes its stream lies in slices."""
+        return [(chain.dim, chain.sizes) for chain in self._chains]
+
+    def set_streams(self, streams: list[tuple[int, tuple[int, ...]]]) -> None:
+        """Take up again what `streams` gave."""
+        for chain, (dim, sizes) in zip(self._chains, streams, strict=True):
+            chain.dim, chain.sizes = dim, sizes
 
     def close(self) -> None:
         """Give the modules their own classes and integers back; the parameters stay cut."""

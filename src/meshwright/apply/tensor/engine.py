@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.data.optimizer import acts_per_element
 from meshwright.apply.engine import Engine
+from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.norm import squares_of
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.matrices import WholeMatrices
@@ -131,7 +132,12 @@ class TensorEngine(Engine):
         return self._inner is not None
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
-        """Find the layout and cut the module, once. Every rank comes here; one that has a batch looks, and tells the others.
+        """Find the layout and cut the module, once."""
+        if not self.is_prepared:
+            self.cut(self.find_layout(run))
+
+    def find_layout(self, run: Callable[[nn.Module], Any] | None) -> TensorLayout:
+        """Return what can be cut. Every rank comes here; one that has a batch looks, and tells the others.
 
         Args:
             run: Runs a copy of the model and its loss on a small batch and returns the model's outputs; None where this
@@ -140,35 +146,14 @@ class TensorEngine(Engine):
         Raises:
             ApplyError: No rank has a batch, or nothing can be cut.
         """
-        if self.is_prepared:
-            return
-        able = self._everyone.all_gather_json(run is not None, device=self.device)
-        if True not in able:
-            raise ApplyError(
-                "no rank has a sample, so that the model's data flow cannot be read off it", fix="pass a batch"
-            )
-        searcher = able.index(True)
-        told: Any = None
-        failure: Exception | None = None
-        if self._everyone.group_rank == searcher and run is not None:
-            try:
-                told = self._search(run)
-            except Exception as error:  # noqa: BLE001 - the user's forward: every rank must hear of it
-                failure, told = error, f"{type(error).__name__}: {error}"
-        answer = self._everyone.all_gather_json(told, device=self.device)[searcher]
-        if failure is not None:
-            raise failure
-        if isinstance(answer, str):
-            raise ApplyError(f"rank {searcher} could not follow the model's data flow: {answer}")
-        layout = TensorLayout.from_dict(answer)
+        layout = TensorLayout.from_dict(tell_everyone(self._everyone, self.device, run, self._search))
         self._refuse_uncut(layout)
-        self._cut(layout)
+        return layout
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
         """Return the layout as JSON values; nothing else of the search outlives this, as it holds the whole parameters."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            search = Search(self.module, self.shards.size, run, self._wanted)
-            return search.layout(on_slices=self._on_slices).to_dict()
+        search = Search(self.module, self.shards.size, run, self._wanted)
+        return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with what is cut, what is not, and why."""
@@ -214,7 +199,8 @@ class TensorEngine(Engine):
             fix=f"use the plan 'dp={self._everyone.size}'",
         )
 
-    def _cut(self, layout: TensorLayout) -> None:
+    def cut(self, layout: TensorLayout) -> None:
+        """Cut the module, and make the engine on the shards."""
         self.cutting = Cutting(self.module, layout, self.shards)
         self._whole_matrices = WholeMatrices(self.cutting)
         self._cut_ids = {id(find_tensor(self.module, name)) for name in layout.cuts}
@@ -272,6 +258,15 @@ class TensorEngine(Engine):
 
     def arm(self) -> None:
         self.inner.arm()
+
+    def streams(self) -> Any:
+        """Return how the stream lies in slices after a forward, for `set_streams`."""
+        return None if self.cutting is None else self.cutting.streams()
+
+    def set_streams(self, streams: Any) -> None:
+        """Take up again what `streams` gave: forwards of other micro-batches came between, and backward may recompute."""
+        if self.cutting is not None:
+            self.cutting.set_streams(streams)
 
     def begin_forward(self) -> None:
         self.inner.begin_forward()

@@ -1,0 +1,89 @@
+"""Tensor parallelism inside of stages: which part of a layout is in force on a rank that runs some of the layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from meshwright.apply.pipeline.stages import StageMap
+from meshwright.apply.tensor.cutting import is_inside
+from meshwright.apply.tensor.region import Chain, Region, TensorLayout
+
+__all__: list[str] = []
+
+_ALONE = {"vocabulary", "head", "gathered"}
+"""Roles whose module takes and gives whole tensors by itself, or slices that know how to become whole."""
+
+
+def closed_units(layout: TensorLayout) -> set[str]:
+    """Return the modules that stay in one piece: between their parts travel shards, or slices of the sequence."""
+    layers = {layer for chain in layout.chains for layer in chain.layers}
+    return layers | {region.scope for region in layout.regions if not _is_apart(region)}
+
+
+def units_together(layout: TensorLayout, units: Sequence[str]) -> list[set[str]]:
+    """Return sets of units between which shards travel: the columns and rows of one region."""
+    found = []
+    for region in layout.regions:
+        members = {unit for unit in units for name in region.roles if is_inside(name, unit)}
+        if not _is_apart(region) and len(members) > 1:
+            found.append(members)
+    return found
+
+
+def _is_apart(region: Region) -> bool:
+    return set(region.roles.values()) <= _ALONE
+
+
+def restrict(
+    layout: TensorLayout, stage_map: StageMap, own: Collection[int], tensors: Mapping[str, object]
+) -> TensorLayout:
+    """Return the part of a layout that concerns what a rank holds.
+
+    Args:
+        layout: The whole model's.
+        stage_map: Which stage runs what.
+        own: The stages of this rank.
+        tensors: FQN -> the parameters and buffers that this rank holds, under all their names.
+    """
+    units = [name for name, stages in stage_map.calls.items() if set(stages) & set(own)]
+
+    def runs_here(name: str) -> bool:
+        return any(is_inside(name, unit) for unit in units)
+
+    regions = []
+    for region in layout.regions:
+        cuts = {name: cut for name, cut in region.cuts.items() if name in tensors}
+        if not cuts:
+            continue
+        regions.append(
+            region.replace(
+                cuts=cuts,
+                roles={name: role for name, role in region.roles.items() if runs_here(name) or name == region.scope},
+                integers=tuple(pair for pair in region.integers if runs_here(pair[0]) or pair[0] == region.scope),
+                partial=tuple(name for name in region.partial if name in tensors),
+                once=tuple(name for name in region.once if name in tensors),
+                shared={name: units for name, units in region.shared.items() if runs_here(name)},
+            )
+        )
+    chains = [piece for chain in layout.chains for piece in _pieces(chain, stage_map, own, tensors)]
+    return TensorLayout(
+        regions=tuple(regions),
+        chains=tuple(chains),
+        whole={name: reason for name, reason in layout.whole.items() if name in tensors},
+    )
+
+
+def _pieces(chain: Chain, stage_map: StageMap, own: Collection[int], tensors: Mapping[str, object]) -> list[Chain]:
+    """Return a chain's layers stage by stage: between two stages the stream is whole."""
+    found = []
+    for stage, names in itertools.groupby(chain.layers, lambda name: _stage_of(name, stage_map)):
+        layers = tuple(names)
+        if stage in own:
+            partial = tuple(n for n in chain.partial if n in tensors and any(is_inside(n, layer) for layer in layers))
+            found.append(chain.replace(layers=layers, partial=partial))
+    return found
+
+
+def _stage_of(layer: str, stage_map: StageMap) -> int:
+    return next(stages[0] for unit, stages in stage_map.calls.items() if is_inside(layer, unit))
