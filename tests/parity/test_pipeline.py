@@ -34,6 +34,10 @@ PLANS = (
     "dp=2,pp=2,zero=3,whole_below=0B",
     "dp=2,pp=2,zero=1,schedule=zbv",
     "dp=2,pp=2,zero=3,whole_below=0B,schedule=interleaved,virtual=2",
+    "tp=2,pp=2",
+    "tp=2,pp=2,schedule=zbv",
+    "dp=2,tp=2,pp=2",
+    "dp=2,tp=2,pp=2,zero=2",
 )
 
 SETTINGS = (
@@ -73,11 +77,23 @@ NUM_LAYERS = {
 }
 """Calls of layers in one forward, where a model has fewer than eight [count]."""
 
+WHOLE_UNDER_TENSOR = {
+    "mlp",
+    "hooked",
+    "penalty",
+    "lora",
+    "recurrent",
+    "tutorial_mlp_100_50_10",
+    "tutorial_mlp_10_10_5",
+}
+"""Models that tensor parallelism cuts around all of their layers, or not at all: no stage can be cut off."""
+
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 
 
 def _fits(name: str, plan: str) -> bool:
-    return mw.Plan.parse(plan).num_stages <= NUM_LAYERS.get(name, 8)
+    parsed = mw.Plan.parse(plan)
+    return parsed.num_stages <= NUM_LAYERS.get(name, 8) and (parsed.tp == 1 or name not in WHOLE_UNDER_TENSOR)
 
 
 def _matrix() -> list[tuple[str, str, Setting]]:
@@ -162,6 +178,20 @@ def test_what_cannot_be_cut_is_refused() -> None:
         assert "reads numbers between its layers" in message
         assert fix is not None
         assert "pp=1" in fix
+
+
+@pytest.mark.parametrize("name", ["mlp", "lora"])
+def test_what_tensor_parallelism_cuts_in_one_piece_is_refused(name: str) -> None:
+    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_case, 4, name, "tp=2,pp=2"):
+        assert "tensor parallelism" in message
+        assert fix is not None
+        assert "pp=1" in fix
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FULL_GRID, reason="32 processes: MESHWRIGHT_FULL_GRID=1")
+def test_a_mesh_of_three_axes_over_32_ranks() -> None:
+    assert_distributed_parity("gpt", 32, Setting(num_samples=11, micro_batches=3), plan_text="dp=4,tp=4,pp=2")
 
 
 def test_statistics_that_follow_one_another_stay_on_one_stage() -> None:

@@ -21,7 +21,7 @@ from meshwright.apply.pipeline.interception import Interception
 from meshwright.apply.pipeline.post import Post
 from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage
-from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together
+from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
 from meshwright.apply.pipeline.walk import Walk
 from meshwright.apply.tensor.copies import copy_module
@@ -151,7 +151,7 @@ class PipelineEngine(Engine):
                 "they are computed",
                 fix="decide by the inputs, or inside a layer; or use pp=1",
             )
-        self._place(flow, layout)
+        self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
     def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
         buffers = BufferSnapshot(self.module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.pipeline.values import FAKE_MODE, Meta, describe, make_fake, replace_tensors, value_of
+from meshwright.apply.tensor.copies import copy_module
 from meshwright.comm._torch_private import FakeTensorError
 from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.errors import ApplyError
@@ -103,11 +103,14 @@ class Shapes:
 
 def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     """Return a copy of each unit whose parameters are zeros without memory."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
-    return {name: copy.deepcopy(module.get_submodule(name), memo) for name in units}
+
+    def empty(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.clone()
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    twin = copy_module(module, empty)
+    return {name: twin.get_submodule(name) for name in units}
 
 
 class _Described:

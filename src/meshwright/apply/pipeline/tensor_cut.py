@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.tensor.cutting import is_inside
 from meshwright.apply.tensor.region import Chain, Region, TensorLayout
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -19,6 +20,30 @@ def closed_units(layout: TensorLayout) -> set[str]:
     """Return the modules that stay in one piece: between their parts travel shards, or slices of the sequence."""
     layers = {layer for chain in layout.chains for layer in chain.layers}
     return layers | {region.scope for region in layout.regions if not _is_apart(region)}
+
+
+def without_spanning(layout: TensorLayout, units: Sequence[str]) -> TensorLayout:
+    """Leave out regions that begin and end at a module around several units: its forward runs on every stage.
+
+    Raises:
+        ApplyError: No region is left.
+    """
+    spanning = [region for region in layout.regions if any(_spans(name, units) for name in region.roles)]
+    if not spanning:
+        return layout
+    reason = "cut together with layers of other stages"
+    whole = {name: reason for region in spanning for name in region.cuts}
+    rest = tuple(region for region in layout.regions if region not in spanning)
+    if not rest:
+        raise ApplyError(
+            "tensor parallelism can cut this model only around layers of several stages, so that nothing is left to cut in one",
+            fix="use tp=1, or pp=1",
+        )
+    return layout.replace(regions=rest, whole={**layout.whole, **whole})
+
+
+def _spans(name: str, units: Sequence[str]) -> bool:
+    return sum(is_inside(unit, name) for unit in units) > 1
 
 
 def units_together(layout: TensorLayout, units: Sequence[str]) -> list[set[str]]:
