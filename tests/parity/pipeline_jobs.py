@@ -252,3 +252,32 @@ def train_with_reading_loss(plan: str) -> list[float]:
 
     with apply_chain(plan, loss_fn=loss) as model:
         return [model.step(mw.split_batch(language(6, seed), model)).loss for seed in range(2)]
+
+
+class LayerDrop(Chain):
+    """Leaves layers out at random, and draws inside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.ways: list[str] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        way = ""
+        for layer in self.layers:
+            keeps = bool(torch.rand(()) < 0.6) or not self.training
+            way += str(int(keeps))
+            if keeps:
+                x = x + self.dropout(layer(x))
+        self.ways.append(way)
+        return self.norm(x) @ self.wte.weight.t()
+
+
+def train_with_layer_drop(plan: str) -> tuple[list[float], list[str]]:
+    with mw.apply_plan(lambda: LayerDrop().double(), plan, loss_fn=losses.cross_entropy, optimizer=SGD) as model:
+        found = [model.step(mw.split_batch(language(6, seed), model)).loss for seed in range(3)]
+        assert isinstance(model.module, LayerDrop)
+        ways = [way for way in model.module.ways if len(way) == 4]
+        num_stages = mw.Plan.parse(plan).num_stages // mw.Plan.parse(plan).pp
+        return found, sorted(ways[-3 * num_stages :])

@@ -15,6 +15,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.pipeline import stages
 from meshwright.apply.pipeline.collect import Collector
+from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.flow import Flow, observe
 from meshwright.apply.pipeline.holding import Holding, keep_only
 from meshwright.apply.pipeline.interception import Interception
@@ -86,6 +87,7 @@ class PipelineEngine(Engine):
         self._interception: Interception
         self._holding: Holding
         self._collector: Collector
+        self._draws: Draws
         self._tied: TiedGradients
         self._stages: dict[int, Stage] = {}
         self.stage_map: stages.StageMap
@@ -170,7 +172,14 @@ class PipelineEngine(Engine):
         own = schedule.stages_of_rank(self.pipe.group_rank)
         shapes = Shapes({} if layout is None else make_twins(self.module, flow.units))
         splits = self._plan.schedule in ("zb-h1", "zbv")
-        self._stages = {index: Stage(index, self.module, stage_map, shapes, self._post, splits=splits) for index in own}
+        seed = self.pipe.all_gather_json(torch.initial_seed(), device=self.device)[0]
+        self._draws = Draws(seed, self.device, apart=flow.draws)
+        self._stages = {
+            index: Stage(
+                index, self.module, stage_map, shapes=shapes, post=self._post, draws=self._draws, splits=splits
+            )
+            for index in own
+        }
         self._holding = Holding(self.module, stage_map.holders, own)
         places = {
             name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
@@ -251,6 +260,7 @@ class PipelineEngine(Engine):
         self._streams.clear()
         for stage in self._stages.values():
             stage.forget()
+        self._draws.begin_step()
         self.inner.begin_step()
 
     def arm(self) -> None:
@@ -347,6 +357,7 @@ class PipelineEngine(Engine):
 
     def begin_forward(self) -> None:
         self._post.forget()
+        self._draws.begin_step()
         self.inner.begin_forward()
 
     def end_forward(self) -> None:

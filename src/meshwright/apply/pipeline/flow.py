@@ -47,12 +47,14 @@ class Flow:
         calls: The calls of units, in the order in which they ran.
         units: Names of the modules whose calls are dealt out.
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
+        draws: Whether the code between the units drew random numbers.
         reads: What the model's code between the units read of a tensor that a unit computes, as text.
     """
 
     calls: tuple[UnitCall, ...]
     units: tuple[str, ...]
     idle: dict[str, tuple[str, ...]]
+    draws: bool
     reads: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +66,8 @@ class Flow:
         """Return what `to_json` gave."""
         calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        return cls(calls=calls, units=tuple(value["units"]), idle=idle, reads=tuple(value["reads"]))
+        reads = tuple(value["reads"])
+        return cls(calls=calls, units=tuple(value["units"]), idle=idle, draws=value["draws"], reads=reads)
 
 
 def observe(
@@ -130,6 +133,8 @@ class _Observer(TorchFunctionMode):
         self._alive: list[Any] = []
         self._running: int | None = None
         self._is_in_model = False
+        self._draws = False
+        self._random_state = torch.get_rng_state()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -147,8 +152,13 @@ class _Observer(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
+    def _note_draws(self) -> None:
+        """Take note whether random numbers were drawn since a unit returned."""
+        self._draws = self._draws or not torch.equal(torch.get_rng_state(), self._random_state)
+
     def _enter_model(self, *_: Any) -> None:
         self._is_in_model = True
+        self._random_state = torch.get_rng_state()
 
     def _leave_model(self, *_: Any) -> None:
         self._is_in_model = False
@@ -157,6 +167,7 @@ class _Observer(TorchFunctionMode):
         def hook(unit: nn.Module, args: Any, kwargs: Any) -> None:
             if self._running is not None:
                 return
+            self._note_draws()
             place = len(self._calls)
             own = {self._names[id(p)] for p in unit.parameters()}
             self._used.append(own | self._parameters_in((args, kwargs)))
@@ -170,6 +181,7 @@ class _Observer(TorchFunctionMode):
         if place is None or self._calls[place]["module"] is not unit:
             return None
         self._running = None
+        self._random_state = torch.get_rng_state()
         call = self._calls[place]
         call["flops"] = self.counter.get_total_flops() - call["flops"]
         # A view of its own: a unit may return its very input.
@@ -231,7 +243,9 @@ class _Observer(TorchFunctionMode):
             for name in self._units
             if name not in called
         }
-        return Flow(calls=calls, units=tuple(self._units), idle=idle, reads=tuple(dict.fromkeys(self._reads)))
+        self._note_draws()
+        reads = tuple(dict.fromkeys(self._reads))
+        return Flow(calls=calls, units=tuple(self._units), idle=idle, draws=self._draws, reads=reads)
 
 
 _FLOPS_PER_PARAMETER = 48

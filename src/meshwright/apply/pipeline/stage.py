@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.post import Post
 from meshwright.apply.pipeline.shapes import ReadsValueError, Shapes
 from meshwright.apply.pipeline.split import SplitBackward
@@ -41,17 +42,27 @@ class Stage:
         stage_map: Which stage runs what.
         shapes: What other stages' calls give.
         post: The way to the other stages.
+        draws: Random numbers.
         splits: Whether backward runs in halves.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, stage_map: StageMap, shapes: Shapes, post: Post, *, splits: bool
+        self,
+        index: int,
+        module: nn.Module,
+        stage_map: StageMap,
+        *,
+        shapes: Shapes,
+        post: Post,
+        draws: Draws,
+        splits: bool,
     ) -> None:
         self.index = index
         self._module = module
         self._map = stage_map
         self._shapes = shapes
         self._post = post
+        self._draws = draws
         self._splits = splits
         self._passed: dict[int, _Passed] = {}
         self._rest: dict[int, list[Callable[[], None]]] = {}
@@ -63,11 +74,12 @@ class Stage:
 
         None where the loss reads numbers that other stages have, and needs nothing of this one.
         """
-        walk = Walk(self.index, self._map.stage_of, self._shapes, _Mail(self._post, self.index, micro_batch))
+        mail = _Mail(self._post, self.index, micro_batch)
+        walk = Walk(self.index, self._map.stage_of, self._shapes, mail, self._draws)
         self.walk = walk
         split = SplitBackward() if self._splits and torch.is_grad_enabled() else None
         try:
-            with split or contextlib.nullcontext(), walk:
+            with self._draws.between_layers(micro_batch), split or contextlib.nullcontext(), walk:
                 result = run(self._module)
         except ReadsValueError:
             if not walk.owes_nothing_to_the_loss:

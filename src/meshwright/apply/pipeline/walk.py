@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.shapes import Shapes
 from meshwright.apply.pipeline.values import Meta, Value, make_fake, mark, replace_tensors, value_of, values_in
+from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm._torch_private import FakeTensor, current_function_mode, without_checkpoints
 from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
@@ -122,6 +124,14 @@ def writes_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return None
 
 
+def _holds_tensors(module: nn.Module) -> bool:
+    """Tell whether a module has parameters, here or on another stage, or buffers."""
+    return any(
+        child._parameters or child._buffers or any(isinstance(item, nn.Parameter) for item in vars(child).values())
+        for child in module.modules()
+    )
+
+
 class Walk(TorchFunctionMode):
     """A stage's forward of one micro-batch, under way. The forward runs inside.
 
@@ -130,9 +140,12 @@ class Walk(TorchFunctionMode):
         stage_of: (unit's name, how many calls of it came before) -> the stage that runs the call.
         shapes: What calls give, of which only the shapes are wanted.
         mail: How to reach the other stages.
+        draws: What layers draw from, apart from the code between them.
     """
 
-    def __init__(self, stage: int, stage_of: Callable[[str, int], int], shapes: Shapes, mail: Mail) -> None:
+    def __init__(
+        self, stage: int, stage_of: Callable[[str, int], int], shapes: Shapes, mail: Mail, draws: Draws
+    ) -> None:
         super().__init__()
         self.stage = stage
         self.sent: list[tuple[Tensor, int]] = []
@@ -144,6 +157,7 @@ class Walk(TorchFunctionMode):
         self._stage_of = stage_of
         self._shapes = shapes
         self._mail = mail
+        self._draws = draws
         self._calls: Counter[str] = Counter()
         self.is_paused = False
         self._checkpoints = 0  # of the user's own, around what runs now
@@ -186,10 +200,12 @@ class Walk(TorchFunctionMode):
         stage = self._stage_of(name, self._calls[name])
         self._calls[name] += 1
         values = self._own_values((args, kwargs))
-        late = [value.home for value in values if value.home is not None and value.home > stage]
-        if late:
+        latest = max((value.home for value in values if value.home is not None), default=stage)
+        if (latest > stage or self._draws.apart) and not _holds_tensors(module):
+            stage = latest  # a dropout that serves several layers, of which chance may have left some out this time
+        if latest > stage:
             raise ApplyError(
-                f"'{name}' runs on stage {stage} and takes a tensor that stage {late[0]} computes; a pipeline runs forward only",
+                f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
                 fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
             )
         if stage != self.stage:
@@ -198,7 +214,7 @@ class Walk(TorchFunctionMode):
                 results = self._shapes.of_unit(name, module, forward, args, kwargs)
             return self._mark_fakes(results, stage)
         args, kwargs = replace_tensors((args, kwargs), self._real_if_known)
-        with self.paused():
+        with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
                 outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
             else:
@@ -314,6 +330,6 @@ class Walk(TorchFunctionMode):
         for value in values:
             if value.home == self.stage and stage not in value.sent_to:
                 value.sent_to.add(stage)
-                tensor = value.any
+                tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
                 self.sent.append((tensor, stage))
                 self._mail.send(tensor.detach(), stage)

@@ -1,0 +1,69 @@
+"""Random numbers of a forward that several stages walk: drawn between layers, they must be the same on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+__all__: list[str] = []
+
+_State = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Draws:
+    """Two streams of random numbers: one for the code between layers, equal on all stages, and each rank's own for its layers.
+
+    Args:
+        seed: Equal on all ranks of a pipeline, another for another share of the batch.
+        device: Whose generator layers may draw from, beside the CPU's.
+        apart: Whether code between layers draws at all; else nothing is done here.
+    """
+
+    def __init__(self, seed: int, device: torch.device, *, apart: bool) -> None:
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
+        self._device = device
+        self.apart = apart
+        self._step_seed = 0
+        self._own: _State | None = None
+
+    def begin_step(self) -> None:
+        """Take another seed for what is drawn between layers."""
+        self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
+
+    @contextlib.contextmanager
+    def between_layers(self, micro_batch: int) -> Iterator[None]:
+        """Draw from the common stream of a micro-batch inside."""
+        if not self.apart:
+            yield
+            return
+        self._own = self._read()
+        torch.manual_seed((self._step_seed + 0x9E3779B97F4A7C15 * (micro_batch + 1)) % 2**63)
+        try:
+            yield
+        finally:
+            self._set(self._own)
+            self._own = None
+
+    @contextlib.contextmanager
+    def inside_layer(self) -> Iterator[None]:
+        """Draw from this rank's own stream inside, which a forward that is under way has put aside."""
+        if self._own is None:
+            yield
+            return
+        common = self._read()
+        self._set(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._read()
+            self._set(common)
+
+    def _read(self) -> _State:
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def _set(self, state: _State) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
