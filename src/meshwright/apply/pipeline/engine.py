@@ -13,6 +13,7 @@ from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
 from meshwright.apply.first_look import tell_everyone
+from meshwright.apply.outer import OuterEngine
 from meshwright.apply.pipeline import stages
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.draws import Draws
@@ -39,7 +40,7 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(OuterEngine):
     """A model whose calls are dealt out to stages.
 
     `inner` is the engine on what this rank holds; this one adds what stages exchange. The step runs a schedule on it
@@ -72,15 +73,19 @@ class PipelineEngine(Engine):
         make_group: Callable[[Sequence[int]], Communicator],
         loss_group: Communicator,
     ) -> None:
-        super().__init__(module, group, device)
+        super().__init__(
+            module,
+            group,
+            device,
+            everyone,
+            f"pp={pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
+        )
         self.pipe = pipe
-        self._everyone = everyone
         self._loss_group = loss_group
         self._plan = plan
         self._make_inner = make_inner
         self._tensor = tensor
         self._make_group = make_group
-        self._inner: Engine | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedules: dict[int, PipelineSchedule] = {}
         self._streams: dict[tuple[int, int], Any] = {}
@@ -114,26 +119,8 @@ class PipelineEngine(Engine):
         return self.pipe.size * (1 if self._tensor is None else self._tensor.copies)
 
     @property
-    def everyone(self) -> Communicator:
-        return self._everyone
-
-    @property
     def loss_group(self) -> Communicator:
         return self._loss_group
-
-    @property
-    def inner(self) -> Engine:
-        """The engine on this rank's part."""
-        if self._inner is None:
-            raise ApplyError(
-                f"pp={self.pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
-                fix="call step() or evaluate() first, or pass example_batch= to apply_plan",
-            )
-        return self._inner
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._inner is not None
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
         """Find the calls and deal them out, once. Every rank comes here; one that has a batch looks, and tells the others.
@@ -263,16 +250,6 @@ class PipelineEngine(Engine):
         self._draws.begin_step()
         self.inner.begin_step()
 
-    def arm(self) -> None:
-        self.inner.arm()
-
-    def before_layer(self, layer: nn.Module) -> None:
-        if self._inner is not None:
-            self._inner.before_layer(layer)
-
-    def refresh_trainable(self) -> None:
-        self.inner.refresh_trainable()
-
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs, on every rank of the pipeline."""
         self.prepare(lambda module: module(*args, **kwargs))
@@ -308,28 +285,10 @@ class PipelineEngine(Engine):
             self.inner.finish_gradients(scale)
             self._tied.sum()
 
-    def gradient_tensors(self) -> Sequence[Tensor]:
-        return self.inner.gradient_tensors()
-
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
         self.pipe.all_reduce(squares)
         return squares
-
-    def gradient_norm(self) -> Tensor:
-        return self.norm_of_squares()
-
-    def finish_step(self) -> None:
-        self.inner.finish_step()
-
-    def leave_out_step(self) -> None:
-        self.inner.leave_out_step()
-
-    def compression_state(self) -> dict[str, Tensor]:
-        return {} if self._inner is None else self._inner.compression_state()
-
-    def load_compression_state(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_compression_state(state)
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -363,15 +322,6 @@ class PipelineEngine(Engine):
     def end_forward(self) -> None:
         self._post.finish()
         self.inner.end_forward()
-
-    def held_tensors(self) -> dict[str, list[Tensor]]:
-        return self.inner.held_tensors()
-
-    def buffers_changed(self) -> bool:
-        return self._inner is not None and self._inner.buffers_changed()
-
-    def sync_buffers(self) -> None:
-        self.inner.sync_buffers()
 
     def close(self) -> None:
         if self._inner is not None:

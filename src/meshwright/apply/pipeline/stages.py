@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -135,18 +134,3 @@ def _refuse_unknown(flow: Flow, given: Mapping[str, int]) -> None:
                 f"the plan puts '{name}' on a stage, and the model cannot be cut there{did_you_mean(name, flow.units)}",
                 fix=f"use names among {', '.join(flow.units[:8])}",
             )
-
-
-def to_json(stage_map: StageMap) -> dict[str, Any]:
-    """Return a map as JSON values."""
-    return dataclasses.asdict(stage_map)
-
-
-def from_json(value: dict[str, Any]) -> StageMap:
-    """Return what `to_json` gave."""
-    return StageMap(
-        num_stages=value["num_stages"],
-        calls={name: tuple(stages) for name, stages in value["calls"].items()},
-        holders={name: tuple(stages) for name, stages in value["holders"].items()},
-        shares=tuple(value["shares"]),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.apply.data.optimizer import acts_per_element
 from meshwright.apply.engine import Engine
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.norm import squares_of
+from meshwright.apply.outer import OuterEngine
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.matrices import WholeMatrices
 from meshwright.apply.tensor.region import TensorLayout
@@ -34,7 +35,7 @@ WISHES = ("whole", "column", "row", "vocabulary")
 """What a plan's `layouts` may say of a parameter."""
 
 
-class TensorEngine(Engine):
+class TensorEngine(OuterEngine):
     """Ranks that share each layer, and data parallelism over several such groups.
 
     Until the first batch comes nothing is cut: which tensors feed which is read off a run. Then everything is done by
@@ -65,12 +66,16 @@ class TensorEngine(Engine):
         wanted: Mapping[str, str] | None = None,
         on_slices: bool = True,
     ) -> None:
-        super().__init__(module, group, device)
+        super().__init__(
+            module,
+            group,
+            device,
+            everyone,
+            f"tp={shards.size} reads the model's data flow off its first batch, and none has come yet",
+        )
         self.shards = shards
-        self._everyone = everyone
         self.cutting: Cutting | None = None
         self._make_inner = make_inner
-        self._inner: Engine | None = None
         self._zero = zero
         self._wanted = dict(wanted or {})
         self._on_slices = on_slices
@@ -112,24 +117,6 @@ class TensorEngine(Engine):
     @property
     def copies(self) -> int:
         return self.shards.size
-
-    @property
-    def everyone(self) -> Communicator:
-        return self._everyone
-
-    @property
-    def inner(self) -> Engine:
-        """The engine on the shards."""
-        if self._inner is None:
-            raise ApplyError(
-                f"tp={self.shards.size} reads the model's data flow off its first batch, and none has come yet",
-                fix="call step() or evaluate() first, or pass example_batch= to apply_plan",
-            )
-        return self._inner
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._inner is not None
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
         """Find the layout and cut the module, once."""
@@ -256,9 +243,6 @@ class TensorEngine(Engine):
             self.cutting.forget()
         self.inner.begin_step()
 
-    def arm(self) -> None:
-        self.inner.arm()
-
     def streams(self) -> Any:
         """Return how the stream lies in slices after a forward, for `set_streams`."""
         return None if self.cutting is None else self.cutting.streams()
@@ -268,21 +252,8 @@ class TensorEngine(Engine):
         if self.cutting is not None:
             self.cutting.set_streams(streams)
 
-    def begin_forward(self) -> None:
-        self.inner.begin_forward()
-
-    def before_layer(self, layer: nn.Module) -> None:
-        if self._inner is not None:
-            self._inner.before_layer(layer)
-
-    def begin_backward(self) -> None:
-        self.inner.begin_backward()
-
     def idle_pass(self) -> None:
         self.inner.idle_pass()
-
-    def refresh_trainable(self) -> None:
-        self.inner.refresh_trainable()
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self.cutting is not None:
@@ -300,9 +271,6 @@ class TensorEngine(Engine):
         if self._zero == 0:
             self._sum_partial()
 
-    def gradient_tensors(self) -> Sequence[Tensor]:
-        return self.inner.gradient_tensors()
-
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         """Return the sum of the whole gradient's squares: each shard's added up, what every rank holds counted once."""
         pieces = [(gradient, id(p)) for gradient, p in self.inner.gradient_pieces() if id(p) not in skipped]
@@ -314,21 +282,6 @@ class TensorEngine(Engine):
             squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
         self.shards.all_reduce(squares)
         return squares.sum()
-
-    def gradient_norm(self) -> Tensor:
-        return self.norm_of_squares()
-
-    def finish_step(self) -> None:
-        self.inner.finish_step()
-
-    def leave_out_step(self) -> None:
-        self.inner.leave_out_step()
-
-    def compression_state(self) -> dict[str, Tensor]:
-        return {} if self._inner is None else self._inner.compression_state()
-
-    def load_compression_state(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_compression_state(state)
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -363,15 +316,6 @@ class TensorEngine(Engine):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 found[name] = gather_full(dense, layouts, self.shards)
         return found
-
-    def held_tensors(self) -> dict[str, list[Tensor]]:
-        return self.inner.held_tensors()
-
-    def buffers_changed(self) -> bool:
-        return self._inner is not None and self._inner.buffers_changed()
-
-    def sync_buffers(self) -> None:
-        self.inner.sync_buffers()
 
     def close(self) -> None:
         for hook in self._hooks:
