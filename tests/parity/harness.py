@@ -109,6 +109,22 @@ def reference(
     )
 
 
+def refused(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str | None]:
+    """Return the message and the fix with which a call is refused; "" and None where it is not."""
+    try:
+        function(*args, **kwargs)
+    except mw.MeshwrightError as error:
+        return error.message, error.fix
+    return "", None
+
+
+def refusal_of_case(name: str, plan: str) -> tuple[str, str | None]:
+    """Return with what the first step of a case under a plan is refused."""
+    case = cases.find(name)
+    model = mw.apply_plan(case.build, plan, loss_fn=case.loss_fn)
+    return refused(model.step, case.batch(4, 0))
+
+
 def assert_ranks_agree(per_rank: Sequence[Sequence[testing.StepRecord]]) -> None:
     """Fail where ranks differ by as much as a bit."""
     for records in per_rank[1:]:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity import cases, losses
+from parity import losses
+from parity.harness import refused
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 VOCABULARY = 13
@@ -44,20 +45,6 @@ def build_chain() -> nn.Module:
 def apply_chain(plan: mw.Plan | str, **options: Any) -> mw.ParallelModel:
     options.setdefault("optimizer", SGD)
     return mw.apply_plan(build_chain, plan, loss_fn=options.pop("loss_fn", losses.cross_entropy), **options)
-
-
-def _refused(function: Any, *args: Any) -> tuple[str, str | None]:
-    try:
-        function(*args)
-    except mw.MeshwrightError as error:
-        return error.message, error.fix
-    return "", None
-
-
-def refusal_of_case(name: str, plan: str) -> tuple[str, str | None]:
-    case = cases.find(name)
-    model = mw.apply_plan(case.build, plan, loss_fn=case.loss_fn)
-    return _refused(model.step, case.batch(4, 0))
 
 
 def train_on_sizes(plan: str, sizes: list[int]) -> list[float]:
@@ -210,7 +197,7 @@ def stages_given(stages: dict[str, int]) -> dict[str, int]:
 
 def refusal_of_stages(stages: dict[str, int]) -> tuple[str, str | None]:
     model = apply_chain(mw.Plan(pp=2, stages=stages))
-    return _refused(model.step, language(4))
+    return refused(model.step, language(4))
 
 
 class Reads(Chain):
@@ -227,7 +214,7 @@ class Reads(Chain):
 
 def refusal_of_reading(plan: str) -> tuple[str, str | None]:
     model = mw.apply_plan(lambda: Reads().double(), plan, loss_fn=losses.cross_entropy, optimizer=SGD)
-    return _refused(model.step, language(4))
+    return refused(model.step, language(4))
 
 
 def not_finite(plan: str) -> tuple[str, bool]:

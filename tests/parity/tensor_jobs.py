@@ -15,6 +15,7 @@ from meshwright import testing
 from meshwright.measure.formulas import TensorExchange
 from meshwright.train.tensor_formula import TokenWatch, exchange_of
 from parity import cases, losses
+from parity.harness import refused
 
 
 def build(num_layers: int = 2, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -45,27 +46,13 @@ def apply(plan: mw.Plan | str, **options: Any) -> mw.ParallelModel:
     return mw.apply_plan(options.pop("build", build), plan, loss_fn=losses.cross_entropy, **options)
 
 
-def _refused(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str | None]:
-    try:
-        function(*args, **kwargs)
-    except mw.MeshwrightError as error:
-        return error.message, error.fix
-    return "", None
-
-
-def refusal_of_case(name: str, plan: str) -> tuple[str, str | None]:
-    case = cases.find(name)
-    model = mw.apply_plan(case.build, plan, loss_fn=case.loss_fn)
-    return _refused(model.step, case.batch(4, 0))
-
-
 def refusal_of_layouts(layouts: dict[str, str]) -> str:
-    return _refused(apply, mw.Plan(tp=2, layouts=layouts))[0]
+    return refused(apply, mw.Plan(tp=2, layouts=layouts))[0]
 
 
 def refusal_of_compiled() -> tuple[str, str | None]:
     compiled: Any = torch.compile(build(), backend="eager")
-    return _refused(apply, "tp=2", build=compiled)
+    return refused(apply, "tp=2", build=compiled)
 
 
 class Centered(torch.optim.SGD):
@@ -80,7 +67,7 @@ class Centered(torch.optim.SGD):
 
 
 def refusal_of_whole_matrices(plan: str) -> tuple[str, str | None]:
-    return _refused(apply, plan, optimizer=functools.partial(Centered, lr=0.1))
+    return refused(apply, plan, optimizer=functools.partial(Centered, lr=0.1))
 
 
 def train_with_whole_matrices(plan: str) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import pytest
 import meshwright as mw
 from meshwright import testing
 from parity import cases, pipeline_jobs
-from parity.harness import Setting, assert_distributed_parity
+from parity.harness import Setting, assert_distributed_parity, refusal_of_case
 
 PLANS = (
     "pp=2",
@@ -149,7 +149,7 @@ def test_equals_one_process_that_takes_the_same_pieces(name: str, plan: str) -> 
     ("name", "num_layers"), [(n, k) for n, k in NUM_LAYERS.items() if k < 4][:: 1 if FULL_GRID else 5]
 )
 def test_more_stages_than_layers_are_refused(name: str, num_layers: int) -> None:
-    messages = testing.run_ranks(pipeline_jobs.refusal_of_case, 4, name, "pp=4")
+    messages = testing.run_ranks(refusal_of_case, 4, name, "pp=4")
     for message, fix in messages:
         assert f"calls {num_layers}" in message
         assert fix is not None
@@ -186,7 +186,7 @@ def test_inputs_that_every_stage_needs() -> None:
 
 def test_what_cannot_be_cut_is_refused() -> None:
     # It looks at a layer's result to decide what comes next.
-    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_case, 2, "data_dependent", "pp=2"):
+    for message, fix in testing.run_ranks(refusal_of_case, 2, "data_dependent", "pp=2"):
         assert "reads numbers between its layers" in message
         assert fix is not None
         assert "pp=1" in fix
@@ -194,7 +194,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "lora"])
 def test_what_tensor_parallelism_cuts_in_one_piece_is_refused(name: str) -> None:
-    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_case, 4, name, "tp=2,pp=2"):
+    for message, fix in testing.run_ranks(refusal_of_case, 4, name, "tp=2,pp=2"):
         assert "tensor parallelism" in message
         assert fix is not None
         assert "pp=1" in fix
@@ -208,7 +208,7 @@ def test_a_mesh_of_three_axes_over_32_ranks() -> None:
 
 def test_statistics_that_follow_one_another_stay_on_one_stage() -> None:
     # Its BatchNorms are called twice in a forward: what stands between the calls is one piece.
-    for message, fix in testing.run_ranks(pipeline_jobs.refusal_of_case, 4, "discriminator", "pp=4"):
+    for message, fix in testing.run_ranks(refusal_of_case, 4, "discriminator", "pp=4"):
         assert "keep buffers" in message
         assert fix is not None
 

@@ -12,7 +12,7 @@ import pytest
 import meshwright as mw
 from meshwright import testing
 from parity import cases, tensor_jobs
-from parity.harness import Setting, assert_distributed_parity
+from parity.harness import Setting, assert_distributed_parity, refusal_of_case
 from parity.test_sharded import FULL_GRID
 from tolerances import FLOAT32, FLOAT64
 
@@ -113,7 +113,7 @@ def test_equals_one_process_that_takes_the_same_pieces(name: str, plan: str, num
 
 @pytest.mark.parametrize("name", UNCUT)
 def test_what_cannot_be_cut_is_refused(name: str) -> None:
-    message, fix = testing.run_ranks(tensor_jobs.refusal_of_case, 2, name, "tp=2")[0]
+    message, fix = testing.run_ranks(refusal_of_case, 2, name, "tp=2")[0]
     assert "nothing to cut" in message
     assert fix == "use the plan 'dp=2'"
 
