@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -25,11 +23,12 @@ __all__ = [
     "LINEAR",
     "TURNS",
     "Convolution",
-    "FakeTensor",
     "FakeTensorError",
     "FakeTensorMode",
+    "PlainCheckpoints",
     "ProcessGroupGloo",
     "TorchDispatchMode",
+    "WrapperTensor",
     "cpu_backend",
     "cpu_backend_name",
     "current_function_mode",
@@ -37,7 +36,6 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "run_backward",
-    "without_checkpoints",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -97,34 +95,59 @@ def run_backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> 
     )
 
 
-@contextlib.contextmanager
-def without_checkpoints(is_inside: Callable[[bool], None]) -> Iterator[None]:
-    """Have torch.utils.checkpoint call its function plainly; `is_inside` is told when it enters and when it leaves one."""
-    theirs = torch.utils.checkpoint
-    kept = theirs._checkpoint_without_reentrant_generator, theirs.CheckpointFunction
+class PlainCheckpoints:
+    """While it is in force, torch.utils.checkpoint calls its function plainly, wherever `is_wanted` says so.
 
-    def generator(*_: Any, **__: Any) -> Generator[None]:
-        is_inside(True)
+    Args:
+        is_wanted: Asked at each call.
+        is_inside: Told when a call begins and when it ends.
+    """
+
+    def __init__(self, is_wanted: Callable[[], bool], is_inside: Callable[[bool], None]) -> None:
+        self._is_wanted = is_wanted
+        self._is_inside = is_inside
+        self._kept: Any = None
+
+    def __enter__(self) -> None:
+        theirs = torch.utils.checkpoint
+        self._kept = theirs._checkpoint_without_reentrant_generator, theirs.CheckpointFunction
+        theirs._checkpoint_without_reentrant_generator = self._generator
+        theirs.CheckpointFunction = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __exit__(self, *_: object) -> None:
+        theirs = torch.utils.checkpoint
+        theirs._checkpoint_without_reentrant_generator, theirs.CheckpointFunction = self._kept
+
+    def _generator(self, *args: Any, **kwargs: Any) -> Generator[None]:
+        return self._noted() if self._is_wanted() else self._kept[0](*args, **kwargs)
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Stand for the autograd function of a reentrant checkpoint."""
+        if not self._is_wanted():
+            return self._kept[1].apply(function, preserve, *args)
+        self._is_inside(True)
+        try:
+            return function(*args)
+        finally:
+            self._is_inside(False)
+
+    def _noted(self) -> Generator[None]:
+        self._is_inside(True)
         try:
             yield
         finally:
-            is_inside(False)
+            self._is_inside(False)
 
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            is_inside(True)
-            try:
-                return function(*args)
-            finally:
-                is_inside(False)
 
-    theirs._checkpoint_without_reentrant_generator = generator
-    theirs.CheckpointFunction = Plain  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        theirs._checkpoint_without_reentrant_generator, theirs.CheckpointFunction = kept
+class WrapperTensor(torch.Tensor):
+    """The base of tensors with a description and no memory: torch's functions see them, its operators' kernels do not."""
+
+    @classmethod
+    def make(cls, shape: tuple[int, ...], **description: Any) -> Any:
+        """Return one of this shape; `description` as of `torch.empty_strided`, and `strides`."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **description)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue, reportAssignmentType]
 
 
 def cpu_backend_name(group: ProcessGroup) -> str:

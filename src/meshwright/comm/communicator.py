@@ -141,6 +141,13 @@ class Communicator:
         """torch.distributed's group; None for one rank alone, and after `release`."""
         return self._held[0]
 
+    @property
+    def _alive_group(self) -> dist.ProcessGroup:
+        group = self._held[0]
+        if group is None:
+            raise RuntimeError("the group has been released")
+        return group
+
     def release(self) -> None:
         """Let go of the group, here and in all twins; gloo closes its connections when the last reference is gone."""
         self._held[0] = None
@@ -289,20 +296,15 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start to send a contiguous tensor to the group's rank `target`; it must stay as it is until `wait()` returns."""
-        flat = tensor.reshape(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
-        return self.issue(
-            "send",
-            tensor.nbytes,
-            lambda _: dist.isend(flat, group=self.process_group, tag=tag, group_dst=target),
-            async_op=True,
-        )
+        flat = tensor.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
+        return self.issue("send", tensor.nbytes, lambda _: self._alive_group.send([flat], target, tag), async_op=True)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Fill a contiguous tensor with what the group's rank `source` sends under this tag."""
         flat = tensor.view(-1).view(torch.uint8)
         entry = self.ledger.record("receive", self.axis, tensor.nbytes, self.size)
         start = time.perf_counter()
-        self.run_waiting("receive", lambda: dist.recv(flat, group=self.process_group, tag=tag, group_src=source))
+        self.run_waiting("receive", lambda: self._alive_group.recv([flat], source, tag).wait())
         entry.wait_s += time.perf_counter() - start
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ def apply_plan(
     splitter = BatchSplitter(split)
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
-    built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1)
+    built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
     engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.values import Meta, Value, make_fake, mark, unmark
+from meshwright.apply.pipeline.values import Meta, StandIn, Value, mark, unmark
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ class Holding:
 
     def _let_go(self) -> None:
         for parameter in self.absent.values():
-            mark(parameter, Value(None, None, None, make_fake(Meta.of(parameter))))
+            mark(parameter, Value(None, None, None, StandIn(Meta.of(parameter))))
             dtype = parameter.dtype
             nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
             parameter.grad = None

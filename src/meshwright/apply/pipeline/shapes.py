@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.buffers import buffer_slots
-from meshwright.apply.pipeline.values import FAKE_MODE, Meta, describe, make_fake, replace_tensors, value_of
+from meshwright.apply.pipeline.values import FAKE_MODE, Meta, StandIn, describe, make_fake, replace_tensors, value_of
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.comm._torch_private import FakeTensorError
-from meshwright.describe.tree import map_tensors, tensors_in
+from meshwright.describe.tree import tensors_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -44,61 +44,104 @@ class Shapes:
 
     def __init__(self, twins: Mapping[str, nn.Module]) -> None:
         self._twins = twins
-        self._known: dict[Any, Any] = {}
+        self._known: dict[Any, Known] = {}
         self._needs_numbers: set[str] = set()
 
-    def of_unit(
+    def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """Return what is known of such a call of a unit, without running anything."""
+        return self._look_up(self._key(name, module, args, kwargs))
+
+    def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the results of a call of a unit, as fake tensors."""
+    ) -> Known:
+        """Run a call of a unit on tensors without values, or on zeros where its code needs numbers, and remember what it gave."""
+        is_training = module.training
         twin = self._twins.get(name)
         if twin is not None:
-            module, forward = twin.train(module.training), type(twin).forward
-        key = (name, module.training, torch.is_grad_enabled(), describe((args, kwargs)))
+            module, forward = twin.train(is_training), type(twin).forward
+        run = functools.partial(forward, module)
         if name not in self._needs_numbers:
             try:
-                return self._look_up(key, lambda: _run_fake(functools.partial(forward, module), args, kwargs, module))
+                found = _run_fake(run, args, kwargs, module)
             except _NeedsNumbersError:
                 self._needs_numbers.add(name)
+            else:
+                return self._remember(self._key(name, module, args, kwargs), found)
+        return self._remember(self._key(name, module, args, kwargs), _run_on_zeros(run, args, kwargs, module))
+
+    def _key(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (name, module.training, torch.is_grad_enabled(), describe(args), describe(kwargs))
+        if name not in self._needs_numbers:
+            return key
         numbers = _small_integers((args, kwargs))
-        if numbers is None:
-            return _run_on_zeros(functools.partial(forward, module), args, kwargs, module)
-        compute = functools.partial(_run_on_zeros, functools.partial(forward, module), args, kwargs, module)
-        return self._look_up((key, numbers), compute)
+        return None if numbers is None else (key, numbers)
 
     def of_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
-    ) -> Any:
-        """Return the results of a torch function, as fake tensors; what is no tensor as it is."""
-        key = (func, torch.is_grad_enabled(), describe((args, kwargs)))
+    ) -> Known:
+        """Return the results of a torch function."""
+        key = (func, torch.is_grad_enabled(), describe(args), describe(kwargs))
+        known = self._look_up(key)
+        return known if known is not None else self._remember(key, _find_of_function(func, args, kwargs, home))
 
-        def compute() -> Any:
-            if func is torch.autograd.grad:
-                return _like_inputs(*args, **kwargs)
-            try:
-                return _run_fake(func, args, kwargs)
-            except _NeedsNumbersError as error:
-                results = _run_on_zeros(func, args, kwargs)
-                if any(True for _ in tensors_in(results)):
-                    return results
-                raise ReadsValueError(
-                    f"the code between the layers calls {getattr(func, '__name__', func)}() on a tensor that stage {home} "
-                    f"computes, and every other stage would need its numbers ({error})",
-                    fix="decide by the inputs, or inside a layer; or use pp=1",
-                ) from error
-
-        return self._look_up(key, compute)
-
-    def _look_up(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def _look_up(self, key: Any) -> Known | None:
         try:
-            found = self._known.get(key)
+            return self._known.get(key)
         except TypeError:  # an argument that cannot be hashed
-            return compute()
-        if found is None:
+            return None
+
+    def _remember(self, key: Any, results: Any) -> Known:
+        known = Known(replace_tensors(results, Meta.of))
+        if key is not None:
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
-            found = self._known[key] = (replace_tensors(compute(), _Described),)
-        return _restore(found[0])
+            with contextlib.suppress(TypeError):
+                self._known[key] = known
+        return known
+
+
+class Known:
+    """Results of a call, with a description in place of each tensor."""
+
+    __slots__ = ("_tree",)
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def make(self, tensor_of: Callable[[Meta], Tensor]) -> Any:
+        """Return the results with tensors made of their descriptions, in containers of their own."""
+        return _with_tensors(self._tree, tensor_of)
+
+
+def _with_tensors(tree: Any, tensor_of: Callable[[Meta], Tensor]) -> Any:
+    if isinstance(tree, Meta):
+        return tensor_of(tree)
+    if isinstance(tree, dict):
+        values = {key: _with_tensors(item, tensor_of) for key, item in tree.items()}
+        return values if type(tree) is dict else type(tree)(**values)
+    if isinstance(tree, (list, tuple)):
+        items = [_with_tensors(item, tensor_of) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree) if field.init]
+        return dataclasses.replace(tree, **{name: _with_tensors(getattr(tree, name), tensor_of) for name in names})
+    return tree
+
+
+def _find_of_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None) -> Any:
+    if func is torch.autograd.grad:
+        return _like_inputs(*args, **kwargs)
+    try:
+        return _run_fake(func, args, kwargs)
+    except _NeedsNumbersError as error:
+        results = _run_on_zeros(func, args, kwargs)
+        if any(True for _ in tensors_in(results)):
+            return results
+        raise ReadsValueError(
+            f"the code between the layers calls {getattr(func, '__name__', func)}() on a tensor that stage {home} "
+            f"computes, and every other stage would need its numbers ({error})",
+            fix="decide by the inputs, or inside a layer; or use pp=1",
+        ) from error
 
 
 def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
@@ -113,60 +156,52 @@ def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     return {name: twin.get_submodule(name) for name in units}
 
 
-class _Described:
-    """A tensor's description, in place of it."""
-
-    __slots__ = ("meta",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.meta = Meta.of(tensor)
-
-
-def _restore(tree: Any) -> Any:
-    if isinstance(tree, _Described):
-        return make_fake(tree.meta)
-    if isinstance(tree, dict):
-        values = {key: _restore(item) for key, item in tree.items()}
-        return values if type(tree) is dict else type(tree)(**values)
-    if isinstance(tree, (list, tuple)):
-        items = [_restore(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {field.name: _restore(getattr(tree, field.name)) for field in dataclasses.fields(tree) if field.init}
-        return dataclasses.replace(tree, **fields)
-    return tree
-
-
 @contextlib.contextmanager
-def _leaving_buffers(module: nn.Module | None) -> Iterator[None]:
-    """Have a module run on copies of its buffers: running statistics count their batches, fake or not.
+def _runnable(module: nn.Module | None, make: Callable[[Meta], Tensor]) -> Iterator[None]:
+    """Have a module run on copies of its buffers, and on something made for each stand-in that it keeps.
 
-    Not even written back: a backward of the same rank's own may still need them untouched.
+    Running statistics count their batches, fake or not. They are not even written back: a backward of the same rank's own may
+    still need them untouched. A hook may have computed a weight (weight_norm) of parameters that are not here.
     """
-    slots = [] if module is None else [(owner, name, getattr(owner, name)) for owner, name in buffer_slots(module)]
-    for owner, name, tensor in slots:
+    if module is None:
+        yield
+        return
+    buffers = [(owner, name, getattr(owner, name)) for owner, name in buffer_slots(module)]
+    kept = [
+        (vars(owner), name, value)
+        for owner in module.modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, StandIn)
+    ]
+    for owner, name, tensor in buffers:
         owner._buffers[name] = tensor.clone()
+    for attributes, name, value in kept:
+        attributes[name] = make(Meta.of(value))
     try:
         yield
     finally:
-        for owner, name, tensor in slots:
+        for owner, name, tensor in buffers:
             owner._buffers[name] = tensor
+        for attributes, name, value in kept:
+            attributes[name] = value
+
+
+def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
+    """Replace the tensors that some stage computes."""
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        return tensor if value is None else make(Meta.of(value.any))
+
+    return replace_tensors(tree, stand_in)
 
 
 def _run_fake(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
 ) -> Any:
-    def stand_in(tensor: Tensor) -> Tensor:
-        value = value_of(tensor)
-        if value is None:
-            return tensor
-        if value.fake is None:
-            value.fake = make_fake(Meta.of(value.any))
-        return value.fake
-
-    args, kwargs = replace_tensors((args, kwargs), stand_in)
+    args, kwargs = _with_stand_ins((args, kwargs), make_fake)
     try:
-        with _leaving_buffers(module), FAKE_MODE:
+        with _runnable(module, make_fake), FAKE_MODE:
             return func(*args, **kwargs)
     except FakeTensorError as error:
         raise _NeedsNumbersError(type(error).__name__) from error
@@ -198,19 +233,15 @@ def _small_integers(tree: Any) -> tuple[Any, ...] | None:
     return tuple(str(tensor.tolist()) for tensor in exact)
 
 
+def _zeros(meta: Meta) -> Tensor:
+    zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+    return zeros.requires_grad_() if meta.requires_grad else zeros
+
+
 def _run_on_zeros(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
 ) -> Any:
-    def stand_in(tensor: Tensor) -> Tensor:
-        value = value_of(tensor)
-        if value is None:
-            return tensor
-        known = value.any
-        zeros = torch.zeros(tuple(known.shape), dtype=known.dtype, device=known.device)
-        return zeros.requires_grad_() if known.requires_grad else zeros
-
-    args, kwargs = replace_tensors((args, kwargs), stand_in)
+    args, kwargs = _with_stand_ins((args, kwargs), _zeros)
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
-    with _leaving_buffers(module), torch.random.fork_rng(devices):
-        outputs = func(*args, **kwargs)
-    return map_tensors(outputs, lambda tensor: make_fake(Meta.of(tensor)))
+    with _runnable(module, _zeros), torch.random.fork_rng(devices):
+        return func(*args, **kwargs)

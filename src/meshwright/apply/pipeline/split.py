@@ -1,7 +1,7 @@
 """Backward in halves: the gradient that the stage before waits for first, those of the weights later.
 
 While a `SplitBackward` is in force, a product with a parameter (linear layers, convolutions) leaves its weight's gradient undone
-in backward and keeps what it needs for it. `run_rest` computes it. The other parameters (norms, tables, recurrent layers) get
+in backward and keeps what it needs for it. `take_rest` gives it out. The other parameters (norms, tables, recurrent layers) get
 theirs in the first half: they are cheap, or come with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
 """
 
@@ -23,18 +23,40 @@ _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3, F.conv1d: 1,
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
+Rest = Callable[[], list[tuple[Tensor, Tensor]]]
+"""Computes weights' gradients: each weight, and its gradient."""
+
+
+_TOGETHER_BYTES = 2**20
+"""Gradients that autograd gets in one call: each call costs as much as a small product, and holds its gradients [bytes]."""
+
+
+def run_rest(rest: list[Rest]) -> None:
+    """Compute what was put off and give it to the weights, whose hooks see it as in any backward."""
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for place, work in enumerate(rest):
+        for weight, gradient in work():
+            weights.append(weight)
+            gradients.append(gradient)
+        is_last = place == len(rest) - 1
+        if weights and (is_last or sum(gradient.nbytes for gradient in gradients) >= _TOGETHER_BYTES):
+            torch.autograd.backward(weights, gradients)
+            weights, gradients = [], []
+
+
 class SplitBackward(TorchFunctionMode):
     """Inside, weights' gradients of linear layers and convolutions are put off."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._rest: list[Callable[[], None]] = []
+        self._rest: list[Rest] = []
 
-    def put_off(self, work: Callable[[], None]) -> None:
-        """Keep a piece of work for `run_rest`."""
+    def put_off(self, work: Rest) -> None:
+        """Keep a piece of work until `take_rest`."""
         self._rest.append(work)
 
-    def take_rest(self) -> list[Callable[[], None]]:
+    def take_rest(self) -> list[Rest]:
         """Return what has been put off, and forget it."""
         rest, self._rest = self._rest, []
         return rest
@@ -90,11 +112,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         bias = ctx.bias
 
-        def rest() -> None:
+        def rest() -> list[tuple[Tensor, Tensor]]:
             rows = gradient.reshape(-1, gradient.shape[-1])
-            torch.autograd.backward(weight, rows.t().mm(x.reshape(-1, x.shape[-1])))
+            found = [(weight, rows.t().mm(x.reshape(-1, x.shape[-1])))]
             if bias is not None and bias.requires_grad:
-                torch.autograd.backward(bias, rows.sum(0))
+                found.append((bias, rows.sum(0)))
+            return found
 
         ctx.split.put_off(rest)
         return gradient.matmul(weight), None, None, None
@@ -134,11 +157,10 @@ class _Convolution(torch.autograd.Function):
                 mask,
             )
 
-        def rest() -> None:
+        def rest() -> list[tuple[Tensor, Tensor]]:
             _, of_weight, of_bias = part([False, True, trains_bias])
-            for parameter, found in ((weight, of_weight), (bias, of_bias)):
-                if found is not None and parameter is not None:
-                    torch.autograd.backward(parameter, found)
+            pairs = ((weight, of_weight), (bias, of_bias))
+            return [(owner, found) for owner, found in pairs if found is not None and owner is not None]
 
         ctx.split.put_off(rest)
         return part([True, False, False])[0], None, None, None

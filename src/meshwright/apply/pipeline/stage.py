@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.post import Post
 from meshwright.apply.pipeline.shapes import ReadsValueError, Shapes
-from meshwright.apply.pipeline.split import SplitBackward
+from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import Meta, value_of
 from meshwright.apply.pipeline.walk import Walk
@@ -65,7 +65,7 @@ class Stage:
         self._draws = draws
         self._splits = splits
         self._passed: dict[int, _Passed] = {}
-        self._rest: dict[int, list[Callable[[], None]]] = {}
+        self._rest: dict[int, list[Rest]] = {}
         self.walk: Walk | None = None
         """The forward that is under way."""
 
@@ -124,8 +124,7 @@ class Stage:
 
     def run_rest(self, micro_batch: int) -> None:
         """Run the half of a backward that nobody waits for."""
-        for work in self._rest.pop(micro_batch, ()):
-            work()
+        run_rest(self._rest.pop(micro_batch, []))
 
     def _gather_gradients(self, passed: _Passed, micro_batch: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return each tensor that went to other stages, once, and the sum of the gradients that came back for it."""

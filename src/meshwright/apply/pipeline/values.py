@@ -1,6 +1,6 @@
 """Tensors of a forward that is spread over stages: where each is computed, and what stands for it elsewhere.
 
-On the stage that computes it a value is a plain tensor. On every other stage a fake one stands for it: shape, dtype, device and
+On the stage that computes it a value is a plain tensor. Every other stage has a `StandIn` for it: shape, dtype, device and
 whether it needs a gradient are right, and there is nothing in it. Which stage computes it is the same everywhere, since every
 stage runs the same forward.
 """
@@ -8,14 +8,15 @@ stage runs the same forward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.comm._torch_private import FakeTensorMode
+from meshwright.comm._torch_private import FakeTensorMode, WrapperTensor
 from meshwright.describe.tree import map_tensors
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -29,22 +30,22 @@ class Value:
         owner: The forward that it belongs to.
         home: The stage that computes it; None where it is made of parameters and inputs alone, on the stages that hold those.
         real: The tensor, where it is here.
-        fake: What stands for it, where it is not.
+        stand_in: What the user's code holds in its place, where it is not; it may have been received since.
     """
 
-    __slots__ = ("fake", "home", "owner", "real", "sent_to")
+    __slots__ = ("home", "owner", "real", "sent_to", "stand_in")
 
-    def __init__(self, owner: object, home: int | None, real: Tensor | None, fake: Tensor | None) -> None:
+    def __init__(self, owner: object, home: int | None, real: Tensor | None, stand_in: Tensor | None) -> None:
         self.owner = owner
         self.home = home
         self.real = real
-        self.fake = fake
+        self.stand_in = stand_in
         self.sent_to: set[int] = set()
 
     @property
     def any(self) -> Tensor:
         """A tensor of its shape and dtype."""
-        found = self.real if self.real is not None else self.fake
+        found = self.real if self.real is not None else self.stand_in
         if found is None:
             raise AttributeError("a value without a tensor")
         return found
@@ -66,23 +67,29 @@ def unmark(tensor: Tensor) -> None:
     delattr(tensor, _ATTRIBUTE)
 
 
-def values_in(tree: Any) -> Iterator[Value]:
-    """Yield what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
+def values_in(tree: Any) -> list[Value]:
+    """Return what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
+    found: list[Value] = []
+    _find_values(tree, found)
+    return found
+
+
+def _find_values(tree: Any, found: list[Value]) -> None:
     if isinstance(tree, Tensor):
         value = getattr(tree, _ATTRIBUTE, None)
         if value is not None:
-            yield value
+            found.append(value)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from values_in(item)
+            _find_values(item, found)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from values_in(item)
+            _find_values(item, found)
     elif isinstance(tree, slice):
-        yield from values_in((tree.start, tree.stop, tree.step))
+        _find_values((tree.start, tree.stop, tree.step), found)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from values_in(getattr(tree, field.name, None))
+            _find_values(getattr(tree, field.name, None), found)
 
 
 def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -96,7 +103,7 @@ def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meta:
-    """What a fake tensor is made from."""
+    """What a tensor without values is made from."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -110,11 +117,41 @@ class Meta:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
+class StandIn(WrapperTensor):
+    """A tensor with a description and no values: what the user's code holds of a tensor that another stage computes.
+
+    A forward that is under way is told of every torch function that takes one, so none of torch's operators ever gets one.
+    """
+
+    def __new__(cls, meta: Meta) -> StandIn:
+        return cls.make(
+            meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
+        )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride] - what a tensor takes is for its values
+        return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StrayValueError(str(func))
+
+
+class StrayValueError(ApplyError):
+    """Code that torch functions are not told of was given a tensor that another stage computes."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            f"{place} was given a tensor that another stage computes, and its way cannot be followed: it passed through "
+            "code that torch functions are not told of, or was kept from an earlier batch",
+            fix="keep such code inside of a layer, or use pp=1",
+        )
+
+
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def make_fake(meta: Meta) -> Tensor:
-    """Return a fake tensor of this description, a leaf."""
+    """Return a leaf of this description on which torch's functions can be run, to see what description their results have."""
     with FAKE_MODE:
         tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
     return tensor.requires_grad_() if meta.requires_grad else tensor
@@ -125,7 +162,7 @@ def describe(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         value = value_of(tree)
         tensor = tree if value is None else value.any
-        return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
+        return (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride())
     if isinstance(tree, (list, tuple)):
         return (type(tree).__name__, *(describe(item) for item in tree))
     if isinstance(tree, dict):

@@ -1,7 +1,7 @@
 """One stage's forward of one micro-batch: the user's own forward, in which the other stages' part stands still.
 
 Every stage runs the whole forward on the same inputs. A *unit* is a module whose calls are dealt out to stages; what the user's
-code does between units is *glue*. A call of a unit that belongs to another stage is not run, and gives fake tensors. Glue runs
+code does between units is *glue*. A call of a unit that belongs to another stage is not run, and gives stand-ins. Glue runs
 on the latest stage that computes one of its tensors; what comes of the inputs alone (masks, positions) every stage computes
 for itself. Where something of this stage needs a tensor of another, it is received; where something of another stage needs
 a tensor of this one, it is sent. As all stages see the same calls in the same order, sender and receiver agree without a word.
@@ -23,10 +23,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.shapes import Shapes
-from meshwright.apply.pipeline.values import Meta, Value, make_fake, mark, replace_tensors, value_of, values_in
+from meshwright.apply.pipeline.shapes import Known, Shapes
+from meshwright.apply.pipeline.values import (
+    Meta,
+    StandIn,
+    StrayValueError,
+    Value,
+    mark,
+    replace_tensors,
+    value_of,
+    values_in,
+)
 from meshwright.apply.tensor.slices import make_whole
-from meshwright.comm._torch_private import FakeTensor, current_function_mode, without_checkpoints
+from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
 
@@ -161,15 +170,15 @@ class Walk(TorchFunctionMode):
         self._calls: Counter[str] = Counter()
         self.is_paused = False
         self._checkpoints = 0  # of the user's own, around what runs now
-        self._plain_checkpoints = contextlib.ExitStack()
+        self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
 
     def __enter__(self) -> Walk:
-        self._plain_checkpoints.enter_context(without_checkpoints(self._note_checkpoint))
+        self._plain_checkpoints.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._plain_checkpoints.close()
+        self._plain_checkpoints.__exit__()
 
     def _note_checkpoint(self, enters: bool) -> None:
         # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
@@ -182,11 +191,9 @@ class Walk(TorchFunctionMode):
         self.is_paused = True
         if is_on_top:
             super().__exit__(None, None, None)
-        self._plain_checkpoints.close()
         try:
             yield
         finally:
-            self._plain_checkpoints.enter_context(without_checkpoints(self._note_checkpoint))
             if is_on_top:
                 super().__enter__()
             self.is_paused = False
@@ -197,29 +204,42 @@ class Walk(TorchFunctionMode):
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one call of a unit, or stand in for it."""
-        stage = self._stage_of(name, self._calls[name])
-        self._calls[name] += 1
-        values = self._own_values((args, kwargs))
-        latest = max((value.home for value in values if value.home is not None), default=stage)
-        if (latest > stage or self._draws.apart) and not _holds_tensors(module):
-            stage = latest  # a dropout that serves several layers, of which chance may have left some out this time
-        if latest > stage:
-            raise ApplyError(
-                f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
-                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
-            )
+        with without_function_modes():  # what is done here with tensors is not the user's code
+            values = self._own_values((args, kwargs))
+            stage = self._place_of_call(name, module, values)
+            if stage != self.stage:
+                self._send_all(values, stage)
+                known = self._shapes.of_unit(name, module, args, kwargs)
+            else:
+                known = None
+                if any(value.stand_in is not None for value in values):
+                    args, kwargs = replace_tensors((args, kwargs), self._real_if_known)
+        if known is not None:
+            return self._stand_in(known, stage)
         if stage != self.stage:
-            self._send_all(values, stage)
             with self.paused():
-                results = self._shapes.of_unit(name, module, forward, args, kwargs)
-            return self._mark_fakes(results, stage)
-        args, kwargs = replace_tensors((args, kwargs), self._real_if_known)
+                known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
+            return self._stand_in(known, stage)
         with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
                 outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
             else:
                 outputs = forward(module, *args, **kwargs)
         return map_tensors(outputs, self._mark_own)
+
+    def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
+        """Return the stage of the next call of a unit, which takes these."""
+        stage = self._stage_of(name, self._calls[name])
+        self._calls[name] += 1
+        latest = max((value.home for value in values if value.home is not None), default=stage)
+        if (latest > stage or self._draws.apart) and not _holds_tensors(module):
+            return latest  # a dropout that serves several layers, of which chance may have left some out this time
+        if latest > stage:
+            raise ApplyError(
+                f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
+                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
+            )
+        return stage
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
@@ -232,10 +252,10 @@ class Walk(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused:
+        if self.is_paused or func in METADATA:
             return func(*args, **kwargs)
-        values = self._own_values((args, kwargs) if kwargs else args)
-        if not values or func in METADATA:
+        values = self._own_values((args, kwargs))
+        if not values:
             return func(*args, **kwargs)
         homes = [value.home for value in values if value.home is not None]
         home = max(homes) if homes else None
@@ -246,7 +266,7 @@ class Walk(TorchFunctionMode):
             self._send_all(values, home)
         if target is not None:
             return self._write_elsewhere(func, target, values, home)
-        return self._mark_fakes(self._shapes.of_function(func, args, kwargs, home), home)
+        return self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)
 
     def _run_here(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
@@ -279,28 +299,29 @@ class Walk(TorchFunctionMode):
         else:
             template = Meta.of(value.any)
         needs_grad = torch.is_grad_enabled() and any(
-            known.any.requires_grad for known in values if known.real is not None or known.fake is not None
+            known.any.requires_grad for known in values if known.real is not None or known.stand_in is not None
         )
-        stand_in = Meta(template.shape, template.stride, template.dtype, template.device, needs_grad)
-        value.home, value.real, value.fake, value.sent_to = home, None, make_fake(stand_in), set()
+        stand_in = StandIn(Meta(template.shape, template.stride, template.dtype, template.device, needs_grad))
+        value.home, value.real, value.stand_in, value.sent_to = home, None, stand_in, set()
         mark(target, value)
         return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
 
     # -- values -------------------------------------------------------------------------------------------------
 
     def _own_values(self, tree: Any) -> list[Value]:
+        """Return the values of this forward, and those of parameters that are not here."""
         return [value for value in values_in(tree) if value.owner is self or value.home is None]
 
     def real(self, value: Value) -> Tensor:
         """Return a value's tensor, which is received where another stage computes it."""
         if value.real is None:
-            if value.home is None or value.fake is None:
+            if value.home is None or value.stand_in is None:
                 raise ApplyError(
                     f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
                     "the batch by which the stages were cut",
                     fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
                 )
-            meta = Meta.of(value.fake)
+            meta = Meta.of(value.stand_in)
             leaf = self._mail.receive(meta, value.home)
             if meta.requires_grad and torch.is_grad_enabled():
                 leaf.requires_grad_()
@@ -312,19 +333,21 @@ class Walk(TorchFunctionMode):
         value = value_of(tensor)
         if value is not None and (value.owner is self or value.home is None):
             return self.real(value)
-        if isinstance(tensor, FakeTensor):
-            raise ApplyError(
-                f"stage {self.stage} was given a tensor that another stage computes, and its way cannot be followed: it "
-                "passed through code that torch functions are not told of, or was kept from an earlier batch",
-                fix="keep such code inside of a layer, or use pp=1",
-            )
+        if isinstance(tensor, StandIn):
+            raise StrayValueError(f"stage {self.stage}")
         return tensor
 
     def _mark_own(self, tensor: Tensor) -> Tensor:
         return mark(tensor, Value(self, self.stage, tensor, None))
 
-    def _mark_fakes(self, results: Any, home: int | None) -> Any:
-        return replace_tensors(results, lambda tensor: mark(tensor, Value(self, home, None, tensor)))
+    def _stand_in(self, known: Known, home: int | None) -> Any:
+        """Return stand-ins for the results of a call."""
+
+        def make(meta: Meta) -> Tensor:
+            tensor = StandIn(meta)
+            return mark(tensor, Value(self, home, None, tensor))
+
+        return known.make(make)
 
     def _send_all(self, values: list[Value], stage: int) -> None:
         for value in values:
