@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import json
 import os
 import platform
@@ -19,43 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-CASES = {
-    # name: hidden size, layers, sequences per rank, tokens per sequence
-    "latency-bound": (128, 4, 8, 64),
-    "balanced": (256, 6, 16, 128),
-    "bandwidth-bound": (512, 8, 4, 32),
-}
-
-
-def build(hidden: int, layers: int):
-    from gpt import build_gpt
-
-    return build_gpt(hidden_size=hidden, num_layers=layers, num_heads=hidden // 32, vocabulary_size=256, max_length=128)
-
-
-def loss_fn(outputs, batch):
-    import torch.nn.functional as F
-
-    return F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
-
-
-def make_batch(case: str, rank: int, step: int):
-    import torch
-
-    _, _, sequences, tokens = CASES[case]
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    ids = torch.randint(0, 256, (sequences, tokens + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def optimizer_of(name: str):
-    import torch
-
-    if name == "sgd":
-        return functools.partial(torch.optim.SGD, lr=0.1)
-    return functools.partial(torch.optim.AdamW, lr=1e-3, **({"fused": True} if name == "adamw-fused" else {}))
+from cases import CASES, build_gpt, loss_fn, make_batch, optimizer_of
 
 
 def compare_on_rank(
@@ -69,10 +34,9 @@ def compare_on_rank(
     import meshwright as mw
 
     world = mw.join_world()
-    hidden, layers, _, _ = CASES[case]
     make_optimizer = optimizer_of(optimizer)
     torch.manual_seed(0)
-    plain = build(hidden, layers)
+    plain = build_gpt(case)
     plan = mw.Plan(dp=world.world_size, bucket_bytes=bucket_bytes)
     ours = mw.apply_plan(copy.deepcopy(plain), plan, loss_fn=loss_fn, optimizer=make_optimizer)
     theirs = DistributedDataParallel(plain, **peer)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import CASES, build, make_batch, optimizer_of
-from peers import Batch, Side, Step, versions
+from cases import MICRO_BATCHES, make_batch, optimizer_of
+from side import Batch, Side, Step, versions
 
 
 class _Runner:
@@ -26,9 +26,10 @@ class _Runner:
         takes_all = backend is None or side.shares_batch
         self.shares = range(num_shares) if takes_all else [dist.get_rank()]
         torch.manual_seed(0)
-        model = build(*CASES[case][:2])
+        model = side.build(case)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.step: Step = side.make(model, optimizer_of(optimizer))
+        more = {"micro_batches": MICRO_BATCHES[case]} if side.in_micro_batches else {}
+        self.step: Step = side.make(model, optimizer_of(optimizer), **more)
         self.idle_since = (time.perf_counter(), time.process_time())
 
     def batch(self, step: int) -> Batch:

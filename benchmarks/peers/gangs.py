@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from peers import Side
 from plain_ranks import PlainRanks
 from runner import prepare, run_block
+from side import Side
 
 from meshwright.comm.launch import RankGroup
 
@@ -32,13 +32,18 @@ def start(side: Side, timeout_s: float) -> RankGroup | PlainRanks:
     return RankGroup(side.ranks, threads_per_rank=side.threads, env=environment, **limits)
 
 
+def mean_of_known(losses: Iterable[float | None]) -> float:
+    """Return the mean over the ranks that know their loss; in a pipeline only those of the last stage need to."""
+    return statistics.fmean(loss for loss in losses if loss is not None)
+
+
 class Gang:
     """The processes of one side, from the parent.
 
     Args:
         side: Which.
-        case: The model, see `bench.CASES`.
-        optimizer: Its name, see `bench.optimizer_of`.
+        case: The model, see `cases.CASES`.
+        optimizer: Its name, see `cases.optimizer_of`.
         num_shares: Shares that the global batch has [count].
         timeout_s: How long one exchange, and the start, may take [s].
         freeze: Whether the processes are stopped (SIGSTOP) while they have nothing to do.
@@ -79,7 +84,7 @@ class Gang:
         if any(rank["stop"] for rank in ranks):
             raise KeyboardInterrupt(f"a signal asked {self.side.name} to stop")
         self.steps_taken += count + LEAD_IN
-        self.losses += [statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+        self.losses += [mean_of_known(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
         for name in self.idle:
             self.idle[name] += sum(rank["idle"][name] for rank in ranks)
         # A step ends when the last rank has ended it; the ranks of one host share the clock.

@@ -1,0 +1,133 @@
+"""Ours against every library that trains on the CPU: same model, same data, in turn in one run.
+
+    python benchmarks/peers/bench.py --all --rounds 20 --out DIR          every kind and case; DIR/KIND.json
+    python benchmarks/peers/bench.py --kind pipeline --out FILE.json      one kind
+
+Every side has processes of its own (`gangs.py`), all alive at once; a round lets each compute a block of steps, in an
+order that changes from round to round. A block's figure is the median of its steps; ratios are taken round by round. The
+rounds are split over several starts, since how memory comes to lie in a process is drawn once for its life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import CASES
+from gangs import LEAD_IN
+from kinds import BOUND_TO_ONE_PROCESS, KINDS
+from measure import run_start
+from summary import CHECKED_STEPS, IDLE_LIMIT, print_summary, summarise
+
+HERE = Path(__file__).resolve().parent
+OUR_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+
+
+class LimitReached(BaseException):
+    """The time for everything is over. Not an Exception: a side must not be named as the one that failed."""
+
+
+def environment() -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False, timeout=30
+    )
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--all", action="store_true", help="every kind; --out is then a folder")
+    what.add_argument("--kind", choices=list(KINDS), default="distributed")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--peers", nargs="*", default=None, help="names; default: all of the kind")
+    parser.add_argument("--ours", nargs="+", choices=["shm", "gloo"], default=["shm"], help="ratios are of the first")
+    parser.add_argument("--schedules", nargs="+", choices=OUR_SCHEDULES, help="of our pipeline; default: the fastest")
+    parser.add_argument("--optimizer", choices=["adamw", "adamw-fused", "sgd"], default="adamw")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--starts", type=int, default=4, help="the rounds are split over so many fresh starts")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=CHECKED_STEPS)
+    parser.add_argument("--keep-freed-memory", action="store_true", help="give the other sides our allocator settings")
+    parser.add_argument("--no-freeze", action="store_true", help="do not stop the processes of waiting sides")
+    parser.add_argument("--patience-s", type=float, default=300.0, help="for waiting and disturbed rounds, per case")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one exchange, a block, and a side's start")
+    parser.add_argument("--limit-s", type=int, default=3600, help="for all cases of one kind")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    if arguments.warmup + LEAD_IN < CHECKED_STEPS:
+        parser.error(f"--warmup must be at least {CHECKED_STEPS - LEAD_IN}: {CHECKED_STEPS} losses are checked")
+    return arguments
+
+
+def give_up(number: int, frame: Any) -> None:
+    raise LimitReached("the benchmark did not end within --limit-s")
+
+
+def run_kind(name: str, arguments: argparse.Namespace, out: Path | None) -> bool:
+    """Measure all cases of a kind; return whether the losses agree and the waiting sides kept still."""
+    kind = KINDS[name]
+    record: dict[str, Any] = {
+        "options": {key: value for key, value in vars(arguments).items() if key != "table"}
+        | {"kind": name, "out": None},
+        "bounds": {"best": kind.bounds, "gloo": kind.gloo_bounds, "one-process": BOUND_TO_ONE_PROCESS},
+        "environment": environment(),
+        "results": {},
+        "failed": {},
+    }
+    passed = True
+    signal.alarm(arguments.limit_s)
+    for case in arguments.cases:
+        print(f"{name}, {case}", flush=True)
+        try:
+            starts = [run_start(case, kind.sides(arguments), arguments) for _ in range(arguments.starts)]
+            summary = summarise(case, kind, starts)
+        except Exception as error:  # one case: the others may still be measured
+            traceback.print_exc()
+            record["failed"][case] = str(error)
+            passed = False
+            continue
+        print_summary(case, summary)
+        record["results"][case] = {"summary": summary, "starts": starts}
+        is_ours_missing = any(side.startswith("ours") for side in summary["unavailable"])
+        passed = passed and summary["losses_agree"] and summary["idle_cores"] <= IDLE_LIMIT and not is_ours_missing
+        if out:  # after every case: an interrupted run keeps what it has
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(record) + "\n")
+    signal.alarm(0)
+    return passed
+
+
+def main() -> int:
+    arguments = parse()
+    signal.signal(signal.SIGALRM, give_up)
+    if not arguments.all:
+        return 0 if run_kind(arguments.kind, arguments, arguments.out) else 1
+    passed = True
+    for name in KINDS:
+        passed = run_kind(name, arguments, arguments.out and arguments.out / f"{name}.json") and passed
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The kinds of training that are compared: our preset, the libraries that do the same, and the bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+from cases import build_gpt, build_untied_gpt
+from deepspeed_peers import deepspeed
+from pipeline_peers import PIPELINES
+from replicated_peers import REPLICATED
+from sharded_peers import FSDP2, ZERO_REDUNDANCY
+from side import KEEP_FREED_MEMORY, Side, ours
+from tensor_peers import DTENSOR
+from torch import nn
+
+Bounds = dict[str, float]
+
+
+def everywhere(bound: float) -> Bounds:
+    return {"latency-bound": bound, "balanced": bound, "bandwidth-bound": bound}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One way to train: our preset, and the libraries that do the same."""
+
+    preset: str
+    peers: tuple[Side, ...]
+    bounds: Bounds
+    """What our step may take at most over shared memory, as a ratio to the fastest other library's."""
+    gloo_bounds: Bounds = dataclasses.field(default_factory=dict)
+    build: Callable[[str], nn.Module] = build_gpt
+    schedule: str | None = None
+    """Of our pipeline, unless others are asked for: the fastest of a trial of all."""
+
+    def sides(self, options: Any) -> list[Side]:
+        """Return what `options` asks for, ours first."""
+        schedules: Collection[str | None] = [self.schedule]
+        if self.schedule is not None:
+            schedules = options.schedules or schedules
+        sides = [ours(transport, self.preset, schedule) for transport in options.ours for schedule in schedules]
+        peers = [side for side in self.peers if options.peers is None or side.name in options.peers]
+        if options.keep_freed_memory:
+            peers = [dataclasses.replace(side, environment=(*side.environment, *KEEP_FREED_MEMORY)) for side in peers]
+        return [dataclasses.replace(side, build=self.build) for side in sides + peers]
+
+    def bounds_of(self, side: str) -> Bounds:
+        return self.gloo_bounds if side.startswith("ours-gloo") else self.bounds
+
+
+ZERO_2_BOUNDS = {"latency-bound": 0.70, "balanced": 0.93, "bandwidth-bound": 0.55}
+KINDS = {
+    "distributed": Kind("distributed", REPLICATED, {"latency-bound": 0.82, "balanced": 0.96, "bandwidth-bound": 0.70}),
+    "zero1": Kind("zero1", (ZERO_REDUNDANCY, deepspeed("deepspeed-1", stage=1)), ZERO_2_BOUNDS),
+    "zero2": Kind("zero2", (ZERO_REDUNDANCY, deepspeed("deepspeed-2", stage=2)), ZERO_2_BOUNDS),
+    "zero3": Kind(
+        "zero3",
+        (FSDP2, deepspeed("deepspeed-3", stage=3)),
+        {"latency-bound": 0.45, "balanced": 0.82, "bandwidth-bound": 0.45},
+        everywhere(0.9),
+    ),
+    "tensor": Kind(
+        "tensor",
+        (DTENSOR,),
+        {"latency-bound": 0.30, "balanced": 0.65, "bandwidth-bound": 0.52},
+        everywhere(0.9),
+    ),
+    "tensor-whole-sequence": Kind("tensor,sequence_parallel=off", (DTENSOR,), {}),
+    "pipeline": Kind(
+        "pp=2",
+        PIPELINES,
+        {"latency-bound": 0.80, "balanced": 0.92, "bandwidth-bound": 0.85},
+        everywhere(0.97),
+        build=build_untied_gpt,
+        schedule="1f1b",
+    ),
+}
+BOUND_TO_ONE_PROCESS = {"balanced": 1.0}

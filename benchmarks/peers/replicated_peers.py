@@ -1,0 +1,53 @@
+"""Data parallelism as each library ships it: torch's DDP, Accelerate, DeepSpeed at stage 0, and one plain process."""
+
+from __future__ import annotations
+
+from deepspeed_peers import deepspeed
+from side import Batch, MakeOptimizer, Side, Step, loss_fn, plain_step
+from torch import nn
+
+
+def make_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    """torch's DistributedDataParallel with its defaults."""
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return plain_step(wrapped, make_optimizer(wrapped.parameters()))
+
+
+def make_ddp_view(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    """DistributedDataParallel whose gradients live in its buckets, which saves the copies."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return plain_step(wrapped, make_optimizer(wrapped.parameters()))
+
+
+def make_accelerate(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    """Accelerate's loop as its guide has it. On the CPU it wraps the model in DistributedDataParallel."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True)
+    if accelerator.distributed_type is not DistributedType.MULTI_CPU:
+        raise RuntimeError(f"Accelerate took these ranks for {accelerator.distributed_type}, not for MULTI_CPU")
+    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+
+    def step(batch: Batch) -> float:
+        optimizer.zero_grad()
+        loss = loss_fn(wrapped(batch[0]), batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def make_one_process(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    """Plain PyTorch: the whole batch in one process, which computes with all the threads."""
+    return plain_step(model, make_optimizer(model.parameters()))
+
+
+REPLICATED = (
+    Side("ddp", make_ddp, "gloo"),
+    Side("ddp-view", make_ddp_view, "gloo"),
+    Side("accelerate", make_accelerate, "gloo", packages=("torch", "accelerate")),
+    deepspeed("deepspeed", stage=0),
+    Side("one-process", make_one_process, None, ranks=1, threads=2),
+)
