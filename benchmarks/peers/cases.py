@@ -37,6 +37,23 @@ build_untied_gpt = functools.partial(build_gpt, tie_embeddings=False)
 """For pipelines: torch's cannot share a weight between two stages, so no side of theirs does."""
 
 
+def build_llama(case: str) -> nn.Module:
+    """Return a Llama of transformers of the GPT's sizes, with its own defaults otherwise: the head is not tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, _, _ = CASES[case]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        intermediate_size=-(-8 * hidden // 3 // 32) * 32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=MAX_LENGTH,
+        use_cache=False,  # of keys and values, for generation
+    )
+    return LlamaForCausalLM(config)
+
+
 def loss_fn(outputs: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     logits = (
         outputs if isinstance(outputs, torch.Tensor) else outputs.logits

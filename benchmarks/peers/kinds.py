@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from cases import build_gpt, build_untied_gpt
+from cases import build_gpt, build_llama, build_untied_gpt
 from deepspeed_peers import deepspeed
 from pipeline_peers import PIPELINES
 from replicated_peers import REPLICATED
 from sharded_peers import FSDP2, ZERO_REDUNDANCY
 from side import KEEP_FREED_MEMORY, Side, ours
-from tensor_peers import DTENSOR
+from tensor_peers import DTENSOR, TRANSFORMERS
 from torch import nn
 
 Bounds = dict[str, float]
@@ -68,6 +68,7 @@ KINDS = {
         everywhere(0.9),
     ),
     "tensor-whole-sequence": Kind("tensor,sequence_parallel=off", (DTENSOR,), {}),
+    "transformers-tp": Kind("tensor", (TRANSFORMERS,), {}, build=build_llama),
     "pipeline": Kind(
         "pp=2",
         PIPELINES,

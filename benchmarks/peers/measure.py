@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib.metadata
 import math
 from typing import Any
 
@@ -56,8 +56,10 @@ def run_start(case: str, sides: list[Side], arguments: argparse.Namespace) -> St
 
 def start_gang(side: Side, case: str, arguments: argparse.Namespace) -> Gang:
     for package in side.packages:
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(f"{package} is not installed")
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise ModuleNotFoundError(f"{package} is not installed") from None
     limits = {"timeout_s": arguments.timeout_s, "freeze": not arguments.no_freeze}
     return Gang(side, case, arguments.optimizer, NUM_SHARES, **limits)
 

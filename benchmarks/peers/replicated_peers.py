@@ -1,7 +1,8 @@
-"""Data parallelism as each library ships it: torch's DDP, Accelerate, DeepSpeed at stage 0, and one plain process."""
+"""Data parallelism as each library ships it: DDP, Accelerate, Lightning Fabric, DeepSpeed at stage 0, and one plain process."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from deepspeed_peers import deepspeed
 from side import Batch, MakeOptimizer, Side, Step, loss_fn, plain_step
 from torch import nn
@@ -39,6 +40,24 @@ def make_accelerate(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     return step
 
 
+def make_fabric(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    """Lightning Fabric as its guide has it, on ranks that torchrun has started."""
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=dist.get_world_size())
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, make_optimizer(model.parameters()))
+
+    def step(batch: Batch) -> float:
+        optimizer.zero_grad()
+        loss = loss_fn(wrapped(batch[0]), batch)
+        fabric.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
 def make_one_process(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     """Plain PyTorch: the whole batch in one process, which computes with all the threads."""
     return plain_step(model, make_optimizer(model.parameters()))
@@ -48,6 +67,13 @@ REPLICATED = (
     Side("ddp", make_ddp, "gloo"),
     Side("ddp-view", make_ddp_view, "gloo"),
     Side("accelerate", make_accelerate, "gloo", packages=("torch", "accelerate")),
+    Side(
+        "fabric",
+        make_fabric,
+        "gloo",
+        packages=("torch", "lightning-fabric"),
+        environment=(("TORCHELASTIC_RUN_ID", "none"),),  # how it knows torchrun's ranks, and starts none itself
+    ),
     deepspeed("deepspeed", stage=0),
     Side("one-process", make_one_process, None, ranks=1, threads=2),
 )
