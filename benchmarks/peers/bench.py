@@ -2,6 +2,7 @@
 
     python benchmarks/peers/bench.py --all --rounds 20 --out DIR          every kind and case; DIR/KIND.json
     python benchmarks/peers/bench.py --kind pipeline --out FILE.json      one kind
+    python benchmarks/peers/bench.py --table DIR_OR_FILE...               the README's tables, from results
 
 Every side has processes of its own (`gangs.py`), all alive at once; a round lets each compute a block of steps, in an
 order that changes from round to round. A block's figure is the median of its steps; ratios are taken round by round. The
@@ -28,8 +29,10 @@ from gangs import LEAD_IN
 from kinds import BOUND_TO_ONE_PROCESS, KINDS
 from measure import run_start
 from summary import CHECKED_STEPS, IDLE_LIMIT, print_summary, summarise
+from table import print_tables
 
 HERE = Path(__file__).resolve().parent
+ALL_KINDS = tuple(name for name in KINDS if name != "tensor-whole-sequence")  # that one is a variant of ours
 OUR_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
@@ -57,11 +60,12 @@ def environment() -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--all", action="store_true", help="every kind; --out is then a folder")
+    what.add_argument("--all", action="store_true", help="every kind, both our transports; --out is a folder")
     what.add_argument("--kind", choices=list(KINDS), default="distributed")
+    what.add_argument("--table", nargs="+", type=Path, help="measure nothing; print tables of these results")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--peers", nargs="*", default=None, help="names; default: all of the kind")
-    parser.add_argument("--ours", nargs="+", choices=["shm", "gloo"], default=["shm"], help="ratios are of the first")
+    parser.add_argument("--ours", nargs="+", choices=["shm", "gloo"], help="ratios are of the first; default: shm")
     parser.add_argument("--schedules", nargs="+", choices=OUR_SCHEDULES, help="of our pipeline; default: the fastest")
     parser.add_argument("--optimizer", choices=["adamw", "adamw-fused", "sgd"], default="adamw")
     parser.add_argument("--rounds", type=int, default=20)
@@ -75,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=int, default=3600, help="for all cases of one kind")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
+    arguments.ours = arguments.ours or (["shm", "gloo"] if arguments.all else ["shm"])
     if arguments.warmup + LEAD_IN < CHECKED_STEPS:
         parser.error(f"--warmup must be at least {CHECKED_STEPS - LEAD_IN}: {CHECKED_STEPS} losses are checked")
     return arguments
@@ -85,11 +90,11 @@ def give_up(number: int, frame: Any) -> None:
 
 
 def run_kind(name: str, arguments: argparse.Namespace, out: Path | None) -> bool:
-    """Measure all cases of a kind; return whether the losses agree and the waiting sides kept still."""
+    """Measure all cases of a kind; return whether the losses agree, the waiting sides kept still, and ours ran."""
     kind = KINDS[name]
+    options = {key: value for key, value in vars(arguments).items() if key not in ("all", "table")}
     record: dict[str, Any] = {
-        "options": {key: value for key, value in vars(arguments).items() if key != "table"}
-        | {"kind": name, "out": None},
+        "options": options | {"kind": name, "out": None},
         "bounds": {"best": kind.bounds, "gloo": kind.gloo_bounds, "one-process": BOUND_TO_ONE_PROCESS},
         "environment": environment(),
         "results": {},
@@ -102,15 +107,16 @@ def run_kind(name: str, arguments: argparse.Namespace, out: Path | None) -> bool
         try:
             starts = [run_start(case, kind.sides(arguments), arguments) for _ in range(arguments.starts)]
             summary = summarise(case, kind, starts)
-        except Exception as error:  # one case: the others may still be measured
+        except (Exception, LimitReached) as error:  # of one case: the others may still be measured
             traceback.print_exc()
             record["failed"][case] = str(error)
             passed = False
+            if isinstance(error, LimitReached):
+                break
             continue
         print_summary(case, summary)
         record["results"][case] = {"summary": summary, "starts": starts}
-        is_ours_missing = any(side.startswith("ours") for side in summary["unavailable"])
-        passed = passed and summary["losses_agree"] and summary["idle_cores"] <= IDLE_LIMIT and not is_ours_missing
+        passed = passed and is_sound(summary)
         if out:  # after every case: an interrupted run keeps what it has
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(record) + "\n")
@@ -118,15 +124,23 @@ def run_kind(name: str, arguments: argparse.Namespace, out: Path | None) -> bool
     return passed
 
 
+def is_sound(summary: dict[str, Any]) -> bool:
+    ours_ran = not any(side.startswith("ours") for side in summary["unavailable"])
+    return summary["losses_agree"] and summary["idle_cores"] <= IDLE_LIMIT and ours_ran
+
+
 def main() -> int:
     arguments = parse()
+    if arguments.table:
+        print_tables(arguments.table)
+        return 0
     signal.signal(signal.SIGALRM, give_up)
     if not arguments.all:
         return 0 if run_kind(arguments.kind, arguments, arguments.out) else 1
-    passed = True
-    for name in KINDS:
-        passed = run_kind(name, arguments, arguments.out and arguments.out / f"{name}.json") and passed
-    return 0 if passed else 1
+    outcomes = [run_kind(name, arguments, arguments.out and arguments.out / f"{name}.json") for name in ALL_KINDS]
+    if arguments.out:
+        print_tables([arguments.out])
+    return 0 if all(outcomes) else 1
 
 
 if __name__ == "__main__":

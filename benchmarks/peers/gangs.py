@@ -28,8 +28,9 @@ def start(side: Side, timeout_s: float) -> RankGroup | PlainRanks:
     environment = dict(side.environment)
     if not side.is_ours:
         return PlainRanks(side.ranks, threads=side.threads, timeout_s=timeout_s, env=environment)
-    limits = {"timeout_s": timeout_s, "start_timeout_s": timeout_s}
-    return RankGroup(side.ranks, threads_per_rank=side.threads, env=environment, **limits)
+    return RankGroup(
+        side.ranks, threads_per_rank=side.threads, env=environment, timeout_s=timeout_s, start_timeout_s=timeout_s
+    )
 
 
 def mean_of_known(losses: Iterable[float | None]) -> float:

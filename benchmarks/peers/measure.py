@@ -37,6 +37,8 @@ def run_start(case: str, sides: list[Side], arguments: argparse.Namespace) -> St
             except Exception as error:
                 unavailable[name] = reason_of(error)
                 del gangs[name], facts[name]
+        if not gangs:
+            raise RuntimeError(f"no side runs: {unavailable}")
         for gang in gangs.values():  # how the others started is not what is asked about
             gang.idle = {"wall_s": 0.0, "cpu_s": 0.0}
         rounds = run_rounds(
@@ -65,6 +67,8 @@ def start_gang(side: Side, case: str, arguments: argparse.Namespace) -> Gang:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the last line of an error, which a rank's traceback ends with."""
+    """Return an error in a line: the first one of ours, the last one where a rank's traceback ends with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "Traceback (most recent call last):" in lines else lines[0]
