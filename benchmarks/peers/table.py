@@ -16,7 +16,7 @@ from summary import summarise
 
 LABELS = {
     "ddp": "DistributedDataParallel",
-    "ddp-view": "the same, `gradient_as_bucket_view`",
+    "ddp-view": "DistributedDataParallel, `gradient_as_bucket_view`",
     "accelerate": "Accelerate",
     "fabric": "Lightning Fabric",
     "deepspeed": "DeepSpeed, stage 0",
