@@ -114,6 +114,7 @@ def test_a_gpu_is_not_compared_with_a_cpu():
 def test_exposed_is_the_median_step_of_the_ranks_mean():
     waits = [[0.1, 0.3], [0.0, 0.0], [0.4, 0.4]]
     row = row_of(compared(trial(), distributed((1.0, 1.0, 1.0), wait_seconds=waits)), "distributed")
+    assert row.exposed_s == pytest.approx(0.2)
     assert row.exposed_fraction == pytest.approx(0.2)
     assert row_of(compared(distributed(wait_seconds=())), "distributed").exposed_fraction is None
 
@@ -209,6 +210,7 @@ def test_columns_stand_under_each_other():
         "p",
         "peak memory",
         "exposed",
+        "of step",
         "loss diff.",
         "formula",
         "others",
@@ -272,6 +274,12 @@ def test_without_a_baseline_nothing_is_claimed():
 def test_what_limits_is_read_off_the_waiting(wait, text):
     waits = [[wait, wait]] * 3
     assert text in compared(trial(), distributed(wait_seconds=waits), share((1.2,))).conclusion
+
+
+def test_a_pipeline_waits_in_its_bubble_too():
+    piped = distributed(plan="pp=2,micro_batches=4", wait_seconds=[[0.4, 0.4]] * 3)
+    text = compared(trial(), piped, share()).conclusion
+    assert "Its ranks stand still for 50% of the step: for messages, and in the pipeline's bubble." in text
 
 
 def test_waiting_that_was_not_measured_is_not_guessed():

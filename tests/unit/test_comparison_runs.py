@@ -91,7 +91,9 @@ def test_a_model_that_needs_values_has_no_formula():
 def test_sparse_gradients_and_frozen_parameters_are_not_in_the_ring():
     module = nn.ModuleList([nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4), nn.Linear(4, 4)])
     module[2].bias.requires_grad_(False)
-    model = types.SimpleNamespace(engine=None, module=module, plan=Plan.parse("dp=4"))
+    model = types.SimpleNamespace(
+        engine=None, module=module, plan=Plan.parse("dp=4"), world=types.SimpleNamespace(rank=0)
+    )
     assert formula_bytes(model, [torch.device("cpu")], None, 1) == 2 * 3 / 4 * 4 * (10 * 4 + 4 * 4)
     model.plan = Plan.parse("dp=2,zero=1")
     assert formula_bytes(model, [torch.device("cpu")], None, 1) is None

@@ -115,8 +115,8 @@ class ComparisonRow(Value):
         peak_memory_bytes: The most that a rank (or GPU) held [bytes].
         sent_bytes: What a rank sent in a step by the ledger's count, mean over ranks and steps [bytes].
         sent_ratio: That over the formula's bytes [ratio]; None where the formula says 0 or there is none.
-        exposed_fraction: Share of the step for which ranks stood still for exchanges, mean over ranks, median over
-            steps [fraction].
+        exposed_s: Time in a step for which ranks stood still for exchanges, mean over ranks, median over steps [s].
+        exposed_fraction: That as a share of its step, median over steps [fraction].
         loss_difference: Largest relative difference of a step's loss to that of ``single`` [fraction].
     """
 
@@ -135,6 +135,7 @@ class ComparisonRow(Value):
     peak_memory_bytes: int | None = None
     sent_bytes: float | None = None
     sent_ratio: float | None = None
+    exposed_s: float | None = None
     exposed_fraction: float | None = None
     loss_difference: float | None = None
 
@@ -189,7 +190,20 @@ class Comparison(Value):
     def tables(self) -> list[list[list[str]]]:
         """Return the two tables, time and cost, as rows of cells; the first row of each is its head."""
         times = [["plan", "step", "quartiles", "samples/s", "tokens/s", "x single", "S", "S/n", "p"]]
-        costs = [["plan", "runs as", "peak memory", "sent/step", "formula", "ratio", "exposed", "loss diff.", "others"]]
+        costs = [
+            [
+                "plan",
+                "runs as",
+                "peak memory",
+                "sent/step",
+                "formula",
+                "ratio",
+                "exposed",
+                "of step",
+                "loss diff.",
+                "others",
+            ]
+        ]
         for row in self.rows:
             times.append([_name(row), *_time_cells(row)])
             costs.append([_name(row), _runs_as(row.trial), *_cost_cells(row)])
@@ -206,10 +220,11 @@ _LEGEND = (
     "  (its threads, or one GPU), S/n: efficiency over n devices, p: Amdahl's parallel fraction that S amounts to, as",
     "  measured: above 1 or below 0 says that the law's premises do not hold here.",
     "peak memory: of the rank (or GPU) that held most; resident set on the CPU, Python and torch in it; allocator on GPUs.",
-    "sent: by the ledger, per rank; formula: 2(n-1)/n of the gradients for distributed, C = sum(s_i x b) x 2 over the cuts",
-    "  for model_parallel (between CPU devices counted, not copied), exchanges of each region for tp. What ranks agree on comes",
-    "  on top, some 100 bytes a step.",
-    "exposed: share of the step in which ranks stood still for exchanges, waiting for a slower rank included.",
+    "sent: by the ledger, mean of the ranks; formula: 2(n-1)/n of the gradients, as they are sent, for distributed; exchanges of",
+    "  each region for tp; for pp what stages take of each other, and its gradients; C = sum(s_i x b) x 2 over the cuts for",
+    "  model_parallel (between CPU devices counted, not copied). What ranks agree on comes on top, some 100 bytes a step.",
+    "exposed: time in a step for which ranks stood still for exchanges, waiting for a slower rank or an earlier stage included;",
+    "  of step: its share.",
     "loss diff.: largest relative difference to single's loss at the same step. others: cores that other work on this",
     "  machine kept busy meanwhile; what is not near 0 makes the times of that row too long.",
 )
@@ -240,6 +255,7 @@ def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) 
     one = _find_baseline(trial, trials, baseline, trial.threads)
     over_one = speedup(_median(one), steps.median) if one is not None else None
     sent = statistics.fmean(statistics.fmean(ranks) for ranks in trial.sent_bytes)
+    exposed = [statistics.fmean(ranks) for ranks in trial.wait_seconds]
     has_tokens = trial.num_tokens != trial.num_samples
     return ComparisonRow(
         trial=trial,
@@ -255,7 +271,8 @@ def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) 
         peak_memory_bytes=max(trial.peak_memory_bytes, default=None),
         sent_bytes=sent,
         sent_ratio=sent / trial.formula_bytes if trial.formula_bytes else None,
-        exposed_fraction=_exposed(trial),
+        exposed_s=statistics.median(exposed) if exposed else None,
+        exposed_fraction=_exposed_fraction(trial, exposed) if exposed else None,
         loss_difference=_loss_difference(trial, whole or one),
     )
 
@@ -273,13 +290,8 @@ def _median(trial: Trial) -> float:
     return statistics.median(trial.step_seconds)
 
 
-def _exposed(trial: Trial) -> float | None:
-    if not trial.wait_seconds:
-        return None
-    shares = [
-        statistics.fmean(ranks) / seconds for ranks, seconds in zip(trial.wait_seconds, trial.step_seconds, strict=True)
-    ]
-    return statistics.median(shares)
+def _exposed_fraction(trial: Trial, exposed: Sequence[float]) -> float:
+    return statistics.median(wait / seconds for wait, seconds in zip(exposed, trial.step_seconds, strict=True))
 
 
 def _loss_difference(trial: Trial, reference: Trial | None) -> float | None:
@@ -331,6 +343,7 @@ def _cost_cells(row: ComparisonRow) -> list[str]:
         _bytes(row.sent_bytes),
         _bytes(formula if row.step_s is not None else None),
         _number(row.sent_ratio, ".4f"),
+        "-" if row.exposed_s is None else format_seconds(row.exposed_s),
         _number(row.exposed_fraction, ".1%"),
         _number(row.loss_difference, ".1e"),
         _number(row.trial.other_cores, ".1f"),

@@ -104,6 +104,8 @@ def _limit(row: ComparisonRow) -> str:
     share, count = row.exposed_fraction, row.trial.num_devices
     if share is None:
         return "How much of its step communication exposes was not measured."
+    if row.trial.mode == "ranks" and any(word.startswith("pp=") for word in row.trial.plan.split(",")):
+        return f"Its ranks stand still for {share:.0%} of the step: for messages, and in the pipeline's bubble."
     if share >= EXPOSED_MUCH:
         return f"Communication limits it: ranks stand still for {share:.0%} of the step."
     if row.efficiency is None or row.efficiency >= 1:

@@ -152,6 +152,8 @@ def sharded_bytes(
     shards: int,
     replicas: int,
     passes: int,
+    per_step: bool = False,
+    replicated_bytes: int | None = None,
 ) -> float:
     """Return what each rank sends in a step of ZeRO: ``2P`` at stages 1 and 2, ``3P`` at stage 3, times ``(n - 1) / n``.
 
@@ -167,6 +169,8 @@ def sharded_bytes(
         shards: n, ranks that hold one copy between them [count].
         replicas: Copies [count].
         passes: Micro-batches of a step [count].
+        per_step: Values are gathered once before a step, and gradients summed once after it, whatever the micro-batches.
+        replicated_bytes: What the gradients are sent as between replicas; None: as they are [bytes].
 
     Raises:
         ConfigError: A number is out of range.
@@ -178,14 +182,18 @@ def sharded_bytes(
     150.0
     >>> sharded_bytes(100, 0, 100, zero=3, shards=4, replicas=1, passes=1)
     225.0
+    >>> sharded_bytes(100, 0, 100, zero=3, shards=4, replicas=1, passes=8, per_step=True)  # in a pipeline
+    150.0
     """
     _require_devices(shards)
     _require_devices(replicas)
     for number in (gradient_bytes, parameter_bytes, gathered_bytes):
         _require_bytes(number)
-    times = passes if zero > 1 else 1
-    over_shards = (times * gradient_bytes + parameter_bytes + 2 * passes * gathered_bytes) * (shards - 1) / shards
-    return over_shards + 2 * (replicas - 1) / replicas * gradient_bytes / shards
+    times = passes if zero > 1 and not per_step else 1
+    gathers = 1 if per_step else 2 * passes
+    over_shards = (times * gradient_bytes + parameter_bytes + gathers * gathered_bytes) * (shards - 1) / shards
+    across = gradient_bytes if replicated_bytes is None else replicated_bytes
+    return over_shards + 2 * (replicas - 1) / replicas * across / shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

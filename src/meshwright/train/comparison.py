@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -333,6 +334,7 @@ def run_on_rank(config_json: str, num_warm_up: int, num_steps: int) -> RankSampl
 def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
     """Return a trial's samples: the slowest rank's time, what all ranks agree on, and bytes and waiting by rank."""
     first, skip = ranks[0], WARM_UP_STEPS
+    formulas = [rank.formula_bytes for rank in ranks if rank.formula_bytes is not None]
     return {
         "device": first.device,
         "step_seconds": [max(seconds) for seconds in zip(*(rank.seconds[skip:] for rank in ranks), strict=True)],
@@ -343,7 +345,7 @@ def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
         "wait_seconds": list(zip(*(rank.wait_seconds[skip:] for rank in ranks), strict=True))
         if first.sees_waiting
         else [],
-        "formula_bytes": first.formula_bytes,
+        "formula_bytes": statistics.fmean(formulas) if formulas else None,
         "other_cores": _other_cores(ranks),
         "peak_memory_bytes": [peak for rank in ranks for peak in rank.peak_memory_bytes],
     }

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.tensor.cutting import find_tensor, is_inside
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import Region, TensorLayout
-from meshwright.measure.formulas import TensorExchange, ring_gradient_bytes, sharded_bytes, tensor_bytes
+from meshwright.measure.formulas import TensorExchange, tensor_bytes
 from meshwright.run.batch import model_inputs
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.spec.plan import Plan
+from meshwright.train.data_formula import data_formula_bytes
 
 __all__: list[str] = []
 
@@ -70,10 +71,26 @@ def tensor_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, w
         The bytes [bytes]; None where the layout has more than the formula knows.
     """
     plan, engine = model.plan, model.engine
-    if not isinstance(engine, TensorEngine) or engine.cutting is None or plan.zero > 1:
+    if not isinstance(engine, TensorEngine):
         return None
-    others = (plan.pp, plan.cp, plan.compress, plan.precision, plan.recompute)
-    if others != (1, 1, "none", "fp32", "none"):
+    over_tp = tensor_part_bytes(engine, plan, batch, num_samples, watch)
+    over_dp = data_formula_bytes(engine.module, engine.inner, plan)
+    return None if over_tp is None or over_dp is None else over_tp + over_dp
+
+
+def tensor_part_bytes(
+    engine: TensorEngine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch
+) -> float | None:
+    """Return what one rank sends over tp alone in a step; see `tensor_formula_bytes`.
+
+    Args:
+        engine: What cuts the model, or one rank's stages of it; it is not closed yet.
+        plan: The plan.
+        batch: A batch as this rank gets it.
+        num_samples: Samples in a step over all ranks, on average [count].
+        watch: What counted the step that took this batch.
+    """
+    if engine.cutting is None or (plan.cp, plan.precision, plan.recompute) != (1, "fp32", "none"):
         return None
     args, kwargs = model_inputs(batch)
     inputs = [*args, *kwargs.values()]
@@ -83,24 +100,7 @@ def tensor_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, w
         return None
     tokens = inputs[0].shape[1] * num_samples / plan.dp
     exchange = exchange_of(engine.module, engine.cutting.layout, round(tokens), plan.tp)
-    if exchange is None:
-        return None
-    gradients = sum(parameter.nbytes for parameter in engine.module.parameters())
-    if plan.zero == 0:
-        return exchange.sent_bytes(plan.tp) + ring_gradient_bytes(gradients, plan.dp)
-    if not isinstance(engine.inner, ShardedEngine):
-        return None
-    shares, shards = engine.inner.memory_bytes(), plan.shard_degree
-    over_dp = sharded_bytes(
-        gradients,
-        shares["whole"],
-        shares["gathered"],
-        zero=plan.zero,
-        shards=shards,
-        replicas=plan.dp // shards,
-        passes=plan.micro_batches,
-    )
-    return exchange.sent_bytes(plan.tp) + over_dp
+    return None if exchange is None else exchange.sent_bytes(plan.tp)
 
 
 def exchange_of(module: nn.Module, layout: TensorLayout, num_tokens: int, num_ranks: int) -> TensorExchange | None:

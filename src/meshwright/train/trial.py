@@ -14,12 +14,12 @@ import psutil
 import torch
 from torch import nn
 
-from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.layers import LayersEngine
+from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.comm.world import join_world
 from meshwright.describe.layers import describe_chain
 from meshwright.errors import ConfigError, StoppedOnRequest
-from meshwright.measure.formulas import cut_activation_bytes, replica_copy_bytes, ring_gradient_bytes, sharded_bytes
+from meshwright.measure.formulas import cut_activation_bytes, replica_copy_bytes
 from meshwright.run.batch import model_inputs
 from meshwright.run.build import choose_devices
 from meshwright.run.parallel_model import ParallelModel, apply_plan
@@ -27,11 +27,13 @@ from meshwright.spec.plan import Plan
 from meshwright.train.checks import resolve_loss
 from meshwright.train.config import TrainConfig
 from meshwright.train.data import load_data, make_collate
+from meshwright.train.data_formula import data_formula_bytes, dense_gradients
 from meshwright.train.imports import add_to_path
 from meshwright.train.loader import make_loader
 from meshwright.train.losses import make_loss
 from meshwright.train.models import make_build_model
 from meshwright.train.optim import LRSchedule, OptimizerFactory
+from meshwright.train.pipeline_formula import crossing_formula_bytes, part_formula_bytes
 from meshwright.train.session import peak_memory_bytes
 from meshwright.train.tensor_formula import TokenWatch, tensor_formula_bytes
 
@@ -57,6 +59,7 @@ class RankSamples:
     """Whether the host stands still while devices exchange, so that `wait_seconds` mean something."""
     peak_memory_bytes: list[int] = dataclasses.field(default_factory=list)
     formula_bytes: float | None = None
+    """What this rank should send in a step; where all send alike, only the first one says so [bytes]."""
     elapsed_s: float = 0.0
     """Wall time of the measured steps, reading of data included [s]."""
     own_busy_s: float = 0.0
@@ -99,14 +102,13 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
         first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices, watch=watch)
         samples.peak_memory_bytes = _peaks(devices)
         per_step = sum(samples.num_samples[num_warm_up:]) / num_steps
-        # While its layers are still cut; of a loss of the user's own it is not known what it gathers.
-        if watch is not None and world.rank == 0 and resolve_loss(config) == "cross_entropy":
-            samples.formula_bytes = tensor_formula_bytes(model, first_batch, per_step, watch)
+        # Of a loss of the user's own it is not known what it gathers over tp.
+        knows_loss = watch is None or resolve_loss(config) == "cross_entropy"
+        held = held_formula_bytes(model, first_batch, per_step, watch) if knows_loss else None
     if world.stop_requested():  # since the last step began, which is when the ranks agree on it
         raise StoppedOnRequest("stopped on request after the last step")
     # After the peak was read, and with the hooks gone: describing a model copies its buffers.
-    if world.rank == 0 and plan.tp == 1:
-        samples.formula_bytes = formula_bytes(model, devices, first_batch, per_step)
+    samples.formula_bytes = formula_bytes(model, devices, first_batch, per_step, held)
     return samples
 
 
@@ -257,20 +259,45 @@ def _peaks(devices: Sequence[torch.device]) -> list[int]:
 # -- formulas ---------------------------------------------------------------------------------------------------------
 
 
+def held_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, watch: TokenWatch | None) -> float | None:
+    """Return what of `formula_bytes` must be worked out while the plan is in force: what a rank of a pipeline holds, or a shard.
+
+    Args:
+        model: The applied model after a step, not closed yet.
+        batch: A batch as this rank gets it.
+        num_samples: Samples in a step over all ranks, on average [count].
+        watch: What counted the tokens of the step that took this batch, where there is tp.
+    """
+    if isinstance(model.engine, PipelineEngine):
+        return part_formula_bytes(model, batch, num_samples, watch)
+    if watch is None or model.world.rank > 0:
+        return None
+    return tensor_formula_bytes(model, batch, num_samples, watch)
+
+
 def formula_bytes(
-    model: ParallelModel, devices: Sequence[torch.device], batch: Any, num_samples: float
+    model: ParallelModel, devices: Sequence[torch.device], batch: Any, num_samples: float, held: float | None = None
 ) -> float | None:
-    """Return what one rank of the plan should send in a step, worked out from the model alone.
+    """Return what this rank of the plan should send in a step, worked out from the model alone.
 
     Args:
         model: The applied model, closed.
         devices: This process's devices.
         batch: A batch as this rank gets it.
         num_samples: Samples in a step over all ranks, on average [count].
+        held: What `held_formula_bytes` gave.
 
     Returns:
-        The bytes [bytes]; None for a plan without a formula, or a model that does not run on shapes.
+        The bytes [bytes]; None for a plan without a formula, or a model that does not run on shapes, and where another rank
+        speaks for all.
     """
+    if isinstance(model.engine, PipelineEngine):
+        crossing = None if held is None else crossing_formula_bytes(model, batch, num_samples)
+        return None if held is None or crossing is None else held + crossing
+    if model.plan.tp > 1:
+        return held
+    if model.plan.num_ranks > 1 and model.world.rank > 0:
+        return None
     plan, module = model.plan, model.module
     if isinstance(model.engine, LayersEngine):
         per_batch = _cut_bytes(module, model.engine.stage_of, batch)
@@ -278,32 +305,9 @@ def formula_bytes(
     if plan.mode == "data_parallel":
         others = sum(device != devices[0] for device in devices)
         parameters = sum(parameter.nbytes for parameter in module.parameters())
-        return float(replica_copy_bytes(parameters, _gradient_bytes(module), others))
-    if (plan.tp, plan.pp, plan.cp, plan.compress) == (1, 1, 1, "none"):
-        if plan.zero == 0:
-            return ring_gradient_bytes(_gradient_bytes(module), plan.dp)
-        if isinstance(model.engine, ShardedEngine):
-            shares = model.engine.memory_bytes()
-            return sharded_bytes(
-                _gradient_bytes(module),
-                shares["whole"],
-                shares["gathered"],
-                zero=plan.zero,
-                shards=plan.shard_degree,
-                replicas=plan.dp // plan.shard_degree,
-                passes=plan.micro_batches,
-            )
-    return None
-
-
-def _gradient_bytes(module: nn.Module) -> int:
-    """Return the bytes of all gradients that are not sparse; a shared parameter has one."""
-    sparse = {
-        id(child.weight)
-        for child in module.modules()
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
-    }
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad and id(p) not in sparse)
+        gradients = sum(parameter.nbytes for parameter in dense_gradients(module).values())
+        return float(replica_copy_bytes(parameters, gradients, others))
+    return data_formula_bytes(module, model.engine, plan) if (plan.tp, plan.pp, plan.cp) == (1, 1, 1) else None
 
 
 def _cut_bytes(module: nn.Module, stage_of: dict[str, int], batch: Any) -> float | None:

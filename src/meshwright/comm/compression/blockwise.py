@@ -65,6 +65,8 @@ class BlockwiseReducer:
         words: What that is called, for people.
     """
 
+    sends_slices = True
+
     def __init__(self, group: Communicator, codec: Codec, words: str) -> None:
         self._group = group
         self._codec = codec
@@ -251,6 +253,11 @@ class BlockwiseReducer:
     def _is_worth_it(self, spec: GradientSpec, dtype: torch.dtype) -> bool:
         as_codes = self._codec.payload_bytes(spec.numel, work_dtype(dtype))
         return spec.is_matrix and as_codes <= _WORTH_IT * spec.numel * dtype.itemsize
+
+    def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
+        if self._is_worth_it(spec, dtype):
+            return self._codec.payload_bytes(spec.numel, work_dtype(dtype))
+        return self._exactly.payload_bytes(spec.numel, dtype)
 
     def _owned_pieces(
         self, numels: Sequence[int], specs: Sequence[GradientSpec]

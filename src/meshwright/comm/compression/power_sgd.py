@@ -48,6 +48,7 @@ class PowerSGDReducer:
     """
 
     num_stages = 2
+    sends_slices = False
 
     def __init__(self, group: Communicator, rank: int = RANK) -> None:
         self._group = group
@@ -110,6 +111,15 @@ class PowerSGDReducer:
         if not spec.is_matrix or rank == 0:
             return False
         return rank * (numel // spec.row_numel + spec.row_numel) <= _WORTH_IT * numel
+
+    def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
+        first, last = _whole_rows(spec)
+        num_rows = (last - first) // max(1, spec.row_numel)
+        rank = min(self._rank, num_rows, spec.row_numel)
+        if not self._is_worth_it(spec, last - first, rank):
+            return spec.numel * work_dtype(dtype).itemsize
+        rest = spec.numel - (last - first)
+        return (rank * (num_rows + spec.row_numel) + rest) * work_dtype(dtype).itemsize
 
     def _matrix(self, spec: GradientSpec, target: torch.Tensor, rank: int, *, is_present: bool) -> _Matrix:
         dtype, device = work_dtype(target.dtype), target.device

@@ -86,6 +86,8 @@ class Reducer(Protocol):
 
     num_stages: int
     """Exchanges that one `all_reduce` makes, one after the other [count]."""
+    sends_slices: bool
+    """Whether `reduce_slices` sends to each rank its slice alone, and not to everyone everything."""
 
     def all_reduce(self, gradients: GradientSet) -> Stages:
         """Sum over all ranks; every rank holds the same bits afterwards."""
@@ -93,6 +95,10 @@ class Reducer(Protocol):
 
     def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
         """Sum this rank's slice of the tensors joined end to end, as `Communicator.reduce_slices`."""
+        ...
+
+    def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
+        """Return what a gradient, whose real numbers are of this dtype, is sent as [bytes]."""
         ...
 
     def explain(self) -> str:
@@ -147,6 +153,7 @@ class PlainReducer:
     """
 
     num_stages = 1
+    sends_slices = True
 
     def __init__(self, group: Communicator) -> None:
         self._group = group
@@ -160,6 +167,9 @@ class PlainReducer:
 
     def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
         self._group.reduce_slices(gradients.tensors, ends)
+
+    def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
+        return spec.numel * dtype.itemsize
 
     def explain(self) -> str:
         return ""
