@@ -172,6 +172,8 @@ def test_ranks_that_run_already_are_used() -> None:
         ("dp=2,zero=3,whole_below=0B,recompute=full", -1.0, 0, None),
         ("tp=2", 1.001, 0, 1.001**2 - 1),
         ("tp=2,sequence_parallel=off", -1.0, 0, None),
+        ("pp=2,micro_batches=3", 1.001, 0, 1.001**2 - 1),
+        ("pp=2,schedule=zbv,micro_batches=2", -1.0, 0, None),
     ],
 )
 def test_the_first_module_that_differs_is_named(
@@ -187,7 +189,17 @@ def test_the_first_module_that_differs_is_named(
     assert ParityReport.from_json(report.to_json()) == report
 
 
-@pytest.mark.parametrize("line", ["dp=2,micro_batches=2", "tp=2", "tp=2,sequence_parallel=off,recompute=full"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dp=2,micro_batches=2",
+        "tp=2",
+        "tp=2,sequence_parallel=off,recompute=full",
+        "pp=2,micro_batches=3",
+        "pp=2,schedule=interleaved,virtual=2,recompute=full",
+        "tp=2,pp=2,micro_batches=2",
+    ],
+)
 def test_no_module_is_named_where_only_the_update_is_wrong(line: str) -> None:
     # Every module of the GPT is compared: copies, slices of heads, columns and the sequence, logits, a table of positions.
     batches = [tensor_jobs.language(4)]
@@ -216,7 +228,8 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
     report = _verify(_plain_mlp, "single")
     assert report.first_module is None
     fields = json.loads(report.to_json())
-    del fields["first_module"], fields["first_module_difference"]
+    for name in ("first_module", "first_module_difference", "first_unequal", "first_parameter"):
+        del fields[name]
     assert ParityReport.from_json(json.dumps(fields)) == report
 
 
@@ -228,6 +241,34 @@ def test_ranks_that_drift_apart_are_named() -> None:
     report = _verify(_plain_mlp, "dp=2", optimizer=_weights_drift_on_rank_1)
     assert not report.equal
     assert report.unequal_ranks == (1,)
+    assert report.first_unequal == "step 0, value of 0.weight"
+
+
+class _Shifting(torch.optim.SGD):
+    """Shifts the last parameter that it has on rank 1 by a little after each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        world = mw.current_world()
+        if world is not None and world.rank == 1:
+            with torch.no_grad():
+                self.param_groups[0]["params"][-1].add_(1e-9)
+        return result
+
+
+def test_a_parameter_that_one_rank_of_a_pipeline_shifts_is_named() -> None:
+    build, optimizer = functools.partial(_wrong_in_the_middle, 1.0, 0), functools.partial(_Shifting, lr=0.1)
+    report = _verify(build, "pp=2,micro_batches=2", optimizer=optimizer)
+    assert not report.equal
+    assert report.first_difference is not None
+    assert report.first_difference.name == "4.bias"  # in the next step all others follow
+    assert "step 0, value" in report.first_difference.note
+    # Rank 1 has the first stage of the other half of the batch: rank 0 has nothing wrong until they share gradients.
+    report = _verify(build, "dp=2,pp=2,micro_batches=2", optimizer=optimizer, num_steps=1)
+    assert not report.equal
+    assert report.first_unequal == "step 0, value of 1.down.bias"
+    assert "not bit-identical to rank 0: [1, 3], at first in step 0, value of 1.down.bias" in report.to_text()
+    assert ParityReport.from_json(report.to_json()) == report
 
 
 CONFIG = """
@@ -253,7 +294,9 @@ def make_data(split: str) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, targets)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "data_parallel,dp=2", "model_parallel,pp=2", "single"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2", "data_parallel,dp=2", "model_parallel,pp=2", "pp=2,micro_batches=3", "single"]
+)
 def test_the_command_verifies_a_configuration(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], plan: str
 ) -> None:
@@ -274,6 +317,21 @@ def test_the_command_says_where_a_plan_is_not_equal(tmp_path: pathlib.Path, caps
     assert "NOT equal to one process" in out
     assert "note: batch normalisation (1)" in out
     assert "outside the bound: loss" in out
+
+
+def test_the_command_names_what_is_wrong_in_a_pipeline(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mlp.toml"
+    path.write_text(CONFIG.format(model="_wrong_model"))
+    assert run_verification(path, "pp=2,micro_batches=2", steps=1) == 1
+    out = capsys.readouterr().out
+    assert "NOT equal to one process" in out
+    assert "first module whose output differs: 2 (" in out
+
+
+def _wrong_model() -> nn.Module:
+    return _wrong_in_the_middle(1.001, 0)
 
 
 def test_the_command_refuses_to_write_where_it_cannot(tmp_path: pathlib.Path) -> None:

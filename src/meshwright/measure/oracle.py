@@ -137,7 +137,7 @@ def oracle_steps(
 
 @contextlib.contextmanager
 def record_outputs(
-    model: nn.Module, local: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    model: nn.Module, local: Callable[[Tensor], Tensor | None] = lambda tensor: tensor
 ) -> Iterator[dict[str, ModuleOutputs]]:
     """Record what every module gives while the model's forward runs inside; what backward computes again is left out.
 
@@ -145,7 +145,7 @@ def record_outputs(
 
     Args:
         model: The model whose modules are recorded.
-        local: What to look at in place of a tensor.
+        local: What to look at in place of a tensor; None where another process looks at it.
 
     Returns:
         Name of a module -> its numbers, in the order in which modules end first; complete when the block ends.
@@ -165,7 +165,10 @@ def record_outputs(
         name = names.get(id(module))
         if running and name is not None:
             with torch.no_grad():
-                _add_outputs(found.setdefault(name, ModuleOutputs(0, [], [])), [local(t) for t in _tensors_in(outputs)])
+                # A tensor without dims is a mean or a sum of one's own: it says nothing about a share of the samples.
+                values = [local(t) for t in _tensors_in(outputs) if t.is_floating_point() and t.dim() > 0]
+                if not values or any(value is not None for value in values):
+                    _add_outputs(found.setdefault(name, ModuleOutputs(0, [], [])), values)
         if module is model:
             running -= 1
 
@@ -179,15 +182,15 @@ def record_outputs(
             numbers.num_forwards = num_forwards
 
 
-def _add_outputs(numbers: ModuleOutputs, tensors: Sequence[Tensor]) -> None:
-    # A tensor without dims is a mean or a sum of one's own: it says nothing about a share of the samples.
-    values = [t.detach().double() for t in tensors if t.is_floating_point() and t.dim() > 0]
+def _add_outputs(numbers: ModuleOutputs, values: Sequence[Tensor | None]) -> None:
     missing = len(values) - len(numbers.squares)
     numbers.squares += [0.0] * missing
     numbers.signed_squares += [0.0] * missing
     for index, value in enumerate(values):
-        numbers.squares[index] += float(value.square().sum())
-        numbers.signed_squares[index] += float((value * value.abs()).sum())
+        if value is not None:
+            exact = value.detach().double()
+            numbers.squares[index] += float(exact.square().sum())
+            numbers.signed_squares[index] += float((exact * exact.abs()).sum())
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -157,6 +157,10 @@ class ParityReport:
     """One row for each parameter, in the model's order."""
     unequal_ranks: tuple[int, ...] = ()
     """Ranks whose parameters, gradients or losses are not bit-identical to rank 0's."""
+    first_unequal: str | None = None
+    """In what such a rank is not, at first: "step 0, value of NAME"."""
+    first_parameter: str | None = None
+    """FQN of the parameter that is outside the bound first: in the earliest step, a gradient before a value."""
     notes: tuple[str, ...] = ()
     """What a reader has to know: batch statistics, dropout, precision."""
     first_module: str | None = None
@@ -167,9 +171,10 @@ class ParityReport:
 
     @property
     def first_difference(self) -> ParameterParity | None:
-        """The first parameter outside the bound, in the model's order, or None."""
-        outside = (row for row in self.parameters if not (row.gradient <= self.bound and row.value <= self.bound))
-        return next(outside, None)
+        """The parameter that is outside the bound first: in the earliest step, then in the model's order; or None."""
+        outside = [row for row in self.parameters if not (row.gradient <= self.bound and row.value <= self.bound)]
+        named = [row for row in outside if row.name == self.first_parameter]
+        return next(iter(named or outside), None)
 
     def to_json(self) -> str:
         """Return the report as JSON; infinities are written as the text "inf"."""
@@ -228,7 +233,8 @@ class ParityReport:
         elif not self.equal:
             lines += ["", "no module's output was seen to differ in the first step"]
         if self.unequal_ranks:
-            lines += ["", f"ranks that are not bit-identical to rank 0: {list(self.unequal_ranks)}"]
+            where = f", at first in {self.first_unequal}" if self.first_unequal else ""
+            lines += ["", f"ranks that are not bit-identical to rank 0: {list(self.unequal_ranks)}{where}"]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
 

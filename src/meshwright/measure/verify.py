@@ -25,6 +25,8 @@ __all__: list[str] = []
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DIGEST_LENGTH = 16
+"""Hexadecimal digits of a digest: 64 bits [count]."""
 _BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5}
 
 
@@ -80,12 +82,17 @@ def verify_plan(
         notes = _explain(build, plan, dtype, batches[0], loss_fn)
     options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
     job = _Job(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
-    records, unequal_ranks, outputs = _run_job(job)
+    records, digests, outputs = _run_job(job)
+    unequal_ranks = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
     with default_dtype(dtype):
         reference = oracle_steps(build, batches, loss_fn, **vars(options))
     report = _compare(job, records, reference, bound)
     report = dataclasses.replace(
-        report, equal=report.equal and not unequal_ranks, unequal_ranks=unequal_ranks, notes=notes
+        report,
+        equal=report.equal and not unequal_ranks,
+        unequal_ranks=unequal_ranks,
+        first_unequal=_first_unequal(digests),
+        notes=notes,
     )
     found = None if report.equal else first_difference(outputs, reference[0].outputs, bound)
     if found is not None:
@@ -149,20 +156,20 @@ class _Job:
             )
 
 
-def _run_job(job: _Job) -> tuple[list[StepRecord], tuple[int, ...], list[RankOutputs]]:
-    """Return the records of rank 0, or of this rank; the ranks that differ from rank 0; and what modules gave on each."""
+def _run_job(job: _Job) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs]]:
+    """Return the records of rank 0, or of this rank; digests of each rank's; and what modules gave on each."""
     world = current_world()
     world_size = 1 if world is None else world.world_size
     if job.plan.num_ranks == world_size == 1:
         records = job.run()
-        return records, (), [_rank_outputs(job, 0, records[0].outputs)]
+        return records, [{}], [_rank_outputs(job, 0, records[0].outputs)]
     if world is None or world_size == 1:
         results = launch(_rank_result, job.plan.num_ranks, job)
         records, digests = results[0][0], [digest for _, digest, _ in results]
         outputs = [modules for _, _, modules in results]
     elif world_size == job.plan.num_ranks:
         records = job.run()
-        digests = world.default_group.all_gather_json(_digest(records))
+        digests = world.default_group.all_gather_json(_digests(records))
         told = {name: dataclasses.astuple(numbers) for name, numbers in records[0].outputs.items()}
         outputs = [
             {name: ModuleOutputs(*numbers) for name, numbers in each.items()}
@@ -173,8 +180,7 @@ def _run_job(job: _Job) -> tuple[list[StepRecord], tuple[int, ...], list[RankOut
             f"the plan {job.plan} has {job.plan.num_ranks} ranks, this job has {world_size}: they have to be the same",
             fix=f"start {job.plan.num_ranks} ranks, or verify outside of the job",
         )
-    unequal = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    return records, unequal, [_rank_outputs(job, rank, modules) for rank, modules in enumerate(outputs)]
+    return records, digests, [_rank_outputs(job, rank, modules) for rank, modules in enumerate(outputs)]
 
 
 def _rank_outputs(job: _Job, rank: int, modules: Mapping[str, ModuleOutputs]) -> RankOutputs:
@@ -182,28 +188,42 @@ def _rank_outputs(job: _Job, rank: int, modules: Mapping[str, ModuleOutputs]) ->
     return RankOutputs(tp_rank=tp_rank, modules=modules)
 
 
-def _rank_result(job: _Job) -> tuple[list[StepRecord] | None, str, Mapping[str, ModuleOutputs]]:
-    # One rank's tensors cross to the parent; of the others a digest is enough to see that they are the same bits.
+def _rank_result(job: _Job) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs]]:
+    # One rank's tensors cross to the parent; of the others digests are enough to see that they are the same bits.
     records = job.run()
     world = current_world()
-    return (records if world is None or world.rank == 0 else None), _digest(records), records[0].outputs
+    return (records if world is None or world.rank == 0 else None), _digests(records), records[0].outputs
 
 
-def _digest(records: Sequence[StepRecord]) -> str:
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(struct.pack("<dd?", record.loss, record.grad_norm, record.skipped))
-        for group in (record.gradients, record.parameters, record.buffers):
-            _add_tensors(digest, group)
-    return digest.hexdigest()
+def _digests(records: Sequence[StepRecord]) -> dict[str, str]:
+    """Return a digest of everything that must be the same bits on all ranks, by what it is, in the order of the steps."""
+    found: dict[str, str] = {}
+    for step, record in enumerate(records):
+        numbers = struct.pack("<dd?", record.loss, record.grad_norm, record.skipped)
+        found[f"step {step}, loss or norm"] = hashlib.sha256(numbers).hexdigest()[:_DIGEST_LENGTH]
+        for kind in ("gradients", "parameters", "buffers"):
+            word = {"gradients": "gradient of", "parameters": "value of", "buffers": "buffer"}[kind]
+            for name, tensor in getattr(record, kind).items():
+                found[f"step {step}, {word} {name}"] = _digest(tensor)
+    return found
 
 
-def _add_tensors(digest: Any, tensors: Mapping[str, Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        digest.update(name.encode())
-        if tensor is not None:
-            dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).contiguous()
-            digest.update(dense.reshape(-1).view(torch.uint8).numpy())
+def _digest(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return ""
+    dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).contiguous()
+    return hashlib.sha256(dense.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:_DIGEST_LENGTH]
+
+
+def _first_unequal(digests: Sequence[Mapping[str, str]]) -> str | None:
+    """Return what differs first between rank 0 and the first rank that is not its equal."""
+    own = digests[0]
+    for other in digests[1:]:
+        names = [*own, *(name for name in other if name not in own)]
+        for name in names:
+            if own.get(name) != other.get(name):
+                return name
+    return None
 
 
 def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, loss_fn: Any) -> tuple[str, ...]:
@@ -279,6 +299,7 @@ def _compare(job: _Job, records: Sequence[StepRecord], reference: Sequence[StepR
         losses=tuple((a.loss, b.loss) for a, b in pairs),
         loss_difference=loss,
         grad_norm_difference=norm,
+        first_parameter=next(iter(places), None),
         parameters=tuple(
             ParameterParity(name=name, gradient=gradients.get(name, 0.0), value=value, note=places.get(name, ""))
             for name, value in values.items()
