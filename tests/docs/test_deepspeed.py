@@ -67,6 +67,23 @@ def test_the_example_trains_and_shows_its_table(tmp_path: Path) -> None:
     assert [step["grad_norm"] for step in steps] == pytest.approx([step["grad_norm"] for step in alike], rel=1e-4)
 
 
+def test_zero_3_in_a_pipeline_which_deepspeed_refuses_trains(tmp_path: Path) -> None:
+    path = ROOT / "tests" / "data" / "ds_pipeline_zero3.json"
+    small = [setting.replace("num_samples = 64", "num_samples = 256") for setting in SMALL]
+    words = settings_of([*small, "train.steps=2"])
+    lines, steps = run_train(tmp_path, str(path), "--devices", "2", *words)
+    table = {line.split()[0]: line for line in lines if line}
+    assert "DeepSpeed refuses ZeRO-3 with a pipeline" in table["zero_optimization.stage"]
+    assert "recompute=full" in table["pipeline.activation_checkpointing"]
+    assert "pp=2" in table["pipeline.stages"]
+    record = json.loads((tmp_path / "runs" / "mlp_classic" / "record.json").read_text())
+    assert (record["plan"]["pp"], record["plan"]["zero"], record["plan"]["micro_batches"]) == (2, 3, 8)
+    assert [step["num_samples"] for step in steps] == [128, 128]
+    alike = ["train.global_batch_size=128", "train.max_grad_norm=1.0", "train.name=alike"]
+    _, alike = run_train(tmp_path, "single", *settings_of([*small, "train.steps=2", *alike]))
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in alike], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "path", [ROOT / "examples" / "ds_config.json", ROOT / "tests" / "data" / "ds_pipeline_zero3.json"]
 )

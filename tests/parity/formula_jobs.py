@@ -63,8 +63,8 @@ class Table(nn.Module):
 class Doubling(nn.Linear):
     """Reads a number inside of a layer, which only its own stage has."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (2.0 if input.sum().item() > 0 else 1.0)
 
 
 def build_numbers() -> nn.Module:

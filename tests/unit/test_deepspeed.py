@@ -96,6 +96,13 @@ def test_an_error_of_the_text_has_its_place():
 # -- the example of the issue -----------------------------------------------------------------------------------------
 
 
+def test_a_bucket_of_zero_2_in_a_pipeline_has_nothing_to_size():
+    entries = {"train_batch_size": 8, "pipeline": {"stages": 2}, **zero(2, reduce_bucket_size=5e6)}
+    resolution = read_deepspeed(entries, num_devices=4)
+    assert (resolution.plan.pp, resolution.plan.bucket_bytes) == (2, None)
+    assert "at the end of the step" in row(resolution, "zero_optimization.reduce_bucket_size").why
+
+
 @pytest.mark.parametrize(
     ("devices", "degrees", "batch"),
     [(1, (1, 1), 128), (2, (1, 2), 128), (3, (1, 3), 128), (4, (2, 2), 256), (8, (4, 2), 512), (7, (7, 1), 896)],
@@ -219,7 +226,9 @@ TO_PLAN = [
     (zero(3, overlap_comm=False), {"overlap": False}, "zero_optimization.overlap_comm"),
     (zero(2, overlap_comm="auto"), {"overlap": False}, "zero_optimization.overlap_comm"),
     (zero(0, reduce_bucket_size=5e8), {"bucket_bytes": 2_000_000_000}, "zero_optimization.reduce_bucket_size"),
-    (zero(2, reduce_bucket_size=5e8), {"bucket_bytes": None}, "zero_optimization.reduce_bucket_size"),
+    (zero(1, reduce_bucket_size=5e8), {"bucket_bytes": None}, "zero_optimization.reduce_bucket_size"),
+    (zero(2, reduce_bucket_size=5e6), {"bucket_bytes": 20_000_000}, "zero_optimization.reduce_bucket_size"),
+    (zero(3, reduce_bucket_size=5e8), {"bucket_bytes": None}, "zero_optimization.reduce_bucket_size"),
     (zero(2, allgather_bucket_size=5e8), {"bucket_bytes": None}, "zero_optimization.allgather_bucket_size"),
     (zero(3, stage3_prefetch_bucket_size=0), {"overlap": False}, "zero_optimization.stage3_prefetch_bucket_size"),
     (zero(2, stage3_prefetch_bucket_size=0), {"overlap": False}, "zero_optimization.stage3_prefetch_bucket_size"),

@@ -212,7 +212,9 @@ def _digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return ""
     dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).contiguous()
-    return hashlib.sha256(dense.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:_DIGEST_LENGTH]
+    found: Any = hashlib.sha256()
+    found.update(dense.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:_DIGEST_LENGTH]
 
 
 def _first_unequal(digests: Sequence[Mapping[str, str]]) -> str | None:

@@ -81,14 +81,17 @@ def _take_buckets(draft: Draft, stage: int) -> None:
                     "zero_optimization.reduce_bucket_size", KEYS["zero_optimization.reduce_bucket_size"].default
                 ),
             )
-        elif stage == 0:
+        sums_in_buckets = stage == 0 or (stage == 2 and draft.plan["pp"] == 1)
+        if elements >= 1 and sums_in_buckets:
             draft.plan["bucket_bytes"] = elements * _ITEM_BYTES
-        how = (
-            "the gradient bucket"
-            if stage == 0
-            else "ZeRO here sums gradients layer by layer, with no bucket to size; no number changes"
-        )
-        set_to = f"bucket_bytes={elements * _ITEM_BYTES}: " if stage == 0 else ""
+        how = {
+            0: "the gradient bucket",
+            1: "ZeRO-1 here sums all gradients once, at the end of the step; no number changes",
+            2: "gradients are summed when so many are there"
+            if sums_in_buckets
+            else "in a pipeline ZeRO-2 sums all gradients once, at the end of the step; no number changes",
+        }.get(stage, "ZeRO-3 here sums gradients layer by layer, with no bucket to size; no number changes")
+        set_to = f"bucket_bytes={elements * _ITEM_BYTES}: " if sums_in_buckets else ""
         draft.row("zero_optimization.reduce_bucket_size", f"{set_to}{_size(elements)}", f"{why}; {how}")
     if draft.has("zero_optimization.allgather_bucket_size"):
         elements, why = _elements(draft, "allgather_bucket_size")
