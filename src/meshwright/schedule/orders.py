@@ -26,6 +26,8 @@ I: Final = ActionKind.INPUT_GRAD  # noqa: E741 - the field's letter
 W: Final = ActionKind.WEIGHT_GRAD
 
 Order = list[list[Action]]
+_LATE: Final = 0.1
+"""How long a message takes where schedules that are equally short without messages are compared [forwards]."""
 
 
 def gpipe_order(num_ranks: int, num_micro_batches: int) -> Order:
@@ -97,16 +99,17 @@ def zb_h1_order(num_ranks: int, num_micro_batches: int) -> Order:
 def zbv_order(num_ranks: int, num_micro_batches: int) -> Order:
     """Two stages a rank as a V, backward in halves, and no more activations than 1F1B.
 
-    Made by letting all ranks choose greedily, with F, I and W of equal length: the gradient that a neighbour waits for
-    first, then a forward if there is room for its activations, then a W. A rank holds at most ``2 p`` stages'
-    activations, each half as large as those of 1F1B. A forward of the first half may have to leave the last place to
-    one of the second, or not: the shorter of the two schedules is taken.
+    Made by letting all ranks choose greedily, with F, I and W of equal length (`_RankOfV`), in two ways: gradients of the
+    V's first half come first; or those of its second do, and a forward of the first leaves the last place to one of the
+    second. The shorter schedule is taken; of two equally short ones that which messages lengthen less. A rank holds at
+    most ``2 p`` stages' activations, each half as large as those of 1F1B.
 
-    With equal stages and ``m >= p`` a step takes ``6 m + p - 1`` or a little more; 1F1B takes ``6 m + 6 (p - 1)``.
+    With equal stages and ``m >= p`` a step takes ``6 m + p - 1`` (7 ranks, 9 micro-batches: one more); 1F1B takes
+    ``6 m + 6 (p - 1)``.
     """
-    candidates = (_greedy_v(num_ranks, num_micro_batches, spare=spare) for spare in (1, 0))
+    candidates = [_greedy_v(num_ranks, num_micro_batches, spare=spare) for spare in (0, 1)]
     finished = [candidate for candidate in candidates if candidate is not None]
-    return min(finished, key=lambda order: _makespan(order, 2 * num_ranks))
+    return min(finished, key=lambda order: tuple(_makespan(order, 2 * num_ranks, send) for send in (0.0, _LATE)))
 
 
 def _greedy_v(num_ranks: int, num_micro_batches: int, *, spare: int) -> Order | None:
@@ -128,7 +131,18 @@ def _greedy_v(num_ranks: int, num_micro_batches: int, *, spare: int) -> Order | 
 
 
 class _RankOfV:
-    """One rank of a V: what it has done and what it would like to do next."""
+    """One rank of a V: what it has done and what it would like to do next.
+
+    A W follows its I at once while forwards are left: it gives back memory, which the next forward needs, and time for messages
+    to arrive. With fewer micro-batches than ranks there is memory for all, and W is what fills gaps.
+
+    Args:
+        rank: The rank.
+        num_ranks: Ranks of the pipeline [count].
+        num_micro_batches: Micro-batches of a step [count].
+        spare: Places for activations that forwards of the V's first half leave free; with none, gradients of the first
+            half come before those of the second [count].
+    """
 
     def __init__(self, rank: int, num_ranks: int, num_micro_batches: int, spare: int) -> None:
         self.actions: list[Action] = []
@@ -136,19 +150,29 @@ class _RankOfV:
         self._num_micro_batches = num_micro_batches
         self._room = {self._stages[0]: 2 * num_ranks, self._stages[1]: 2 * num_ranks - spare}
         self._count = {(stage, kind): 0 for stage in self._stages for kind in (F, I, W)}
+        self._has_room_for_all = num_micro_batches < num_ranks
+        self._input_stages = self._stages if spare else self._stages[::-1]
 
     def candidates(self) -> Iterator[Action]:
-        """Yield what could come next if its inputs were there, best first; the V's second half before its first."""
-        for stage in self._stages:
-            if self._count[stage, I] < self._count[stage, F]:
-                yield Action(stage, I, self._count[stage, I])
+        """Yield what could come next if its inputs were there, best first."""
         held = sum(self._count[stage, F] - self._count[stage, W] for stage in self._stages)
-        for stage in self._stages:
-            if held < self._room[stage] and self._count[stage, F] < self._num_micro_batches:
-                yield Action(stage, F, self._count[stage, F])
-        for stage in self._stages:
-            if self._count[stage, W] < self._count[stage, I]:
-                yield Action(stage, W, self._count[stage, W])
+        forwards = [
+            Action(stage, F, self._count[stage, F])
+            for stage in self._stages
+            if held < self._room[stage] and self._count[stage, F] < self._num_micro_batches
+        ]
+        inputs = self._undone(I, after=F, stages=self._input_stages)
+        weights = self._undone(W, after=I, stages=self._stages)
+        has_forwards = any(self._count[stage, F] < self._num_micro_batches for stage in self._stages)
+        if self._has_room_for_all or not has_forwards:
+            return itertools.chain(inputs, forwards, weights)
+        if self.actions and self.actions[-1].kind is F:
+            return itertools.chain(weights, inputs, forwards)
+        return itertools.chain(weights, forwards, inputs)
+
+    def _undone(self, kind: ActionKind, *, after: ActionKind, stages: Sequence[int]) -> list[Action]:
+        counts = ((stage, self._count[stage, kind]) for stage in stages)
+        return [Action(stage, kind, count) for stage, count in counts if count < self._count[stage, after]]
 
     def take(self, action: Action) -> None:
         """Do it."""
@@ -178,5 +202,5 @@ def _unit_cost(action: Action) -> float:
     return 2.0 if action.kind is B else 1.0
 
 
-def _makespan(order: Order, num_stages: int) -> float:
-    return max(times[-1][1] for times in walk(order, num_stages, _unit_cost).times)
+def _makespan(order: Order, num_stages: int, send: float) -> float:
+    return max(times[-1][1] for times in walk(order, num_stages, _unit_cost, send).times)
