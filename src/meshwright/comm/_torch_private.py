@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "LINEAR",
     "TURNS",
     "Convolution",
+    "FakeTensor",
     "FakeTensorError",
     "FakeTensorMode",
     "PlainCheckpoints",

@@ -16,7 +16,7 @@ from meshwright.apply.pipeline.values import FAKE_MODE, Meta, Value, make_fake, 
 from meshwright.apply.pipeline.walk import METADATA, writes_to
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
-from meshwright.comm._torch_private import without_checkpoints
+from meshwright.comm._torch_private import PlainCheckpoints
 from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.measure.formulas import ring_gradient_bytes
 from meshwright.run.batch import call_model
@@ -103,7 +103,7 @@ def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Count
         (stage, stage) -> bytes.
     """
     observer = _Observer(module, stage_map)
-    with torch.enable_grad(), without_checkpoints(lambda _: None), FAKE_MODE, observer:
+    with torch.enable_grad(), PlainCheckpoints(lambda: True, lambda _: None), FAKE_MODE, observer:
         call_model(module, map_tensors(batch, lambda tensor: make_fake(Meta.of(tensor))))
     return observer.crossing
 
