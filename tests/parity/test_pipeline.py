@@ -1,13 +1,13 @@
 """Pipelines against one plain process: every model, schedule and mix with data parallelism, in float64.
 
-Micro-batches are uneven, sometimes fewer than stages, and some shares are empty. MESHWRIGHT_FULL_GRID=1 runs every model under
-every plan with every setting.
+Micro-batches are uneven, sometimes fewer than stages, and some shares are empty. Each model meets one plan, and they take turns;
+half of the styles and of Hugging Face's models are left out. MESHWRIGHT_FULL_GRID=1 runs every model under every plan with every
+setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 
@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright import testing
 from parity import cases, pipeline_jobs
 from parity.harness import Setting, assert_distributed_parity, refusal_of_case
+from parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
 
 PLANS = (
     "pp=2",
@@ -88,8 +89,6 @@ WHOLE_UNDER_TENSOR = {
 }
 """Models that tensor parallelism cuts around all of their layers, or not at all: no stage can be cut off."""
 
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
-
 
 def _fits(name: str, plan: str) -> bool:
     parsed = mw.Plan.parse(plan)
@@ -111,21 +110,17 @@ def _is_sound(name: str, plan: str, setting: Setting) -> bool:
 
 
 def _matrix() -> list[tuple[str, str, Setting]]:
-    rows = []
-    for index, name in enumerate([*cases.CASES, *cases.TENSOR_STYLES, *cases.HUGGING_FACE]):
-        # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
-        plans = [plan for plan in PLANS if _fits(name, plan)]
-        if name in cases.HUGGING_FACE and not FULL_GRID:
-            plans = [plan for plan in plans if mw.Plan.parse(plan).num_ranks != 3]
-        if FULL_GRID:
-            rows += [(name, plan, setting) for plan in plans for setting in SETTINGS if _is_sound(name, plan, setting)]
-            continue
-        num = min(len(plans), 1 if name in cases.TENSOR_STYLES else 2)
-        for turn in range(num):
-            plan = plans[(index * 3 + turn * (len(plans) // num)) % len(plans)]
-            setting = SETTINGS[(index + 2 * turn) % len(SETTINGS)]
-            rows.append((name, plan, setting if _is_sound(name, plan, setting) else SETTINGS[2]))
-    return rows
+    styles = list(cases.TENSOR_STYLES)[:: 1 if FULL_GRID else 2]  # they differ inside of layers
+    names = some_of_hugging_face([*cases.CASES, *styles, *cases.HUGGING_FACE], 0)
+    ranks = {plan: mw.Plan.parse(plan).num_ranks for plan in PLANS}
+    return take_turns(
+        names,
+        PLANS,
+        SETTINGS,
+        num_plans=1,
+        fits=lambda name, plan: _fits(name, plan) and is_cheap(name, (plan, ranks[plan])),
+        is_sound=_is_sound,
+    )
 
 
 @pytest.mark.parametrize(("name", "plan", "setting"), _matrix(), ids=str)

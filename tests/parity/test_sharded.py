@@ -1,18 +1,19 @@
 """ZeRO 1, 2, 3 and HSDP against one plain process: every model, 2, 3 and 4 ranks, in float64.
 
 ZeRO-3 gathers every layer here, however small (`whole_below=0`): the default would leave these models whole. Shares are
-unequal in all settings, and some are empty. MESHWRIGHT_FULL_GRID=1 runs every model under every plan with every setting.
+unequal in all settings, and some are empty. Every model meets each stage once, and half of Hugging Face's one of them;
+MESHWRIGHT_FULL_GRID=1 runs every model under every plan with every setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 
 from parity import cases
 from parity.harness import Setting, assert_distributed_parity, assert_wide_parity
+from parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
 
 PLANS = (
     ("dp=2,zero=1", 2),
@@ -38,25 +39,15 @@ SETTINGS = (
     Setting(num_samples=11, micro_batches=3),
 )
 
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
-"""Every model under every plan with every setting, for a campaign; else by turns: three to five plans, or one or two."""
-
-
-def _plans(name: str) -> list[tuple[str, int]]:
-    # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
-    return [plan for plan in PLANS if FULL_GRID or name not in cases.HUGGING_FACE or plan[1] != 3]
+STAGES = tuple(tuple(plan for plan in PLANS if f"zero={stage}" in plan[0]) for stage in (1, 2, 3))
 
 
 def _matrix() -> list[tuple[str, str, int, Setting]]:
     rows = []
-    for index, name in enumerate([*cases.CASES, *cases.HUGGING_FACE]):
-        for place, (plan, num_ranks) in enumerate(_plans(name)):
-            turn = (2 * index + place) % len(SETTINGS)
-            if FULL_GRID:
-                rows += [(name, plan, num_ranks, setting) for setting in SETTINGS]
-            elif (place + index) % (6 if name in cases.HUGGING_FACE else 3) == 0:
-                rows.append((name, plan, num_ranks, SETTINGS[turn]))
-    return rows
+    for plans in STAGES:
+        rows += take_turns(cases.CASES, plans, SETTINGS, num_plans=1)
+    rows += take_turns(some_of_hugging_face(cases.HUGGING_FACE, 1), PLANS, SETTINGS, num_plans=1, fits=is_cheap)
+    return [(name, *plan, setting) for name, plan, setting in rows]
 
 
 @pytest.mark.parametrize(("name", "plan", "num_ranks", "setting"), _matrix(), ids=str)
@@ -74,9 +65,14 @@ def test_a_wide_model_equals_one_process(name: str, plan: str, num_ranks: int) -
     assert_wide_parity(name, num_ranks, Setting(num_samples=5, num_steps=1), plan)
 
 
-@pytest.mark.parametrize(("plan", "num_ranks"), [PLANS[1], PLANS[5], PLANS[7], PLANS[11]])
-@pytest.mark.parametrize("name", cases.PIECEWISE)
-def test_equals_one_process_that_takes_the_same_pieces(name: str, plan: str, num_ranks: int) -> None:
+_IN_PIECES = take_turns(
+    cases.PIECEWISE, [PLANS[1], PLANS[5], PLANS[7], PLANS[11]], [Setting(num_samples=18, micro_batches=2)], num_plans=2
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "num_ranks", "setting"), [(name, *plan, setting) for name, plan, setting in _IN_PIECES], ids=str
+)
+def test_equals_one_process_that_takes_the_same_pieces(name: str, plan: str, num_ranks: int, setting: Setting) -> None:
     # E118, E106: what is normalised together, or branches on values, depends on the cutting.
-    setting = Setting(num_samples=18, micro_batches=2)
     assert_distributed_parity(name, num_ranks, setting, plan_text=plan, piecewise=True)

@@ -1,6 +1,7 @@
 """Tensor parallelism, alone and with data parallelism, against one plain process: every model, in float64.
 
-Each model meets some plans, which take turns; MESHWRIGHT_FULL_GRID=1 runs every model under every plan with every setting.
+Each model meets one plan, and they take turns; half of Hugging Face's models are left out, those that test_pipeline.py has.
+MESHWRIGHT_FULL_GRID=1 runs every model under every plan with every setting.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import meshwright as mw
 from meshwright import testing
 from parity import cases, tensor_jobs
 from parity.harness import Setting, assert_distributed_parity, refusal_of_case
-from parity.test_sharded import FULL_GRID
+from parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
 from tolerances import FLOAT32, FLOAT64
 
 PLANS = (
@@ -35,6 +36,9 @@ SETTINGS = (
     Setting(num_samples=5, max_grad_norm=0.05, plan_words=",recompute=full"),
     Setting(num_samples=7, micro_batches=3),
 )
+
+SEVERAL_SIZES = (SETTINGS[1], SETTINGS[4])
+"""With which packed heads fail on more ranks than there are key heads; see the test that is expected to fail."""
 
 EIGHT = (
     ("dp=4,shard=2,tp=2,zero=1", 8),
@@ -73,23 +77,22 @@ UNCUT = ("tiny", "recurrent")
 """Scalars and vectors; a recurrence, whose every step needs all that the one before gave. Refused, see below."""
 
 
-def _every(name: str) -> int:
-    """Return of how many plans a model meets one: the larger ones and those that differ in style alone meet just one."""
-    return 9 if name in cases.TENSOR_STYLES else 7 if name in cases.HUGGING_FACE else 5
+def _fits(name: str, plan: tuple[str, int]) -> bool:
+    # BatchNorm over a part of the batch is not that over the whole.
+    return is_cheap(name, plan) and not (name == "style_bottleneck" and "dp" in plan[0])
+
+
+def _is_sound(name: str, plan: tuple[str, int], setting: Setting) -> bool:
+    """Tell whether a cell can be exact."""
+    if name == "style_bottleneck":
+        return setting.micro_batches == 1
+    return not (name == "style_packed" and plan[0].startswith(("tp=3", "tp=4")) and setting in SEVERAL_SIZES)
 
 
 def _matrix() -> list[tuple[str, str, int, Setting]]:
-    rows = []
-    names = [*cases.CASES, *cases.HUGGING_FACE, *cases.TENSOR_STYLES]
-    for index, name in enumerate(name for name in names if name not in UNCUT):
-        # Each further pool of ranks imports `transformers`, which costs more than the cells: 3 ranks only in the full grid.
-        plans = [plan for plan in PLANS if FULL_GRID or name not in cases.HUGGING_FACE or plan[1] != 3]
-        for place, (plan, num_ranks) in enumerate(plans):
-            if FULL_GRID:
-                rows += [(name, plan, num_ranks, setting) for setting in SETTINGS]
-            elif (place + index) % _every(name) == 0:
-                rows.append((name, plan, num_ranks, SETTINGS[(2 * index + place) % len(SETTINGS)]))
-    return rows
+    names = [name for name in (*cases.CASES, *cases.TENSOR_STYLES, *cases.HUGGING_FACE) if name not in UNCUT]
+    rows = take_turns(some_of_hugging_face(names, 1), PLANS, SETTINGS, num_plans=1, fits=_fits, is_sound=_is_sound)
+    return [(name, *plan, setting) for name, plan, setting in rows]
 
 
 @pytest.mark.parametrize(("name", "plan", "num_ranks", "setting"), _matrix(), ids=str)
@@ -97,6 +100,11 @@ def test_equals_one_process(name: str, plan: str, num_ranks: int, setting: Setti
     if name == "own_loss" and setting.num_samples < 4:
         setting = dataclasses.replace(setting, num_samples=4)  # the fourth row is the first with several labels
     assert_distributed_parity(name, num_ranks, setting, plan_text=plan)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a view of a slice of the layer's output is refused; open")
+def test_packed_heads_on_more_ranks_than_key_heads_in_micro_batches() -> None:
+    assert_distributed_parity("style_packed", 3, SETTINGS[1], plan_text="tp=3")
 
 
 @pytest.mark.parametrize(("name", "plan", "num_ranks", "setting"), MANY, ids=str)
