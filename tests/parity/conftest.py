@@ -1,4 +1,4 @@
-"""One thread for the reference, as in the ranks, and one worker for all tests of Hugging Face's models."""
+"""One thread for the reference, as in the ranks; one worker for Hugging Face's models; a choice of cells on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,24 @@ import pytest
 import torch
 
 from meshwright.testing import pool
-from parity import hf_models
+from parity import hf_models, representatives
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--representatives",
+        action="store_true",
+        help="of each test run one cell, and as few more as hold every plan, kind, setting and number of ranks of its file",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of what -k has left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what other cells stand for."""
+    if config.getoption("--representatives"):
+        chosen = representatives.choose(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,57 @@
+"""What is not run by default leaves no plan, no setting and no model out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from parity import cases, representatives, test_pipeline, test_sharded, test_tensor
+from parity.harness import Setting
+from parity.turns import FULL_GRID, take_turns
+
+
+@pytest.mark.parametrize(
+    ("test", "refused"),
+    [
+        (test_sharded, set()),
+        (test_tensor, set(test_tensor.UNCUT)),
+        (test_pipeline, {name for name, num_layers in test_pipeline.NUM_LAYERS.items() if num_layers == 1}),
+    ],
+    ids=["sharded", "tensor", "pipeline"],
+)
+def test_every_plan_meets_models_and_settings(test: Any, refused: set[str]) -> None:
+    rows = test._matrix()
+    models, settings = Counter(row[1] for row in rows), {(row[1], row[-1]) for row in rows}
+    for plan in test.PLANS:
+        text = plan if isinstance(plan, str) else plan[0]
+        assert models[text] >= 2, text
+        assert len({setting for other, setting in settings if other == text}) >= 2, text
+    assert {row[-1] for row in rows} == set(test.SETTINGS)
+    assert {row[0] for row in rows} >= cases.CASES.keys() - refused
+
+
+@pytest.mark.skipif(FULL_GRID, reason="takes no turns")
+def test_turns_are_even_and_a_models_plans_are_unlike() -> None:
+    plans, settings = ("a", "b", "c", "d"), (Setting(3), Setting(5))
+    rows = take_turns("uvwxyz", plans, settings, num_plans=2, fits=lambda name, plan: (name, plan) != ("v", "b"))
+    assert rows[:2] == [("u", "a", settings[0]), ("u", "c", settings[1])]
+    assert len(set(rows)) == len(rows) == 12
+    assert ("v", "b") not in {row[:2] for row in rows}
+    assert Counter(plan for _, plan, _ in rows) == {"a": 3, "b": 3, "c": 3, "d": 3}
+    assert set(Counter(row[1:] for row in rows).values()) == {1, 2}
+
+
+def test_representatives_leave_no_value_out(request: pytest.FixtureRequest) -> None:
+    def values(items: list[pytest.Item]) -> set[tuple[str, tuple[str, str]]]:
+        return {(item.nodeid.partition("::")[0], value) for item in items for value in representatives.values(item)}
+
+    def tests(items: list[pytest.Item]) -> set[str]:
+        return {item.nodeid.partition("[")[0] for item in items}
+
+    items = request.session.items
+    chosen = representatives.choose(items)
+    assert values(chosen) == values(items)
+    assert tests(chosen) == tests(items)
+    assert len(chosen) == len(set(chosen)) <= len(items)
