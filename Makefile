@@ -24,11 +24,11 @@ run: $(STAMP)
 # parallelism, and where compressed training ends, which is no question of the transport.
 NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face
 
-# Tests of faults wait for each other's deadlines and starts more than they compute: four workers, on two cores too.
+# Tests of faults wait for deadlines and starts as much as they compute: three workers, on two cores too.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
 	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 2 -q
-	$(BIN)/python -m pytest tests/faults tests/docs -n 4 -q
+	$(BIN)/python -m pytest tests/faults tests/docs -n 3 -q
 	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity --representatives -n 2 -q -k "not hf_ and not wide and not style_ and not many_ranks and not training_ends" $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
 
 check: $(STAMP)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
@@ -30,6 +32,23 @@ def sum_is_right(me: Me, group: Any = None) -> bool:
     dist.all_reduce(data, group=group)
     members = range(me.size) if group is None else dist.get_process_group_ranks(group)
     return bool((data == sum(rank + 1 for rank in members)).all())
+
+
+def run_program(
+    me: Me, path: str, arguments: list[str], environments: list[dict[str, str]], without: list[str]
+) -> None:
+    """Run a program of one's own as `python path arguments` would; what it prints goes to the file "output-RANK"."""
+    output = os.open(Path(me.place, f"output-{me.rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(output, 1)
+    os.close(output)
+    log = logging.getLogger("meshwright")  # as where nobody has set it up
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(environments[me.rank])
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def fork(me: Me, how: str) -> None:
