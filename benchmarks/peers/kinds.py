@@ -33,7 +33,7 @@ class Kind:
     gloo_bounds: Bounds = dataclasses.field(default_factory=dict)
     build: Callable[[str], nn.Module] = build_gpt
     schedule: str | None = None
-    """Of our pipeline, unless others are asked for: the fastest of a trial of all."""
+    """Of our pipeline, unless `--schedules` names others."""
 
     def sides(self, options: Any) -> list[Side]:
         """Return what `options` asks for, ours first."""
