@@ -53,6 +53,20 @@ def train_on_sizes(plan: str, sizes: list[int]) -> list[float]:
         return [value for result in results for value in (result.loss, result.grad_norm)]
 
 
+def train_with_weight_hooks(plan: str) -> list[float]:
+    """A hook halves each weight's gradient, and must get one gradient, whole, in each backward of a micro-batch."""
+
+    def build() -> nn.Module:
+        chain = build_chain()
+        for layer in chain.layers:
+            layer[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        return chain
+
+    with mw.apply_plan(build, plan, loss_fn=losses.cross_entropy, optimizer=SGD) as model:
+        results = [model.step(mw.split_batch(language(6, seed), model)) for seed in range(3)]
+        return [value for result in results for value in (result.loss, result.grad_norm)]
+
+
 class Settings:
     """No tensor, no container: an object of the user's own."""
 

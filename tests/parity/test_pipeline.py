@@ -170,6 +170,15 @@ def test_batches_of_changing_size() -> None:
             assert losses == pytest.approx(expected, rel=1e-11)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_hooks_of_weights_see_their_gradients(schedule: str) -> None:
+    # A backward in halves has the weights' gradients in the second one, and a hook must not be called in the first.
+    found = testing.run_ranks(pipeline_jobs.train_with_weight_hooks, 2, f"pp=2,micro_batches=3,schedule={schedule}")
+    expected = pipeline_jobs.train_with_weight_hooks("single,micro_batches=3")
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-11)
+
+
 def test_inputs_that_every_stage_needs() -> None:
     # E044: a mask for each sample, positions without a sample dim, a float, an object; with the mask, without it.
     for has_mask in (True, False):

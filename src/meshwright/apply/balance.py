@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from meshwright.errors import ApplyError
 
@@ -64,3 +65,67 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
         stages[start:end] = [stage - 1] * (end - start)
         end = start
     return stages
+
+
+def balance_over_ranks(
+    costs: Sequence[float], rank_of_stage: Sequence[int], wishes: Sequence[int | None] | None = None
+) -> list[int]:
+    """Return the stage of each layer where a rank may have several stages: the busiest rank has as little to do as can be found.
+
+    Among equal ones, that with the cheapest most expensive stage. Found from `balance_layers` by moving one or two cuts at a
+    time by a layer for as long as that helps; the best of all is not promised.
+
+    Args:
+        costs: Cost of each layer, in order, not negative [any one unit].
+        rank_of_stage: The rank of each stage.
+        wishes: For each layer the stage that it must lie on, or None.
+
+    Returns:
+        Stage index of each layer, not decreasing.
+
+    Raises:
+        ApplyError: As `balance_layers`.
+
+    >>> balance_over_ranks([1, 1, 1, 1, 1, 1], [0, 1, 1, 0])
+    [0, 1, 2, 2, 3, 3]
+    """
+    num_stages = len(rank_of_stage)
+    found = balance_layers(costs, num_stages, wishes)
+    if len(set(rank_of_stage)) == num_stages:
+        return found
+    cuts = [found.index(stage) for stage in range(1, num_stages)]
+    best = _judge(cuts, costs, rank_of_stage, wishes)
+    while True:
+        score, near = min((_judge(near, costs, rank_of_stage, wishes), near) for near in _near(cuts))
+        if score >= best:
+            break
+        best, cuts = score, near
+    ends = [0, *cuts, len(costs)]
+    return [stage for stage, (start, end) in enumerate(itertools.pairwise(ends)) for _ in range(end - start)]
+
+
+def _judge(
+    cuts: Sequence[int], costs: Sequence[float], rank_of_stage: Sequence[int], wishes: Sequence[int | None] | None
+) -> tuple[float, float]:
+    """Return the load of the busiest rank and the cost of the worst stage; both infinite for cuts that are not allowed."""
+    ends = [0, *cuts, len(costs)]
+    loads = [0.0] * (max(rank_of_stage) + 1)
+    worst = 0.0
+    for stage, (start, end) in enumerate(itertools.pairwise(ends)):
+        if end <= start or (wishes is not None and any(wish not in (None, stage) for wish in wishes[start:end])):
+            return float("inf"), float("inf")
+        cost = sum(costs[start:end])
+        loads[rank_of_stage[stage]] += cost
+        worst = max(worst, cost)
+    return max(loads), worst
+
+
+def _near(cuts: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the same cuts with one or two of them moved by a layer."""
+    moves = [(place, by) for place in range(len(cuts)) for by in (-1, 1)]
+    for first, second in itertools.product(moves, [*moves, None]):
+        near = list(cuts)
+        near[first[0]] += first[1]
+        if second is not None:
+            near[second[0]] += second[1]
+        yield near

@@ -232,9 +232,12 @@ class Stepper:
         # Alone, backward has been run from the mean already.
         return dataclasses.replace(sums, has_sums=False) if alone else sums
 
-    def _loss_term(self, module: nn.Module, part: Any, weight: float) -> LossTerm:
+    def _loss_term(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
+        """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
         with torch.autocast(self.engine.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             outputs = call_model(module, part)
+            if isinstance(self.engine, PipelineEngine) and self.engine.owes_nothing_to_the_loss:
+                return None
             first = next(tensors_in(outputs), None)
             if first is not None and first.device != self.engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
@@ -263,7 +266,10 @@ class Stepper:
         engine = self.engine
 
         def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
-            return self._loss_term(module, part, self.rule.known_weight(part)).value
+            term = self._loss_term(module, part, self.rule.known_weight(part))
+            if term is None:
+                raise RuntimeError("the whole model has no loss")
+            return term.value
 
         with engine.whole_parameters():
             finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)

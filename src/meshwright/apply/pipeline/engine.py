@@ -19,13 +19,12 @@ from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.flow import Flow, observe
 from meshwright.apply.pipeline.holding import Holding, keep_only
-from meshwright.apply.pipeline.interception import Interception
+from meshwright.apply.pipeline.interception import Interception, UnderWay
 from meshwright.apply.pipeline.post import Post
 from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
-from meshwright.apply.pipeline.walk import Walk
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
@@ -94,6 +93,7 @@ class PipelineEngine(OuterEngine):
         self._collector: Collector
         self._draws: Draws
         self._tied: TiedGradients
+        self._under_way = UnderWay()
         self._stages: dict[int, Stage] = {}
         self.stage_map: stages.StageMap
         self._post = Post(pipe, self.schedule(1).rank_of_stage, plan.num_stages)
@@ -153,9 +153,10 @@ class PipelineEngine(OuterEngine):
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
         together = [] if layout is None else units_together(layout, flow.units)
-        stage_map = stages.cut(self.module, flow, self._plan.num_stages, self._plan.stages, together)
-        self.stage_map = stage_map
         schedule = self.schedule(1)
+        ranks = [schedule.rank_of_stage(stage) for stage in range(self._plan.num_stages)]
+        stage_map = stages.cut(self.module, flow, ranks, self._plan.stages, together)
+        self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
         shapes = Shapes({} if layout is None else make_twins(self.module, flow.units))
         splits = self._plan.schedule in ("zb-h1", "zbv")
@@ -163,7 +164,14 @@ class PipelineEngine(OuterEngine):
         self._draws = Draws(seed, self.device, apart=flow.draws)
         self._stages = {
             index: Stage(
-                index, self.module, stage_map, shapes=shapes, post=self._post, draws=self._draws, splits=splits
+                index,
+                self.module,
+                stage_map,
+                shapes=shapes,
+                post=self._post,
+                draws=self._draws,
+                splits=splits,
+                under_way=self._under_way,
             )
             for index in own
         }
@@ -191,11 +199,7 @@ class PipelineEngine(OuterEngine):
             self._tensor.adopt_optimizer(self._optimizer)
             self._tensor.cut(restrict(layout, stage_map, own, tensors))
             self._inner = self._tensor
-        self._interception = Interception(self.module, flow.units, self._walk)
-
-    def _walk(self) -> Walk | None:
-        """Return the forward that is under way."""
-        return next((stage.walk for stage in self._stages.values() if stage.walk is not None), None)
+        self._interception = Interception(self.module, flow.units, self._under_way)
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with the stage of each layer, and each stage's share of the work."""
@@ -221,6 +225,12 @@ class PipelineEngine(OuterEngine):
         if self._tensor is not None and torch.is_grad_enabled():
             self._streams[stage, micro_batch] = self._tensor.streams()
         return result
+
+    @property
+    def owes_nothing_to_the_loss(self) -> bool:
+        """Whether the model has returned what other stages alone compute, so that they alone compute the loss."""
+        walk = self._under_way.walk
+        return walk is not None and walk.owes_nothing_to_the_loss
 
     def computes(self, stage: int, tensor: Tensor) -> bool:
         """Tell whether a tensor that `run_forward` returned is the stage's own."""

@@ -16,17 +16,26 @@ __all__: list[str] = []
 Forward = Callable[..., Any]
 
 
+class UnderWay:
+    """The forward that is under way on this rank, if any."""
+
+    __slots__ = ("walk",)
+
+    def __init__(self) -> None:
+        self.walk: Walk | None = None
+
+
 class Interception:
     """Modules whose forward is another while a stage walks.
 
     Args:
         module: The model.
         units: Names of the modules whose calls are dealt out; of one with several names the first counts.
-        current: Gives the forward that is under way, or None.
+        under_way: Where the stages say which forward is under way.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[str], current: Callable[[], Walk | None]) -> None:
-        self._current = current
+    def __init__(self, module: nn.Module, units: Sequence[str], under_way: UnderWay) -> None:
+        self._under_way = under_way
         found: dict[int, tuple[nn.Module, str]] = {}
         for name in units:
             unit = module.get_submodule(name)
@@ -38,7 +47,7 @@ class Interception:
 
     def _of_unit(self, name: str, original: Forward) -> Forward:
         def forward(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            walk = self._current()
+            walk = self._under_way.walk
             if walk is None or walk.is_paused:
                 return original(unit, *args, **kwargs)
             return walk.call_unit(name, unit, original, args, kwargs)
@@ -48,7 +57,7 @@ class Interception:
     def _of_model(self, original: Forward) -> Forward:
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             outputs = original(model, *args, **kwargs)
-            walk = self._current()
+            walk = self._under_way.walk
             if walk is not None:
                 walk.outputs = outputs
             return outputs

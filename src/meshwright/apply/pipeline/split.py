@@ -68,13 +68,13 @@ class SplitBackward(TorchFunctionMode):
         if func is LINEAR or func is F.linear:
             x, weight, bias = _bound(args, kwargs, (None, None, None))
             if _can_wait(x, weight, bias):
-                return _Linear.apply(x, weight, bias, self)
+                return _Linear.apply(x, (weight, bias), self)
         elif func in _CONVOLUTIONS:
             num = _CONVOLUTIONS[func]
             x, weight, bias, stride, padding, dilation, groups = _bound(args, kwargs, (None, None, None, 1, 0, 1, 1))
             if _can_wait(x, weight, bias) and not isinstance(padding, str) and x.dim() == num + 2:
                 sizes = (_each(stride, num), _each(padding, num), _each(dilation, num))
-                return _Convolution.apply(x, weight, bias, (sizes, groups, self))
+                return _Convolution.apply(x, (weight, bias), (sizes, groups, self))
         return func(*args, **kwargs)
 
 
@@ -98,13 +98,17 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b: x [..., in], W [out, in], b [out]."""
+    """y = x W^T + b: x [..., in], W [out, in], b [out].
+
+    Autograd does not see W and b, which would get a gradient of None in the first half, and their hooks with it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, split: SplitBackward) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], split: SplitBackward) -> Tensor:
+        weight, ctx.bias = parameters
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.split = bias, split
-        return F.linear(x, weight, bias)
+        ctx.split = split
+        return F.linear(x, *parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -120,14 +124,15 @@ class _Linear(torch.autograd.Function):
             return found
 
         ctx.split.put_off(rest)
-        return gradient.matmul(weight), None, None, None
+        return gradient.matmul(weight), None, None
 
 
 class _Convolution(torch.autograd.Function):
     """A convolution of x [batch, in, ...] with W [out, in / groups, ...] and b [out]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], settings: Any) -> Tensor:
+        weight, bias = parameters
         ctx.save_for_backward(x, weight)
         sizes, groups, split = settings
         ctx.bias, ctx.sizes, ctx.groups, ctx.split = bias, sizes, groups, split
@@ -163,4 +168,4 @@ class _Convolution(torch.autograd.Function):
             return [(owner, found) for owner, found in pairs if found is not None and owner is not None]
 
         ctx.split.put_off(rest)
-        return part([True, False, False])[0], None, None, None
+        return part([True, False, False])[0], None, None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.draws import Draws
+from meshwright.apply.pipeline.interception import UnderWay
 from meshwright.apply.pipeline.post import Post
 from meshwright.apply.pipeline.shapes import ReadsValueError, Shapes
 from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
@@ -44,6 +45,7 @@ class Stage:
         post: The way to the other stages.
         draws: Random numbers.
         splits: Whether backward runs in halves.
+        under_way: Where to say which forward is under way.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Stage:
         post: Post,
         draws: Draws,
         splits: bool,
+        under_way: UnderWay,
     ) -> None:
         self.index = index
         self._module = module
@@ -66,8 +69,7 @@ class Stage:
         self._splits = splits
         self._passed: dict[int, _Passed] = {}
         self._rest: dict[int, list[Rest]] = {}
-        self.walk: Walk | None = None
-        """The forward that is under way."""
+        self._under_way = under_way
 
     def forward(self, micro_batch: int, run: Callable[[nn.Module], T]) -> T | None:
         """Run this stage's part of a forward; tensors of other stages are fake in what is returned.
@@ -76,7 +78,7 @@ class Stage:
         """
         mail = _Mail(self._post, self.index, micro_batch)
         walk = Walk(self.index, self._map.stage_of, self._shapes, mail, self._draws)
-        self.walk = walk
+        self._under_way.walk = walk
         split = SplitBackward() if self._splits and torch.is_grad_enabled() else None
         try:
             with self._draws.between_layers(micro_batch), split or contextlib.nullcontext(), walk:
@@ -86,7 +88,7 @@ class Stage:
                 raise
             result = None
         finally:
-            self.walk = None
+            self._under_way.walk = None
         if torch.is_grad_enabled():
             self._passed[micro_batch] = _Passed(
                 [(tensor, stage) for tensor, stage in walk.sent if tensor.requires_grad],

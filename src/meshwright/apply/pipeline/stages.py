@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from meshwright.apply.balance import balance_layers
+from meshwright.apply.balance import balance_over_ranks
 from meshwright.apply.pipeline.flow import Flow, call_costs
 from meshwright.errors import ApplyError, did_you_mean
 
@@ -45,23 +45,23 @@ class StageMap:
 def cut(
     module: nn.Module,
     flow: Flow,
-    num_stages: int,
+    rank_of_stage: Sequence[int],
     given: Mapping[str, int],
     together: Sequence[set[str]] = (),
 ) -> StageMap:
-    """Deal the calls out to stages such that the most expensive stage is as cheap as can be.
+    """Deal the calls out to stages such that the busiest rank has as little to do as can be.
 
     Args:
         module: The plain model.
         flow: Its calls.
-        num_stages: Stages [count].
+        rank_of_stage: The rank of each stage.
         given: Module name -> stage, from the plan; a name stands for all units inside of it.
         together: Sets of units whose calls lie on one stage.
 
     Raises:
         ApplyError: There are fewer calls than stages; the given stages are unknown or run backwards.
     """
-    calls = flow.calls
+    calls, num_stages = flow.calls, len(rank_of_stage)
     if len(calls) < num_stages:
         names = ", ".join(call.unit or "(the model itself)" for call in calls)
         raise ApplyError(
@@ -79,7 +79,7 @@ def cut(
             fix=f"use pp={len(blocks)}",
         )
     wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
-    dealt = balance_layers([sum(costs[place] for place in block) for block in blocks], num_stages, wishes)
+    dealt = balance_over_ranks([sum(costs[place] for place in block) for block in blocks], rank_of_stage, wishes)
     stages = [stage for stage, block in zip(dealt, blocks, strict=True) for _ in block]
     by_unit: dict[str, list[int]] = {}
     holders: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}

@@ -21,6 +21,8 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 _ATTRIBUTE = "_meshwright_value"
+_LEAVES = frozenset({int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.layout, torch.Size})
+"""Types of what holds no tensor."""
 
 
 class Value:
@@ -75,19 +77,24 @@ def values_in(tree: Any) -> list[Value]:
 
 
 def _find_values(tree: Any, found: list[Value]) -> None:
+    # Called for everything that the code between layers hands over: the common kinds come first, and at once.
     if isinstance(tree, Tensor):
         value = getattr(tree, _ATTRIBUTE, None)
         if value is not None:
             found.append(value)
-    elif isinstance(tree, (list, tuple)):
+        return
+    kind = type(tree)
+    if kind in _LEAVES:
+        return
+    if isinstance(tree, (list, tuple)):
         for item in tree:
             _find_values(item, found)
     elif isinstance(tree, dict):
         for item in tree.values():
             _find_values(item, found)
-    elif isinstance(tree, slice):
+    elif kind is slice:
         _find_values((tree.start, tree.stop, tree.step), found)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    elif dataclasses.is_dataclass(kind):
         for field in dataclasses.fields(tree):
             _find_values(getattr(tree, field.name, None), found)
 
@@ -163,14 +170,15 @@ def describe(tree: Any) -> Any:
         value = value_of(tree)
         tensor = tree if value is None else value.any
         return (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride())
+    kind = type(tree)
+    if kind in _LEAVES:
+        return (kind, tree)
     if isinstance(tree, (list, tuple)):
-        return (type(tree).__name__, *(describe(item) for item in tree))
+        return (kind.__name__, *[describe(item) for item in tree])
     if isinstance(tree, dict):
-        return ("dict", *((key, describe(item)) for key, item in tree.items()))
-    if isinstance(tree, slice):
+        return ("dict", *[(key, describe(item)) for key, item in tree.items()])
+    if kind is slice:
         return ("slice", describe(tree.start), describe(tree.stop), describe(tree.step))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return (type(tree), *(describe(getattr(tree, field.name, None)) for field in dataclasses.fields(tree)))
-    if tree is None or isinstance(tree, (bool, int, float, str, complex, torch.dtype, torch.device, torch.layout)):
-        return (type(tree), tree)
-    return type(tree)
+    if dataclasses.is_dataclass(kind):
+        return (kind, *[describe(getattr(tree, field.name, None)) for field in dataclasses.fields(tree)])
+    return kind

@@ -243,8 +243,11 @@ class Walk(TorchFunctionMode):
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
-        """Whether the model is done and none of its outputs is this stage's, so that the loss cannot need it."""
-        return self.outputs is not None and all(value.home != self.stage for value in values_in(self.outputs))
+        """Whether the model is done and other stages alone have its outputs, so that the loss cannot need this one."""
+        if self.outputs is None:
+            return False
+        homes = [value.home for value in values_in(self.outputs)]
+        return bool(homes) and self.stage not in homes and None not in homes
 
     # -- glue ---------------------------------------------------------------------------------------------------
 
