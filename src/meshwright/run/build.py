@@ -134,15 +134,34 @@ def build_engine(
     require_equal_on_ranks(world.default_group, module, plan.to_json(), devices[0])
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))
-    module.to(devices[0])
+    device = _place(module, plan, devices[0])
     if plan.mode == "data_parallel":
         return ReplicasEngine(module, world.default_group.over("dp"), devices, splitter=splitter)
     group = subgroup(world, plan.mesh.groups("dp"), "dp")
     if plan.pp > 1:
-        return _pipeline_engine(module, plan, world, group, devices[0])
+        return _pipeline_engine(module, plan, world, group, device)
     if plan.tp > 1:
-        return _tensor_engine(module, plan, world, group, devices[0])
-    return _data_engine(module, plan, world, group, devices[0])
+        return _tensor_engine(module, plan, world, group, device)
+    return _data_engine(module, plan, world, group, device)
+
+
+def _place(module: nn.Module, plan: Plan, device: torch.device) -> torch.device:
+    """Move the module to the device, unless its author has spread it over several; return where its batches go.
+
+    Raises:
+        ApplyError: It is spread, and the plan cuts or copies what would have to lie on one device.
+    """
+    spread = list(dict.fromkeys(tensor.device for _, tensor in _named_tensors(module)))
+    if len(spread) <= 1:
+        module.to(device)
+        return device
+    if plan.mode != "ranks" or plan.zero or plan.tp > 1 or plan.pp > 1:
+        raise ApplyError(
+            f"the model's author has spread it over {len(spread)} devices ({', '.join(map(str, spread))}), and the plan "
+            f"'{plan}' needs the whole model on one",
+            fix=f"use dp={plan.num_devices}, which leaves it where it is; or build it on one device: the plan spreads it",
+        )
+    return spread[0]  # its forward moves what it needs elsewhere
 
 
 def _tensor_engine(

@@ -100,21 +100,21 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
 class _Linear(torch.autograd.Function):
     """y = x W^T + b: x [..., in], W [out, in], b [out].
 
-    Autograd does not see W and b, which would get a gradient of None in the first half, and their hooks with it.
+    Autograd does not see W and b, which would get a gradient of None in the first half, and their hooks with it. They are not
+    saved for backward either: what a checkpoint recomputes for a saved tensor is another tensor, and no parameter.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], split: SplitBackward) -> Tensor:
-        weight, ctx.bias = parameters
-        ctx.save_for_backward(x, weight)
-        ctx.split = split
+        ctx.save_for_backward(x)
+        ctx.parameters, ctx.split = parameters, split
         return F.linear(x, *parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
-        x, weight = ctx.saved_tensors
-        bias = ctx.bias
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.parameters
 
         def rest() -> list[tuple[Tensor, Tensor]]:
             rows = gradient.reshape(-1, gradient.shape[-1])
@@ -133,17 +133,19 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], settings: Any) -> Tensor:
         weight, bias = parameters
-        ctx.save_for_backward(x, weight)
-        sizes, groups, split = settings
-        ctx.bias, ctx.sizes, ctx.groups, ctx.split = bias, sizes, groups, split
+        ctx.save_for_backward(x)
+        ctx.parameters = parameters
+        ctx.sizes, ctx.groups, ctx.split = settings
+        sizes, groups = ctx.sizes, ctx.groups
         stride, padding, dilation = sizes
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
-        x, weight = ctx.saved_tensors
-        bias, groups = ctx.bias, ctx.groups
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        groups = ctx.groups
         stride, padding, dilation = ctx.sizes
         trains_bias = bias is not None and bias.requires_grad
 
