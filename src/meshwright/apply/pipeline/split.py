@@ -112,19 +112,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0]
         (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
+        rows = gradients[0].reshape(-1, gradients[0].shape[-1])
 
         def rest() -> list[tuple[Tensor, Tensor]]:
-            rows = gradient.reshape(-1, gradient.shape[-1])
             found = [(weight, rows.t().mm(x.reshape(-1, x.shape[-1])))]
             if bias is not None and bias.requires_grad:
                 found.append((bias, rows.sum(0)))
             return found
 
         ctx.split.put_off(rest)
-        return gradient.matmul(weight), None, None
+        return rows.mm(weight).view(x.shape), None, None
 
 
 class _Convolution(torch.autograd.Function):
