@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PATHS = [str(HERE), str(HERE.parent / "data_parallel")]
+PATHS = [str(HERE), str(HERE.parent / "peers")]
 sys.path[:0] = PATHS
 
 import psutil  # noqa: E402
+from bench import environment  # noqa: E402
 from bubble_sides import NUM_MICRO_BATCHES, NUM_RANKS, THEIRS, VIRTUAL, Kind, deal, prepare, run_block  # noqa: E402
-from peers_bench import environment, quartiles  # noqa: E402
 from plain_ranks import PlainRanks  # noqa: E402
 from rounds import order_of  # noqa: E402
+from summary import quartiles  # noqa: E402
 from timed_model import NUM_BLOCKS, Times  # noqa: E402
 
 from meshwright import PipelineSchedule  # noqa: E402
