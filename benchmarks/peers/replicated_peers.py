@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from deepspeed_peers import deepspeed
-from side import Batch, MakeOptimizer, Side, Step, loss_fn, plain_step
+from side import MakeOptimizer, Side, Step, plain_step
 from torch import nn
 
 
@@ -29,15 +29,7 @@ def make_accelerate(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     if accelerator.distributed_type is not DistributedType.MULTI_CPU:
         raise RuntimeError(f"Accelerate took these ranks for {accelerator.distributed_type}, not for MULTI_CPU")
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
-
-    def step(batch: Batch) -> float:
-        optimizer.zero_grad()
-        loss = loss_fn(wrapped(batch[0]), batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return plain_step(wrapped, optimizer, accelerator.backward)
 
 
 def make_fabric(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
@@ -47,15 +39,7 @@ def make_fabric(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=dist.get_world_size())
     fabric.launch()
     wrapped, optimizer = fabric.setup(model, make_optimizer(model.parameters()))
-
-    def step(batch: Batch) -> float:
-        optimizer.zero_grad()
-        loss = loss_fn(wrapped(batch[0]), batch)
-        fabric.backward(loss)
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return plain_step(wrapped, optimizer, fabric.backward)
 
 
 def make_one_process(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:

@@ -72,11 +72,17 @@ def ours(transport: str, preset: str, schedule: str | None = None) -> Side:
     )
 
 
-def plain_step(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def plain_step(
+    forward: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+) -> Step:
+    """Return the loop's step as every tutorial has it; `backward` is the library's own, where it has one."""
+
     def step(batch: Batch) -> float:
         optimizer.zero_grad()
         loss = loss_fn(forward(batch[0]), batch)
-        loss.backward()
+        backward(loss)
         optimizer.step()
         return loss.item()
 

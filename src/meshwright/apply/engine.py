@@ -73,6 +73,11 @@ class Engine:
         return False
 
     @property
+    def owes_nothing_to_the_loss(self) -> bool:
+        """Whether the forward under way has returned what other ranks alone compute, so that they alone compute the loss."""
+        return False
+
+    @property
     def needs_lockstep(self) -> bool:
         """Whether every rank must run as many micro-batches as any: what it has none for, it plays with `idle_pass`."""
         return False

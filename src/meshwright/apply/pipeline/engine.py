@@ -228,7 +228,6 @@ class PipelineEngine(OuterEngine):
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
-        """Whether the model has returned what other stages alone compute, so that they alone compute the loss."""
         walk = self._under_way.walk
         return walk is not None and walk.owes_nothing_to_the_loss
 
