@@ -67,6 +67,31 @@ def train_with_weight_hooks(plan: str) -> list[float]:
         return [value for result in results for value in (result.loss, result.grad_norm)]
 
 
+class Energy(nn.Module):
+    """Gives the slope of a score of its input, as models of forces do: it differentiates inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.outer(torch.tanh(self.inner(x))).sum()
+        return torch.autograd.grad(score, x, create_graph=True)[0]
+
+
+def train_with_slopes(plan: str) -> list[float]:
+    def build() -> nn.Module:
+        chain = build_chain()
+        for index in range(len(chain.layers)):
+            chain.layers[index] = Energy().double()
+        return chain
+
+    with mw.apply_plan(build, plan, loss_fn=losses.cross_entropy, optimizer=SGD) as model:
+        results = [model.step(mw.split_batch(language(6, seed), model)) for seed in range(3)]
+        return [value for result in results for value in (result.loss, result.grad_norm)]
+
+
 class Settings:
     """No tensor, no container: an object of the user's own."""
 

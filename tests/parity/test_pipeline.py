@@ -179,6 +179,16 @@ def test_hooks_of_weights_see_their_gradients(schedule: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-11)
 
 
+@pytest.mark.parametrize("words", ["schedule=zb-h1", "schedule=1f1b,recompute=full"])
+def test_layers_that_differentiate_inside(words: str) -> None:
+    # What such a layer asks for is no gradient of a weight, and must not be taken for a first half. (Both at once cannot be:
+    # torch recomputes inside of that layer's own call, where no function mode is in force.)
+    found = testing.run_ranks(pipeline_jobs.train_with_slopes, 2, f"pp=2,micro_batches=3,{words}")
+    expected = pipeline_jobs.train_with_slopes("single,micro_batches=3")
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-11)
+
+
 def test_inputs_that_every_stage_needs() -> None:
     # E044: a mask for each sample, positions without a sample dim, a float, an object; with the mask, without it.
     for has_mask in (True, False):

@@ -29,18 +29,51 @@ def test_each_stage_runs_each_micro_batch_once_and_never_before_its_inputs(sched
             assert str(action) not in starts
             assert action.stage in schedule.stages_of_rank(rank)
             starts[str(action)], ends[str(action)] = start, end
-    split = schedule.kind in ("zb-h1", "zbv")
-    backward = "I" if split else "B"
-    assert len(starts) == schedule.num_stages * schedule.num_micro_batches * (3 if split else 2)
+    assert len(starts) == sum(len(row) for row in schedule.actions)
     for stage in range(schedule.num_stages):
         for index in range(schedule.num_micro_batches):
-            assert ends[f"{stage}F{index}"] <= starts[f"{stage}{backward}{index}"]
-            if split:
+            in_halves = f"{stage}I{index}" in starts
+            assert in_halves == (f"{stage}W{index}" in starts) == (f"{stage}B{index}" not in starts)
+            backward = _backward(starts, stage, index)
+            assert ends[f"{stage}F{index}"] <= starts[backward]
+            if in_halves:
+                assert schedule.kind in ("zb-h1", "zbv")
                 assert ends[f"{stage}I{index}"] <= starts[f"{stage}W{index}"]
             if stage:
                 hop = 0.25 if schedule.rank_of_stage(stage) != schedule.rank_of_stage(stage - 1) else 0.0
                 assert ends[f"{stage - 1}F{index}"] + hop <= starts[f"{stage}F{index}"]
-                assert ends[f"{stage}{backward}{index}"] + hop <= starts[f"{stage - 1}{backward}{index}"]
+                assert ends[backward] + hop <= starts[_backward(starts, stage - 1, index)]
+
+
+def _backward(starts: dict[str, float], stage: int, index: int) -> str:
+    """Return the action that gives the gradient with respect to a stage's input."""
+    return next(text for text in (f"{stage}B{index}", f"{stage}I{index}") if text in starts)
+
+
+@given(st.integers(2, 8), st.integers(0, 24))
+def test_no_more_backwards_run_in_halves_than_there_are_ranks(p: int, more: int) -> None:
+    schedule = PipelineSchedule.build("zb-h1", num_ranks=p, num_micro_batches=p + more)
+    halves = [sum(action.kind is ActionKind.INPUT_GRAD for action in row) for row in schedule.actions]
+    assert halves == [0, *[p] * (p - 1)]
+
+
+@settings(max_examples=30)
+@given(RANKS.filter(lambda p: p > 1), MICRO_BATCHES)
+def test_joined_halves_do_not_make_a_v_longer(p: int, m: int) -> None:
+    schedule = PipelineSchedule.build("zbv", num_ranks=p, num_micro_batches=m)
+    in_halves = [[half for action in row for half in _halves_of(action)] for row in schedule.actions]
+    apart = PipelineSchedule(
+        kind="zbv", num_ranks=p, num_micro_batches=m, virtual=2, actions=tuple(map(tuple, in_halves))
+    )
+    assert schedule.simulate().makespan_s <= apart.simulate().makespan_s
+    assert any(action.kind is ActionKind.BACKWARD for action in schedule.actions[0])
+    assert schedule.simulate().peak_activations == apart.simulate().peak_activations
+
+
+def _halves_of(action: Action) -> list[Action]:
+    if action.kind is not ActionKind.BACKWARD:
+        return [action]
+    return [action._replace(kind=kind) for kind in (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)]
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), RANKS, MICRO_BATCHES)

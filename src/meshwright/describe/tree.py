@@ -13,6 +13,9 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
+LEAVES = frozenset({int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.layout, torch.Size})
+"""Types of what holds no tensor: known at once, where to ask for containers takes longer than the rest."""
+
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample: bool = False) -> Any:
     """Return the same containers with `function` applied to each tensor; anything else stays the object that it was.
@@ -30,6 +33,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if type(tree) in LEAVES:
+        return tree
     if isinstance(tree, PackedSequence) and by_sample:
         raise ApplyError(
             "a PackedSequence cannot be split or moved sample by sample: its rows mix the samples",

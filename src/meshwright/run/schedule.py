@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +19,34 @@ class ScheduleExecutor:
 
     Args:
         engine: The pipeline.
-        parts: The micro-batches, which every rank of the pipeline has.
-        term_of: (module, micro-batch) -> its loss.
+        num_parts: Micro-batches, which every rank of the pipeline has [count].
+        term_of: (module, which micro-batch) -> its loss.
         root_of: Loss -> what backward is run from and the gradient there; None where nothing is to be trained.
     """
 
     def __init__(
         self,
         engine: PipelineEngine,
-        parts: Sequence[Any],
-        term_of: Callable[[nn.Module, Any], LossTerm | None],
+        num_parts: int,
+        term_of: Callable[[nn.Module, int], LossTerm | None],
         root_of: Callable[[LossTerm], tuple[Tensor, Tensor | None] | None],
     ) -> None:
         self._engine = engine
-        self._parts = parts
+        self._num_parts = num_parts
         self._term_of = term_of
         self._root_of = root_of
         self._terms: dict[int, LossTerm] = {}
+        self._in_halves: set[tuple[int, int]] = set()
 
     def run(self) -> list[LossTerm]:
         """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
-        if not self._parts:
+        if not self._num_parts:
             return []
-        schedule = self._engine.schedule(len(self._parts))
+        schedule = self._engine.schedule(self._num_parts)
         actions = schedule.actions[self._engine.pipe.group_rank]
         if not torch.is_grad_enabled():
             actions = tuple(action for action in actions if action.kind is ActionKind.FORWARD)
+        self._in_halves = {(stage, index) for stage, kind, index in actions if kind is ActionKind.INPUT_GRAD}
         last = len(actions) - 1
         for place, action in enumerate(actions):
             if action.kind is ActionKind.FORWARD:
@@ -57,8 +58,12 @@ class ScheduleExecutor:
         return [self._terms[index] for index in sorted(self._terms)]
 
     def _forward(self, stage: int, micro_batch: int) -> None:
-        part = self._parts[micro_batch]
-        term = self._engine.run_forward(stage, micro_batch, lambda module: self._term_of(module, part))
+        term = self._engine.run_forward(
+            stage,
+            micro_batch,
+            lambda module: self._term_of(module, micro_batch),
+            in_halves=(stage, micro_batch) in self._in_halves,
+        )
         if term is not None and self._engine.computes(stage, term.value):
             self._terms[micro_batch] = term
 

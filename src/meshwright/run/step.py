@@ -13,6 +13,7 @@ before backward starts; a Loss is run backward from its sum, and the whole gradi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -100,7 +101,7 @@ class Stepper:
         on_phase("forward")
         # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
         parts = [part for part, weight in zip(parts, weights, strict=True) if weight]
-        sums = self._forward_backward(parts, agreement, on_phase)
+        sums = self._forward_backward(parts, [weight for weight in weights if weight], agreement, on_phase)
         engine.finish_gradients(sums.gradient_scale)
         norm = engine.gradient_norm()
         norm_value = norm.item()
@@ -141,7 +142,7 @@ class Stepper:
         """Run a module and its loss on a few samples; return its outputs."""
         num_samples = self.splitter.count(part)
         few = self.splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
-        with torch.autocast(self.engine.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with self._autocast():
             outputs = call_model(module, few)
             self.rule.term(outputs, few, self.rule.known_weight(few))
         return outputs
@@ -177,7 +178,9 @@ class Stepper:
             self.engine.refresh_trainable()
         return agreement
 
-    def _forward_backward(self, parts: list[Any], agreement: Agreement, on_phase: Callable[[str], None]) -> Sums:
+    def _forward_backward(
+        self, parts: list[Any], weights: list[float], agreement: Agreement, on_phase: Callable[[str], None]
+    ) -> Sums:
         engine = self.engine
         terms: list[LossTerm] = []
         exchange: SumExchange | None = None
@@ -214,9 +217,7 @@ class Stepper:
 
         if isinstance(engine, PipelineEngine):
             agreement.wait()
-            terms += ScheduleExecutor(
-                engine, parts, self._loss_term_if_any, lambda term: self._root(term, agreement, alone=alone)
-            ).run()
+            terms += self._run_schedule(engine, parts, weights, lambda term: self._root(term, agreement, alone=alone))
             parts = []
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
@@ -232,9 +233,27 @@ class Stepper:
         # Alone, backward has been run from the mean already.
         return dataclasses.replace(sums, has_sums=False) if alone else sums
 
+    def _run_schedule(
+        self,
+        engine: PipelineEngine,
+        parts: list[Any],
+        weights: list[float],
+        root_of: Callable[[LossTerm], tuple[torch.Tensor, torch.Tensor | None] | None],
+    ) -> list[LossTerm]:
+        def term_of(module: nn.Module, index: int) -> LossTerm | None:
+            return self._loss_term(module, parts[index], weights[index]) if weights[index] else None
+
+        return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        kind = self.engine.device.type
+        if self.autocast is None and not torch.is_autocast_enabled(kind):
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None)
+
     def _loss_term(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
         """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
-        with torch.autocast(self.engine.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with self._autocast():
             outputs = call_model(module, part)
             if self.engine.owes_nothing_to_the_loss:
                 return None
@@ -300,7 +319,7 @@ class Stepper:
                 if engine.needs_lockstep:
                     agreement.wait()
                 if isinstance(engine, PipelineEngine):
-                    found = ScheduleExecutor(engine, parts, self._loss_term_if_any, lambda _: None).run()
+                    found = self._run_schedule(engine, parts, weights, lambda _: None)
                 else:
                     found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
                 agreement.wait()

@@ -11,11 +11,14 @@ arXiv:2405.15362.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from meshwright.schedule.action import Action, ActionKind
+from meshwright.schedule.halves import LATE, Order, join_halves, makespan, unit_cost
 from meshwright.schedule.simulate import walk
 
 __all__: list[str] = []
@@ -24,10 +27,6 @@ F: Final = ActionKind.FORWARD
 B: Final = ActionKind.BACKWARD
 I: Final = ActionKind.INPUT_GRAD  # noqa: E741 - the field's letter
 W: Final = ActionKind.WEIGHT_GRAD
-
-Order = list[list[Action]]
-_LATE: Final = 0.1
-"""How long a message takes where schedules that are equally short without messages are compared [forwards]."""
 
 
 def gpipe_order(num_ranks: int, num_micro_batches: int) -> Order:
@@ -69,13 +68,17 @@ def interleaved_order(num_ranks: int, num_micro_batches: int, virtual: int) -> O
             ]
             warmup = 2 * (num_ranks - rank - 1) + (virtual - 1) * largest + longer
             order.append(_alternate(forwards, backwards, warmup=warmup))
-        if walk(order, num_ranks * virtual, _unit_cost).first_stuck(order) is None:
+        if walk(order, num_ranks * virtual, unit_cost).first_stuck(order) is None:
             return order
         longer += 1
 
 
 def zb_h1_order(num_ranks: int, num_micro_batches: int) -> Order:
-    """1F1B with backward in halves; rank r does W r micro-batches late, so the halves fill what was bubble.
+    """1F1B with backward in halves where that fills a bubble: rank r keeps r of its W for the end.
+
+    Rank r runs the first r backwards in halves and leaves their W for the end, and the last p in halves, too, where the ranks
+    before it wait for their I. In between a W would follow its own I: that is a whole backward, which costs less than its
+    halves do (they read everything twice). Nobody waits for rank 0, which has whole backwards only.
 
     No rank holds more than ``num_ranks`` micro-batches, the peak of 1F1B. With F = I = W = 1 and at least as many
     micro-batches as ranks, a step takes ``3 m + p - 1``; 1F1B takes ``3 m + 3 (p - 1)``.
@@ -84,32 +87,40 @@ def zb_h1_order(num_ranks: int, num_micro_batches: int) -> Order:
     for rank in range(num_ranks):
         warmup = min(num_micro_batches, num_ranks - rank)
         actions = [Action(rank, F, index) for index in range(warmup)]
+        whole = range(num_micro_batches) if rank == 0 else range(rank, num_micro_batches - num_ranks + rank)
+        put_off = [index for index in range(num_micro_batches) if index not in whole]
+        late = deque(put_off)
         for index in range(num_micro_batches):
-            actions.append(Action(rank, I, index))
-            if index >= rank:
-                actions.append(Action(rank, W, index - rank))
+            if index in whole:
+                actions.append(Action(rank, B, index))
+            else:
+                actions.append(Action(rank, I, index))
+                if index >= rank:
+                    actions.append(Action(rank, W, late.popleft()))
             if warmup + index < num_micro_batches:
                 actions.append(Action(rank, F, warmup + index))
-        late = range(max(num_micro_batches - rank, 0), num_micro_batches)
         actions.extend(Action(rank, W, index) for index in late)
         order.append(actions)
     return order
 
 
+@functools.lru_cache(maxsize=256)
 def zbv_order(num_ranks: int, num_micro_batches: int) -> Order:
     """Two stages a rank as a V, backward in halves, and no more activations than 1F1B.
 
     Made by letting all ranks choose greedily, with F, I and W of equal length (`_RankOfV`), in two ways: gradients of the
     V's first half come first; or those of its second do, and a forward of the first leaves the last place to one of the
-    second. The shorter schedule is taken; of two equally short ones that which messages lengthen less. A rank holds at
-    most ``2 p`` stages' activations, each half as large as those of 1F1B.
+    second. The shorter schedule is taken; of two equally short ones that which messages lengthen less. Then halves that need
+    not be apart are joined (`join_halves`). A rank holds at most ``2 p`` stages' activations, each half as large as those
+    of 1F1B.
 
     With equal stages and ``m >= p`` a step takes ``6 m + p - 1`` (7 ranks, 9 micro-batches: one more); 1F1B takes
     ``6 m + 6 (p - 1)``.
     """
     candidates = [_greedy_v(num_ranks, num_micro_batches, spare=spare) for spare in (0, 1)]
     finished = [candidate for candidate in candidates if candidate is not None]
-    return min(finished, key=lambda order: tuple(_makespan(order, 2 * num_ranks, send) for send in (0.0, _LATE)))
+    best = min(finished, key=lambda order: tuple(makespan(order, 2 * num_ranks, send) for send in (0.0, LATE)))
+    return join_halves(best, 2 * num_ranks)
 
 
 def _greedy_v(num_ranks: int, num_micro_batches: int, *, spare: int) -> Order | None:
@@ -196,11 +207,3 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmu
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         actions += (forward, backward)
     return actions + list(backwards[len(forwards) - warmup :])
-
-
-def _unit_cost(action: Action) -> float:
-    return 2.0 if action.kind is B else 1.0
-
-
-def _makespan(order: Order, num_stages: int, send: float) -> float:
-    return max(times[-1][1] for times in walk(order, num_stages, _unit_cost, send).times)

@@ -9,16 +9,13 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.schedule import orders
 from meshwright.schedule.action import Action, ActionKind
+from meshwright.schedule.halves import unit_cost
 from meshwright.schedule.simulate import Simulation, peak_activations, walk
 from meshwright.values import Problems, Value
 
 __all__: list[str] = []
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
-
-# Backward costs twice the forward: one product for the inputs' gradient and one for the weights'.
-# Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2 and appendix.
-_UNIT_COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +172,7 @@ class PipelineSchedule(Value):
         >>> round(schedule.simulate().bubble_fraction, 3), schedule.simulate().peak_activations
         (0.059, (8, 8, 8, 8))
         """
-        chosen = cost or _unit_cost
+        chosen = cost or unit_cost
         costs = {action: chosen(action) for row in self.actions for action in row}
         problems = Problems("schedule")
         problems.require(min(costs.values()) >= 0, "a cost is negative (rule: an action takes no less than no time)")
@@ -258,10 +255,6 @@ class PipelineSchedule(Value):
                 cells = [*cells[: mark[1]], *cells[mark[1] : mark[1] + 1], "<-- ERROR HERE", *cells[mark[1] + 1 :]]
             lines.append(f"rank {rank}: {' '.join(cells)}")
         return "\n".join(lines)
-
-
-def _unit_cost(action: Action) -> float:
-    return _UNIT_COSTS[action.kind]
 
 
 def _check_shape(kind: str, num_ranks: int, num_micro_batches: int, virtual: int) -> None:

@@ -10,6 +10,7 @@ import torch
 __all__: list[str] = []
 
 _State = tuple[torch.Tensor, torch.Tensor | None]
+_NOTHING = contextlib.nullcontext()
 
 
 class Draws:
@@ -32,12 +33,16 @@ class Draws:
         """Take another seed for what is drawn between layers."""
         self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
 
-    @contextlib.contextmanager
-    def between_layers(self, micro_batch: int) -> Iterator[None]:
+    def between_layers(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """Draw from the common stream of a micro-batch inside."""
-        if not self.apart:
-            yield
-            return
+        return self._between_layers(micro_batch) if self.apart else _NOTHING
+
+    def inside_layer(self) -> contextlib.AbstractContextManager[None]:
+        """Draw from this rank's own stream inside, which a forward that is under way has put aside."""
+        return _NOTHING if self._own is None else self._inside_layer(self._own)
+
+    @contextlib.contextmanager
+    def _between_layers(self, micro_batch: int) -> Iterator[None]:
         self._own = self._read()
         torch.manual_seed((self._step_seed + 0x9E3779B97F4A7C15 * (micro_batch + 1)) % 2**63)
         try:
@@ -47,13 +52,9 @@ class Draws:
             self._own = None
 
     @contextlib.contextmanager
-    def inside_layer(self) -> Iterator[None]:
-        """Draw from this rank's own stream inside, which a forward that is under way has put aside."""
-        if self._own is None:
-            yield
-            return
+    def _inside_layer(self, own: _State) -> Iterator[None]:
         common = self._read()
-        self._set(self._own)
+        self._set(own)
         try:
             yield
         finally:

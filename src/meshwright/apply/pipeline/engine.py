@@ -159,7 +159,6 @@ class PipelineEngine(OuterEngine):
         self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
         shapes = Shapes({} if layout is None else make_twins(self.module, flow.units))
-        splits = self._plan.schedule in ("zb-h1", "zbv")
         seed = self.pipe.all_gather_json(torch.initial_seed(), device=self.device)[0]
         self._draws = Draws(seed, self.device, apart=flow.draws)
         self._stages = {
@@ -170,7 +169,6 @@ class PipelineEngine(OuterEngine):
                 shapes=shapes,
                 post=self._post,
                 draws=self._draws,
-                splits=splits,
                 under_way=self._under_way,
             )
             for index in own
@@ -216,12 +214,12 @@ class PipelineEngine(OuterEngine):
 
     # -- a schedule's actions -----------------------------------------------------------------------------------
 
-    def run_forward(self, stage: int, micro_batch: int, run: Callable[[nn.Module], T]) -> T | None:
+    def run_forward(self, stage: int, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool) -> T | None:
         """Run a stage's part of a forward; tensors that other stages compute are fake in what is returned.
 
-        None where the loss reads numbers that other stages have.
+        None where the loss reads numbers that other stages have. `in_halves` says how its backward will be run.
         """
-        result = self._stages[stage].forward(micro_batch, run)
+        result = self._stages[stage].forward(micro_batch, run, in_halves=in_halves)
         if self._tensor is not None and torch.is_grad_enabled():
             self._streams[stage, micro_batch] = self._tensor.streams()
         return result

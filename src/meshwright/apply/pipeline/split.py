@@ -1,7 +1,7 @@
 """Backward in halves: the gradient that the stage before waits for first, those of the weights later.
 
 While a `SplitBackward` is in force, a product with a parameter (linear layers, convolutions) leaves its weight's gradient undone
-in backward and keeps what it needs for it. `take_rest` gives it out. The other parameters (norms, tables, recurrent layers) get
+in backward and keeps what it needs for it. The other parameters (norms, tables, recurrent layers) get
 theirs in the first half: they are cheap, or come with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.comm._torch_private import LINEAR
+from meshwright.comm._torch_private import LINEAR, run_backward
 
 __all__: list[str] = []
 
@@ -51,20 +51,37 @@ class SplitBackward(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._rest: list[Rest] = []
+        self._is_running = False
 
-    def put_off(self, work: Rest) -> None:
-        """Keep a piece of work until `take_rest`."""
-        self._rest.append(work)
-
-    def take_rest(self) -> list[Rest]:
-        """Return what has been put off, and forget it."""
+    def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> list[Rest]:
+        """Run the first half of a backward and return the second."""
+        self._is_running = True
+        try:
+            with self:  # what is recomputed must be computed as it was
+                run_backward(roots, gradients)
+        finally:
+            self._is_running = False
         rest, self._rest = self._rest, []
         return rest
+
+    def put_off(self, work: Rest) -> None:
+        """Keep a piece of work for the second half."""
+        if self._is_running:  # else a layer wants a gradient in its forward, for one of its inputs
+            self._rest.append(work)
+
+    def _inner_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        was_running, self._is_running = self._is_running, False  # true where a forward is recomputed
+        try:
+            return torch.autograd.grad(*args, **kwargs)
+        finally:
+            self._is_running = was_running
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return self._inner_gradient(args, kwargs)
         if func is LINEAR or func is F.linear:
             x, weight, bias = _bound(args, kwargs, (None, None, None))
             if _can_wait(x, weight, bias):

@@ -18,7 +18,6 @@ from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import Meta, value_of
 from meshwright.apply.pipeline.walk import Walk
-from meshwright.comm._torch_private import run_backward
 
 __all__: list[str] = []
 
@@ -44,7 +43,6 @@ class Stage:
         shapes: What other stages' calls give.
         post: The way to the other stages.
         draws: Random numbers.
-        splits: Whether backward runs in halves.
         under_way: Where to say which forward is under way.
     """
 
@@ -57,7 +55,6 @@ class Stage:
         shapes: Shapes,
         post: Post,
         draws: Draws,
-        splits: bool,
         under_way: UnderWay,
     ) -> None:
         self.index = index
@@ -66,20 +63,20 @@ class Stage:
         self._shapes = shapes
         self._post = post
         self._draws = draws
-        self._splits = splits
         self._passed: dict[int, _Passed] = {}
         self._rest: dict[int, list[Rest]] = {}
         self._under_way = under_way
 
-    def forward(self, micro_batch: int, run: Callable[[nn.Module], T]) -> T | None:
+    def forward(self, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool = False) -> T | None:
         """Run this stage's part of a forward; tensors of other stages are fake in what is returned.
 
-        None where the loss reads numbers that other stages have, and needs nothing of this one.
+        None where the loss reads numbers that other stages have, and needs nothing of this one. `in_halves` says how its
+        backward will be run.
         """
         mail = _Mail(self._post, self.index, micro_batch)
         walk = Walk(self.index, self._map.stage_of, self._shapes, mail, self._draws)
         self._under_way.walk = walk
-        split = SplitBackward() if self._splits and torch.is_grad_enabled() else None
+        split = SplitBackward() if in_halves and torch.is_grad_enabled() else None
         try:
             with self._draws.between_layers(micro_batch), split or contextlib.nullcontext(), walk:
                 result = run(self._module)
@@ -117,9 +114,7 @@ class Stage:
         if roots and passed.split is None:
             torch.autograd.backward(roots, gradients)
         elif roots and passed.split is not None:
-            with passed.split:  # what is recomputed must be computed as it was
-                run_backward(roots, gradients)
-            self._rest[micro_batch] = passed.split.take_rest()
+            self._rest[micro_batch] = passed.split.backward(roots, gradients)
         for leaf, stage in passed.received:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             self._post.send(gradient, source=self.index, target=stage, micro_batch=micro_batch, is_gradient=True)

@@ -8,21 +8,19 @@ stage runs the same forward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm._torch_private import FakeTensorMode, WrapperTensor
-from meshwright.describe.tree import map_tensors
+from meshwright.describe.tree import LEAVES, map_tensors
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
 _ATTRIBUTE = "_meshwright_value"
-_LEAVES = frozenset({int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.layout, torch.Size})
-"""Types of what holds no tensor."""
 
 
 class Value:
@@ -69,42 +67,46 @@ def unmark(tensor: Tensor) -> None:
     delattr(tensor, _ATTRIBUTE)
 
 
-def values_in(tree: Any) -> list[Value]:
+def values_in(*trees: Any) -> list[Value]:
     """Return what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
     found: list[Value] = []
-    _find_values(tree, found)
+    _find_values(trees, found)
     return found
 
 
-def _find_values(tree: Any, found: list[Value]) -> None:
+def _find_values(items: Iterable[Any], found: list[Value]) -> None:
     # Called for everything that the code between layers hands over: the common kinds come first, and at once.
-    if isinstance(tree, Tensor):
-        value = getattr(tree, _ATTRIBUTE, None)
-        if value is not None:
-            found.append(value)
-        return
-    kind = type(tree)
-    if kind in _LEAVES:
-        return
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
+    for item in items:
+        if isinstance(item, Tensor):
+            value = getattr(item, _ATTRIBUTE, None)
+            if value is not None:
+                found.append(value)
+            continue
+        kind = type(item)
+        if kind in LEAVES:
+            continue
+        if isinstance(item, (list, tuple)):
             _find_values(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _find_values(item, found)
-    elif kind is slice:
-        _find_values((tree.start, tree.stop, tree.step), found)
-    elif dataclasses.is_dataclass(kind):
-        for field in dataclasses.fields(tree):
-            _find_values(getattr(tree, field.name, None), found)
+        elif isinstance(item, dict):
+            if item:
+                _find_values(item.values(), found)
+        elif kind is slice:
+            _find_values((item.start, item.stop, item.step), found)
+        elif dataclasses.is_dataclass(kind):
+            _find_values((getattr(item, field.name, None) for field in dataclasses.fields(item)), found)
 
 
 def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return the same containers, slices among them, with `function` applied to each tensor."""
-    if isinstance(tree, slice):
+    if isinstance(tree, Tensor):
+        return function(tree)
+    kind = type(tree)
+    if kind in LEAVES:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([replace_tensors(item, function) for item in tree])
+    if kind is slice:
         return slice(*(replace_tensors(part, function) for part in (tree.start, tree.stop, tree.step)))
-    if type(tree) in (list, tuple):
-        return type(tree)(replace_tensors(item, function) for item in tree)
     return map_tensors(tree, function)
 
 
@@ -121,6 +123,11 @@ class Meta:
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
         """Describe a tensor."""
+        if isinstance(tensor, StandIn):
+            meta, requires_grad = tensor.meta, tensor.requires_grad
+            return (
+                meta if meta.requires_grad == requires_grad else dataclasses.replace(meta, requires_grad=requires_grad)
+            )
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
@@ -130,10 +137,15 @@ class StandIn(WrapperTensor):
     A forward that is under way is told of every torch function that takes one, so none of torch's operators ever gets one.
     """
 
+    meta: Meta
+    """What it was made from; `requires_grad` may have been switched since."""
+
     def __new__(cls, meta: Meta) -> StandIn:
-        return cls.make(
+        tensor = cls.make(
             meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
         )
+        tensor.meta = meta
+        return tensor
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride] - what a tensor takes is for its values
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -169,9 +181,12 @@ def describe(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         value = value_of(tree)
         tensor = tree if value is None else value.any
+        if isinstance(tensor, StandIn):
+            meta = tensor.meta
+            return (meta.shape, meta.dtype, tensor.requires_grad, meta.stride)
         return (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride())
     kind = type(tree)
-    if kind in _LEAVES:
+    if kind in LEAVES:
         return (kind, tree)
     if isinstance(tree, (list, tuple)):
         return (kind.__name__, *[describe(item) for item in tree])

@@ -12,9 +12,8 @@ and branches that the inputs decide need nothing of their own.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -184,19 +183,23 @@ class Walk(TorchFunctionMode):
         # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
         self._checkpoints += 1 if enters else -1
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> _Paused:
         """Run what is inside as if nobody watched."""
-        is_on_top = current_function_mode() is self  # else the user's own mode is, and must stay
+        return _Paused(self)
+
+    def pause(self) -> bool:
+        """Stop to watch; tell whether this mode was the one on top."""
         self.is_paused = True
-        if is_on_top:
-            super().__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            if is_on_top:
-                super().__enter__()
-            self.is_paused = False
+        if current_function_mode() is not self:
+            return False  # the user's own mode is, and must stay
+        super().__exit__(None, None, None)
+        return True
+
+    def go_on(self, *, was_on_top: bool) -> None:
+        """Watch again."""
+        if was_on_top:
+            super().__enter__()
+        self.is_paused = False
 
     # -- units --------------------------------------------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         """Run one call of a unit, or stand in for it."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            values = self._own_values((args, kwargs))
+            values = self._own_values(args, kwargs)
             stage = self._place_of_call(name, module, values)
             if stage != self.stage:
                 self._send_all(values, stage)
@@ -225,7 +228,7 @@ class Walk(TorchFunctionMode):
                 outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
             else:
                 outputs = forward(module, *args, **kwargs)
-        return map_tensors(outputs, self._mark_own)
+        return self._mark_own(outputs) if isinstance(outputs, Tensor) else map_tensors(outputs, self._mark_own)
 
     def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
         """Return the stage of the next call of a unit, which takes these."""
@@ -257,14 +260,18 @@ class Walk(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_paused or func in METADATA:
             return func(*args, **kwargs)
-        values = self._own_values((args, kwargs))
+        values = self._own_values(args, kwargs)
         if not values:
             return func(*args, **kwargs)
-        homes = [value.home for value in values if value.home is not None]
-        home = max(homes) if homes else None
+        home = max((value.home for value in values if value.home is not None), default=None)
         target = writes_to(func, args, kwargs)
         if home == self.stage or (home is None and all(value.real is not None for value in values)):
-            return self._run_here(func, args, kwargs, home, target)
+            if target is not None:
+                self._make_writable(target)
+            given: Any = (args, kwargs)
+            if any(value.stand_in is not None for value in values):
+                given = replace_tensors(given, self._real_if_known)
+            return self._run_here(func, given[0], given[1], home, target)
         if home is not None:
             self._send_all(values, home)
         if target is not None:
@@ -274,10 +281,7 @@ class Walk(TorchFunctionMode):
     def _run_here(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
     ) -> Any:
-        if target is not None:
-            self._make_writable(target)
-        real_args, real_kwargs = replace_tensors((args, kwargs), self._real_if_known)
-        result = func(*real_args, **real_kwargs)
+        result = func(*args, **kwargs)
         if target is None:
             return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
         known = value_of(target)
@@ -311,9 +315,10 @@ class Walk(TorchFunctionMode):
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def _own_values(self, tree: Any) -> list[Value]:
+    def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """Return the values of this forward, and those of parameters that are not here."""
-        return [value for value in values_in(tree) if value.owner is self or value.home is None]
+        found = values_in(*args, kwargs) if kwargs else values_in(*args)
+        return [value for value in found if value.owner is self or value.home is None]
 
     def real(self, value: Value) -> Tensor:
         """Return a value's tensor, which is received where another stage computes it."""
@@ -359,3 +364,19 @@ class Walk(TorchFunctionMode):
                 tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
                 self.sent.append((tensor, stage))
                 self._mail.send(tensor.detach(), stage)
+
+
+class _Paused:
+    """A context without a generator: one is entered for each call of a layer."""
+
+    __slots__ = ("_walk", "_was_on_top")
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+        self._was_on_top = False
+
+    def __enter__(self) -> None:
+        self._was_on_top = self._walk.pause()
+
+    def __exit__(self, *_: object) -> None:
+        self._walk.go_on(was_on_top=self._was_on_top)
