@@ -11,16 +11,17 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "peers"), str(HERE.parent)]
 
-from cases import CASES, build_gpt, loss_fn, make_batch, optimizer_of
+from cases import CASES, build_gpt, loss_fn, make_batch, optimizer_of  # noqa: E402
+
+from surroundings import environment  # noqa: E402
 
 
 def compare_on_rank(
@@ -100,7 +101,6 @@ def summary(samples: list[dict]) -> dict:
 
 
 def main() -> None:
-    import torch
 
     import meshwright as mw
 
@@ -131,16 +131,9 @@ def main() -> None:
         )
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        environment = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load_average": os.getloadavg(),
-        }
         options = {**vars(arguments), "out": None}
         arguments.out.write_text(
-            json.dumps({"options": options, "environment": environment, "results": results}, indent=1)
+            json.dumps({"options": options, "environment": environment(), "results": results}, indent=1)
         )
 
 

@@ -6,14 +6,10 @@ python -m benchmarks.faults.kill_any_instant --count 200
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +22,10 @@ from meshwright.comm.launch import launch
 from meshwright.errors import WorkerKilledError
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from surroundings import environment  # noqa: E402
+
 LIMIT_S = 3.0
 WINDOW_S = 4.0
 STEPS = 10**7
@@ -57,19 +57,6 @@ def one(seed: int) -> dict[str, Any]:
         sample["left"] = str(left)
     sample["passed"] = bool(sample.get("named")) and sample["error_s"] < LIMIT_S and sample["left"] is None
     return sample
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0],
-    }
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,12 +12,8 @@ Exit status 1 where what a rank holds differs by more than 3 % from the formula.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +27,10 @@ from torch import Tensor, nn
 import meshwright as mw
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from surroundings import environment  # noqa: E402
+
 sys.path.insert(0, str(HERE.parents[1] / "examples"))
 
 MODEL = {
@@ -182,26 +182,6 @@ def print_run(run: dict[str, Any]) -> None:
         print(f"  {name:12s} {show(most('peak_by_phase', name))}")
     print(f"  resident     {show(most('resident'))}   of it shared memory {show(most('shared'))}")
     print(f"  proportional {show(most('proportional'))}   trimmed {show(most('resident_when_trimmed'))}", flush=True)
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False, timeout=30
-    )
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "libc": " ".join(platform.libc_ver()),
-        "transparent_hugepage": huge_pages.read_text().strip() if huge_pages.exists() else "",
-        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg(),
-    }
 
 
 def main() -> int:

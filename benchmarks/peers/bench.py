@@ -12,18 +12,13 @@ rounds are split over several starts, since how memory comes to lie in a process
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 from cases import CASES
 from gangs import LEAD_IN
 from kinds import BOUND_TO_ONE_PROCESS, KINDS
@@ -32,29 +27,16 @@ from summary import CHECKED_STEPS, IDLE_LIMIT, print_summary, summarise
 from table import print_tables
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from surroundings import environment  # noqa: E402
+
 ALL_KINDS = tuple(name for name in KINDS if name != "tensor-whole-sequence")  # that one is a variant of ours
 OUR_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
 class LimitReached(BaseException):
     """The time for everything is over. Not an Exception: a side must not be named as the one that failed."""
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False, timeout=30
-    )
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg(),
-    }
 
 
 def parse() -> argparse.Namespace:

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PATHS = [str(HERE), str(HERE.parent / "peers")]
+PATHS = [str(HERE), str(HERE.parent / "peers"), str(HERE.parent)]
 sys.path[:0] = PATHS
 
 import psutil  # noqa: E402
-from bench import environment  # noqa: E402
 from bubble_sides import NUM_MICRO_BATCHES, NUM_RANKS, THEIRS, VIRTUAL, Kind, deal, prepare, run_block  # noqa: E402
 from plain_ranks import PlainRanks  # noqa: E402
 from rounds import order_of  # noqa: E402
@@ -36,6 +35,7 @@ from timed_model import NUM_BLOCKS, Times  # noqa: E402
 from meshwright import PipelineSchedule  # noqa: E402
 from meshwright.comm.launch import RankGroup  # noqa: E402
 from meshwright.schedule import Action  # noqa: E402
+from surroundings import environment  # noqa: E402
 
 SIDES = ("ours-shm", "ours-gloo", "torch")
 BOUND = 0.04

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import datetime
 import json
 import os
-import platform
 import resource
 import signal
 import subprocess
@@ -30,11 +28,14 @@ from typing import Any
 import blocks
 import psutil
 import report
-import torch
 
 import meshwright as mw
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from surroundings import environment  # noqa: E402
+
 KIB, MIB = 2**10, 2**20
 ALL_REDUCE = [("all_reduce", num_bytes) for num_bytes in (KIB, 64 * KIB, MIB, 16 * MIB)]
 OTHERS = [
@@ -163,27 +164,6 @@ class OthersShare:
         """Return it, 0 to 1; to be called when the children have ended, for the system counts them only then."""
         available_s = (time.perf_counter() - self._start_s) * (os.cpu_count() or 1)
         return (self._busy() - self._busy_s - self._own() + self._own_s) / available_s
-
-
-def environment() -> dict[str, Any]:
-    def read(path: str) -> str:
-        return Path(path).read_text() if Path(path).exists() else ""
-
-    models = [
-        line.split(":")[1].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")
-    ]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "processor": models[0] if models else "",
-        "cores": len(os.sched_getaffinity(0)),
-        "huge_pages": read("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
-    }
 
 
 def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +26,10 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from surroundings import environment  # noqa: E402
+
 TESTS = HERE.parent.parent / "tests"
 
 
@@ -80,20 +80,6 @@ class Watchdog:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 return
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "kernel": platform.release(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0],
-    }
 
 
 def idle_s() -> float:
