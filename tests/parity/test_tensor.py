@@ -37,9 +37,6 @@ SETTINGS = (
     Setting(num_samples=7, micro_batches=3),
 )
 
-SEVERAL_SIZES = (SETTINGS[1], SETTINGS[4])
-"""With which packed heads fail on more ranks than there are key heads; see the test that is expected to fail."""
-
 EIGHT = (
     ("dp=4,shard=2,tp=2,zero=1", 8),
     ("dp=4,shard=2,tp=2,zero=3,whole_below=0B", 8),
@@ -82,11 +79,9 @@ def _fits(name: str, plan: tuple[str, int]) -> bool:
     return is_cheap(name, plan) and not (name == "style_bottleneck" and "dp" in plan[0])
 
 
-def _is_sound(name: str, plan: tuple[str, int], setting: Setting) -> bool:
+def _is_sound(name: str, _plan: tuple[str, int], setting: Setting) -> bool:
     """Tell whether a cell can be exact."""
-    if name == "style_bottleneck":
-        return setting.micro_batches == 1
-    return not (name == "style_packed" and plan[0].startswith(("tp=3", "tp=4")) and setting in SEVERAL_SIZES)
+    return name != "style_bottleneck" or setting.micro_batches == 1
 
 
 def _matrix() -> list[tuple[str, str, int, Setting]]:
@@ -102,9 +97,10 @@ def test_equals_one_process(name: str, plan: str, num_ranks: int, setting: Setti
     assert_distributed_parity(name, num_ranks, setting, plan_text=plan)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a view of a slice of the layer's output is refused; open")
-def test_packed_heads_on_more_ranks_than_key_heads_in_micro_batches() -> None:
-    assert_distributed_parity("style_packed", 3, SETTINGS[1], plan_text="tp=3")
+@pytest.mark.parametrize("words", ["", ",sequence_parallel=off"])
+def test_packed_heads_on_more_ranks_than_key_heads_in_micro_batches(words: str) -> None:
+    # Micro-batches of as many samples as there are key heads: sizes of a view tell one from the other by their place alone.
+    assert_distributed_parity("style_packed", 3, SETTINGS[1], plan_text=f"tp=3{words}")
 
 
 @pytest.mark.parametrize(("name", "plan", "num_ranks", "setting"), MANY, ids=str)

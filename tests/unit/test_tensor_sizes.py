@@ -30,6 +30,8 @@ def resizing() -> Resizing:
         ((2, 16, 24), (2, 16, 24), (2, 16, 24)),
         ((4, 8, 24), (4, 8, 2, 12), (4, 8, 2, 12)),
         ((2, 16, 24), (2, -1, HEADS, 12), (2, 16, 2, 12)),
+        ((HEADS, 16, 24), (HEADS, 16, -1, 12), (HEADS, 16, 2, 12)),
+        ((HEADS, 16, 24), (HEADS, -1, HEADS, 12), (HEADS, 16, 2, 12)),
     ],
 )
 def test_reshapes(resizing: Resizing, have: tuple[int, ...], asked: tuple[int, ...], made: tuple[int, ...]) -> None:

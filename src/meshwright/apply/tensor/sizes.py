@@ -74,14 +74,14 @@ class Resizing(TorchFunctionMode):
 
     def _fitting(self, sizes: list[int], shape: Sequence[int]) -> list[int]:
         """Return the sizes with the one replaced that makes a tensor of this shape fit; as they are where nothing does."""
+        # Not the dims that stay as they are, batch and length as a rule: rather an error than another length.
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sizes, shape, strict=False)))
         if -1 in sizes:
-            return self._fitting_open(sizes)
+            return [*sizes[:kept], *self._fitting_open(sizes[kept:])]
         numel = math.prod(shape)
         if math.prod(sizes) == numel:
             return sizes
-        # Not the dims that stay as they are, batch and length as a rule: rather an error than another length. Of the others
-        # the smallest multiple of the units first: a number of heads before a width.
-        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sizes, shape, strict=False)))
+        # Of the others the smallest multiple of the units first: a number of heads before a width.
         for index in sorted(range(kept, len(sizes)), key=lambda place: sizes[place]):
             local = self._local(sizes[index])
             if local is not None and math.prod(sizes[:index]) * local * math.prod(sizes[index + 1 :]) == numel:
