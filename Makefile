@@ -20,9 +20,9 @@ run: $(STAMP)
 
 # Over gloo: each test of what exchanges something, in so many cells that each plan, setting and number of ranks is met: a transport
 # sees flat memory, whichever model it belongs to. Left out are files that start no ranks (one process, accumulation, the tables) or
-# whose own ranks make the exchanges of test_distributed.py (the tools, Hugging Face), the largest models, eight ranks of tensor
-# parallelism, and where compressed training ends, which is no question of the transport.
-NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face
+# whose own ranks make exchanges that others make (the tools, Hugging Face, presets, counts of bytes), the largest models, eight ranks
+# of tensor parallelism, and where compressed training ends, which is no question of the transport.
+NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face presets sent_bytes
 
 # Tests of faults wait for deadlines and starts as much as they compute: three workers, on two cores too.
 test: $(STAMP)

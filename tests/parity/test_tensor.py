@@ -85,7 +85,8 @@ def _is_sound(name: str, _plan: tuple[str, int], setting: Setting) -> bool:
 
 
 def _matrix() -> list[tuple[str, str, int, Setting]]:
-    names = [name for name in (*cases.CASES, *cases.TENSOR_STYLES, *cases.HUGGING_FACE) if name not in UNCUT]
+    styles = list(cases.TENSOR_STYLES) if FULL_GRID else list(cases.TENSOR_STYLES)[1::2]  # pipelines have the others
+    names = [name for name in (*cases.CASES, *styles, *cases.HUGGING_FACE) if name not in UNCUT]
     rows = take_turns(some_of_hugging_face(names, 1), PLANS, SETTINGS, num_plans=1, fits=_fits, is_sound=_is_sound)
     return [(name, *plan, setting) for name, plan, setting in rows]
 
