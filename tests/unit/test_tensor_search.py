@@ -109,9 +109,12 @@ def test_widths_of_a_fused_layer_follow_from_slices() -> None:
     assert cut.groups == (24, 12, 12)
 
 
-def test_fewer_fused_keys_than_ranks_stay_whole_with_a_reason() -> None:
-    _, layout = layout_of("packed", 3)
-    assert "on shards" in layout.whole["blocks.0.attn.qkv_proj.weight"]
+@pytest.mark.parametrize("num_parts", [3, 4])
+def test_fused_keys_are_cut_by_key_heads_also_over_more_ranks(num_parts: int) -> None:
+    # The batch of the trial has as many samples as there are key heads.
+    _, layout = layout_of("packed", num_parts)
+    region, _ = layout.cuts["blocks.0.attn.qkv_proj.weight"]
+    assert region.num_units == 2
 
 
 def test_depthwise_convolutions_go_with_their_channels() -> None:

@@ -1,8 +1,8 @@
 """Backward in halves: the gradient that the stage before waits for first, those of the weights later.
 
 While a `SplitBackward` is in force, a product with a parameter (linear layers, convolutions) leaves its weight's gradient undone
-in backward and keeps what it needs for it. The other parameters (norms, tables, recurrent layers) get theirs in the first half: they
-are cheap, or come with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
+in backward and keeps what it needs for it. The other parameters (norms, tables, recurrent layers) get theirs in the first half:
+they are cheap, or come with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
 """
 
 from __future__ import annotations
