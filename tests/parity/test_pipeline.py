@@ -93,7 +93,7 @@ WHOLE_UNDER_TENSOR = {
 def _fits(name: str, plan: str) -> bool:
     parsed = mw.Plan.parse(plan)
     if parsed.tp > 1 and (
-        name in WHOLE_UNDER_TENSOR or (name in ("checkpointed", "reentrant") and parsed.num_stages > 3)
+        name in WHOLE_UNDER_TENSOR or (name in ("checkpointed", "reentrant", "example_mlp") and parsed.num_stages > 3)
     ):
         return False
     if parsed.dp > 1 and name == "style_bottleneck":
@@ -149,6 +149,16 @@ def test_more_stages_than_layers_are_refused(name: str, num_layers: int) -> None
         assert f"calls {num_layers}" in message
         assert fix is not None
         assert f"pp={num_layers}" in fix
+
+
+@pytest.mark.parametrize("name", ["mlp", "branches"])
+def test_a_refusal_of_several_stages_a_rank_has_a_fix_that_works(name: str) -> None:
+    # Three and two layers for the four stages of a V.
+    fixes = {fix for _, fix in testing.run_ranks(refusal_of_case, 2, name, "pp=2,schedule=zbv")}
+    (fix,) = fixes
+    assert fix is not None
+    plan_text = fix.removeprefix("use ").removesuffix(", which has one stage a rank")
+    assert_distributed_parity(name, 2, Setting(num_samples=7, micro_batches=3), plan_text=plan_text)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])

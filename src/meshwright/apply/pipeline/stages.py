@@ -42,6 +42,17 @@ class StageMap:
         return {name: stages[0] for name, stages in self.calls.items()}
 
 
+def _fix_for(num_pieces: int, rank_of_stage: Sequence[int]) -> str:
+    """Return what can be done with fewer pieces than stages; a schedule may want several stages a rank."""
+    num_ranks = len(set(rank_of_stage))
+    virtual = len(rank_of_stage) // num_ranks
+    if num_pieces < 2:
+        return "use pp=1: the model is one piece"
+    if num_pieces // virtual > 1:
+        return f"use pp={num_pieces // virtual}"
+    return f"use pp={min(num_pieces, num_ranks)},schedule=1f1b, which has one stage a rank"
+
+
 def cut(
     module: nn.Module,
     flow: Flow,
@@ -66,7 +77,7 @@ def cut(
         names = ", ".join(call.unit or "(the model itself)" for call in calls)
         raise ApplyError(
             f"{num_stages} stages need at least as many layers, and this model's forward calls {len(calls)}: {names}",
-            fix=f"use pp={len(calls)}" if len(calls) > 1 else "use pp=1: the model is one piece",
+            fix=_fix_for(len(calls), rank_of_stage),
         )
     costs = call_costs(module, flow)
     _refuse_unknown(flow, given)
@@ -76,7 +87,7 @@ def cut(
             f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers and are "
             "called several times stay on one stage with all between their calls, since their statistics follow one another; so "
             "do layers that tensor parallelism cuts together",
-            fix=f"use pp={len(blocks)}",
+            fix=_fix_for(len(blocks), rank_of_stage),
         )
     wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
     dealt = balance_over_ranks([sum(costs[place] for place in block) for block in blocks], rank_of_stage, wishes)
