@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from meshwright.apply.finding import Finding
 from meshwright.apply.norm import squares_of, total_norm
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -66,6 +67,23 @@ class Engine:
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
         """Look at a first batch, before anything else happens with it; None where this rank has no sample."""
+
+    # -- inspections: a part of the strategy beside one device, on live data -----------------------------------------
+
+    def begin_inspection(self, number: int) -> str | None:  # noqa: ARG002 - for strategies that have parts
+        """Have the next forward run one part a second time as one device would, and compare; parts take turns.
+
+        Args:
+            number: Inspections before this one [count]; the part is `number` modulo the parts that there are.
+
+        Returns:
+            The part's name, equal on all ranks; None where this strategy has nothing to compare.
+        """
+        return None
+
+    def end_inspection(self) -> Sequence[Finding]:
+        """Return in what the part differed on this rank; nothing where it was equal or did not run."""
+        return ()
 
     @property
     def exchanges_in_backward(self) -> bool:

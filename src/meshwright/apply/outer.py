@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.finding import Finding
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
@@ -72,6 +73,12 @@ class OuterEngine(Engine):
 
     def refresh_trainable(self) -> None:
         self.inner.refresh_trainable()
+
+    def begin_inspection(self, number: int) -> str | None:
+        return self.inner.begin_inspection(number)
+
+    def end_inspection(self) -> Sequence[Finding]:
+        return self.inner.end_inspection()
 
     def gradient_tensors(self) -> Sequence[Tensor]:
         return self.inner.gradient_tensors()
