@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.cutting import is_inside
 from meshwright.apply.tensor.proof import DisprovedError, Experiment
-from meshwright.apply.tensor.region import Chain, Region, TensorLayout
+from meshwright.apply.tensor.region import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.roles import is_stream
 from meshwright.apply.tensor.trace import Trace
 from meshwright.describe.tree import tensors_in
