@@ -53,6 +53,7 @@ class Cutting:
             self._start(region, next((chain for chain in chains if _lies_in(region, chain.chain)), None))
         for chain in chains:
             self._start_chain(chain)
+        self._leave_torchs_fast_path()
 
     # -- tensors ------------------------------------------------------------------------------------------------
 
@@ -113,6 +114,14 @@ class Cutting:
         for index, name in enumerate(chain.chain.layers):
             layer = self.module.get_submodule(name)
             self._exchange(layer, layer_forward(layer, chain, is_first=index == 0, is_last=index == last))
+
+    def _leave_torchs_fast_path(self) -> None:
+        """Have torch's encoders call their modules in eval mode, too: one kernel for a whole layer takes the weights as whole."""
+        for child in self.module.modules():
+            if isinstance(child, nn.TransformerEncoderLayer):
+                self._change(child, "activation_relu_or_gelu", 0)
+            elif isinstance(child, nn.TransformerEncoder):
+                self._change(child, "use_nested_tensor", False)
 
     def _set_integer(self, owner: nn.Module, attribute: str, region: Region) -> None:
         full = getattr(owner, attribute)
