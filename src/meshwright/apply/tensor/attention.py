@@ -29,7 +29,7 @@ def attention_region(module: nn.MultiheadAttention) -> Region:
         cuts["in_proj_bias"] = Cut(dim=0, groups=(width,) * 3)
     if module.bias_k is not None:
         cuts |= {"bias_k": Cut(dim=2, groups=(width,)), "bias_v": Cut(dim=2, groups=(width,))}
-    return Region(scope="", num_units=module.num_heads, cuts=cuts, roles={"": "attention"}, drops=module.dropout > 0)
+    return Region(scope="", num_units=module.num_heads, cuts=cuts, roles={"": "attention"}, drops=True)
 
 
 def attention_forward(module: nn.Module, running: RunningRegion) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.describe.tree import map_tensors
+from meshwright.describe.tree import map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -62,26 +62,50 @@ def _copy_object(value: Any) -> Any:
         return value
 
 
-def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
+def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, trainable: bool = False) -> nn.Module:
     """Return a copy of a module whose parameters and buffers are `new_tensor`'s; tied ones stay tied.
 
     Args:
         module: Left as it is.
         new_tensor: Gives the tensor that stands for a parameter or buffer.
+        trainable: Whether every parameter that can have a gradient gets one, also those that are frozen now.
 
     Raises:
         Exception: Whatever an attribute raises that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(new_tensor(parameter), requires_grad=parameter.requires_grad)
+        can_be = trainable and (parameter.is_floating_point() or parameter.is_complex())
+        memo[id(parameter)] = nn.Parameter(new_tensor(parameter), requires_grad=parameter.requires_grad or can_be)
     for buffer in module.buffers():
         memo[id(buffer)] = new_tensor(buffer)
     for child in module.modules():
-        for value in vars(child).values():  # what a hook computes from parameters before each forward
-            if isinstance(value, Tensor) and not value.is_leaf:
+        # What a hook computes from parameters before each forward, and what a forward left: copies are made of leaves alone.
+        for value in tensors_in(list(vars(child).values())):
+            if not value.is_leaf:
                 memo[id(value)] = value.detach()
     return copy.deepcopy(module, memo)
+
+
+def repeat_call(tree: Any, size: int, times: int, *, along_samples: bool) -> Any:
+    """Return arguments with everything of this size repeated: samples along dim 0, or positions along any other dim.
+
+    Of [batch, sequence, width] it is dim 1 that holds the positions. Whether the module takes what comes out, it must show.
+    """
+
+    def repeat(tensor: Tensor) -> Tensor:
+        if along_samples:
+            dims = [0] if tensor.dim() and tensor.shape[0] == size else []
+        elif tensor.dim() == 3 and tensor.is_floating_point():
+            dims = [1] if tensor.shape[1] == size else []
+        else:
+            dims = [dim for dim, have in enumerate(tensor.shape) if have == size and (dim or tensor.dim() == 1)]
+        if not dims:
+            return tensor
+        repeats = [times if dim in dims else 1 for dim in range(tensor.dim())]
+        return tensor.detach().repeat(repeats).requires_grad_(tensor.requires_grad)
+
+    return map_call(tree, repeat)
 
 
 def map_call(tree: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -59,7 +59,7 @@ class Cutting:
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._full_shapes: dict[int, tuple[int, ...]] = {}  # by id: a tied tensor has several names
-        self._integers: dict[tuple[int, str], int] = {}  # (id of a module, attribute) -> of the whole model
+        self._attributes: dict[tuple[int, str], Any] = {}  # (id of a module, attribute) -> of the whole model
         own = layout.parts() if make_guard is not None or layout.chains else {}
         self._make_guard = make_guard
         # From before the cut: a proof is made on the whole module.
@@ -68,6 +68,7 @@ class Cutting:
         self._chains = chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
         for region in layout.regions:
             self._start(region, next((chain for chain in chains if _lies_in(region, chain.chain)), None))
+        self._leave_torchs_fast_path()
         self.parts = [self._part(name, part, templates.get(name)) for name, part in own.items()]
         for part in self.parts:
             part.install(self._change)
@@ -139,7 +140,7 @@ class Cutting:
         ]
         make, guard = self._make_guard, None
         if make is not None:
-            guard = make(name, module, template=template, layout=layout, group=self.group, integers=self._integers)
+            guard = make(name, module, template=template, layout=layout, group=self.group, attributes=self._attributes)
         return Part(
             name,
             module,
@@ -147,7 +148,7 @@ class Cutting:
             chain=chain,
             hands_on=chain is not None and chain.chain.layers[-1] != name,
             values=functools.partial(self._whole_values, name, layout),
-            integers=self._integers,
+            attributes=self._attributes,
             guard=guard,
         )
 
@@ -161,11 +162,22 @@ class Cutting:
         partial = [path for path in sorted(layout.partial) if find_tensor(module, path).is_floating_point()]
         return values | {path: share(find_tensor(module, path), self.group.size) for path in partial}
 
+    def _leave_torchs_fast_path(self) -> None:
+        """Have torch's encoders call their modules in eval mode, too: one kernel for a whole layer takes the weights as whole."""
+        for child in self.module.modules():
+            if isinstance(child, nn.TransformerEncoderLayer):
+                self._set_attribute(child, "activation_relu_or_gelu", 0)
+            elif isinstance(child, nn.TransformerEncoder):
+                self._set_attribute(child, "use_nested_tensor", False)
+
+    def _set_attribute(self, owner: nn.Module, attribute: str, value: Any) -> None:
+        self._attributes[id(owner), attribute] = getattr(owner, attribute)
+        self._change(owner, attribute, value)
+
     def _set_integer(self, owner: nn.Module, attribute: str, region: Region) -> None:
         full = getattr(owner, attribute)
-        self._integers[id(owner), attribute] = full
         local = region.local_integer(full, self.group.size, self.group.group_rank)
-        self._change(owner, attribute, full if local is None else local)
+        self._set_attribute(owner, attribute, full if local is None else local)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.tensor import signatures
-from meshwright.apply.tensor.proof import DisprovedError, Experiment
+from meshwright.apply.tensor.comparison import DisprovedError
+from meshwright.apply.tensor.proof import Experiment
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.trace import Call
@@ -35,7 +36,7 @@ class Guard:
         template: A copy from before the cut, whose parameters have no values.
         layout: Its regions, and its layer as a chain of one, with names that start at the module.
         group: The ranks that share it.
-        integers: (id of a module, attribute) -> the number of the whole model, where the shard has another.
+        attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Guard:
         template: nn.Module,
         layout: TensorLayout,
         group: Communicator,
-        integers: Mapping[tuple[int, str], int],
+        attributes: Mapping[tuple[int, str], Any],
     ) -> None:
         self.reasons: list[str] = []
         """Why calls ran whole; each once."""
@@ -57,7 +58,7 @@ class Guard:
         self._template = template
         self._layout = layout
         self._group = group
-        self._integers = integers
+        self._attributes = attributes
         self._proven = set(layout.proven.get("", ()))
         self._exact_sizes = "" not in layout.any_size
         self._verdicts: dict[str, dict[Any, bool]] = {}
@@ -74,13 +75,14 @@ class Guard:
 
     def _read_structure(self) -> None:
         for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
-            _take_over(live, twin, {key: full for (owner, key), full in self._integers.items() if owner == id(live)})
+            _take_over(live, twin, {key: full for (owner, key), full in self._attributes.items() if owner == id(live)})
         self._structure = signatures.digest(signatures.describe_structure(self._template))
         self._known = self._verdicts.setdefault(self._structure, {})
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
-        call = signatures.signature(args, kwargs, exact_sizes=self._exact_sizes)
+        gradients = torch.is_grad_enabled()
+        call = signatures.signature(args, kwargs, exact_sizes=self._exact_sizes, with_gradients=gradients)
         verdict = self._known.get(call)
         if verdict is None:
             is_proven = signatures.digest((self._structure, call)) in self._proven
@@ -139,14 +141,14 @@ def _for_proof(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.is_floating_point())
 
 
-def _take_over(live: nn.Module, twin: nn.Module, integers: Mapping[str, int]) -> None:
+def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) -> None:
     """Give a copy the attributes that the module has now, and hooks that were put on it."""
     own = vars(twin)
     for name, value in vars(live).items():
         is_tensor = isinstance(value, Tensor)
         if name in signatures.OWN or isinstance(value, nn.Module) or (is_tensor and isinstance(own.get(name), Tensor)):
             continue
-        own[name] = integers.get(name, value.detach().clone() if is_tensor else value)
+        own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
     for kind in signatures.HOOKS:
         getattr(twin, kind).clear()

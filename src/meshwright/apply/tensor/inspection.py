@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.finding import Finding
+from meshwright.apply.tensor.operations import DROPOUTS
 from meshwright.apply.tensor.slices import make_whole
-from meshwright.apply.tensor.trace import DROPOUTS
 from meshwright.describe.tree import map_tensors, tensors_in
 
 __all__: list[str] = []

@@ -228,7 +228,7 @@ class Options:
         return {
             name: Cut(dim=list(tensor.shape).index(region.num_units), groups=(region.num_units,))
             for name, tensor in tensors
-            if name not in region.cuts and tensor.numel() == region.num_units > 1
+            if name not in region.cuts and tensor.numel() == region.num_units > 1 and region.num_units in tensor.shape
         }
 
     def _is_product(self, name: str) -> bool:

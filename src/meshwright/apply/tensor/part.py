@@ -58,7 +58,7 @@ class Part:
         chain: The chain whose layer it is, or None.
         hands_on: Whether the next module of the chain takes the stream in slices.
         values: Gives the whole tensors, by name from the module on, with which it runs as on one device.
-        integers: (id of a module, attribute) -> the number of the whole model, where the shard has another.
+        attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
         guard: Says which calls are proven; None where it is being proven itself.
     """
 
@@ -71,7 +71,7 @@ class Part:
         chain: RunningChain | None,
         hands_on: bool,
         values: Callable[[], Mapping[str, Tensor]],
-        integers: Mapping[tuple[int, str], int],
+        attributes: Mapping[tuple[int, str], Any],
         guard: CallGuard | None,
     ) -> None:
         self.name = name
@@ -84,7 +84,7 @@ class Part:
         self._chain = chain
         self._hands_on = hands_on
         self._values = values
-        self._integers = integers
+        self._attributes = attributes
 
     def install(self, change: Callable[[nn.Module, str, Any], None]) -> None:
         """Put the part's forward around that of its module; `change` sets an attribute and can take it back."""
@@ -138,11 +138,11 @@ class Part:
     @contextlib.contextmanager
     def _as_whole(self) -> Iterator[None]:
         owners = {id(child): child for child in self.module.modules()}
-        integers = [(owners[owner], key, full) for (owner, key), full in self._integers.items() if owner in owners]
-        kept = [(owner, key, getattr(owner, key)) for owner, key, _ in integers]
+        own = [(owners[owner], key, full) for (owner, key), full in self._attributes.items() if owner in owners]
+        kept = [(owner, key, getattr(owner, key)) for owner, key, _ in own]
         before = [region.is_whole for region in self._regions]
         try:
-            for owner, key, full in integers:
+            for owner, key, full in own:
                 setattr(owner, key, full)
             for region in self._regions:
                 region.is_whole = True

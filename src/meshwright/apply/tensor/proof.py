@@ -17,26 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.tensor.comparison import (
+    DisprovedError,
+    add_up,
+    are_same,
+    check_equal,
+    check_left,
+    is_equal,
+    join,
+)
 from meshwright.apply.tensor.copies import copy_module, map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.effects import Before, Left
+from meshwright.apply.tensor.operations import DROPOUTS
 from meshwright.apply.tensor.region import Region, Result, TensorLayout
 from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.trace import DROPOUTS, Call
-from meshwright.checkpoint.layout import ShardLayout
+from meshwright.apply.tensor.trace import Call
 from meshwright.comm._torch_private import run_backward
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
-from meshwright.errors import MeshwrightError
-from meshwright.nn.shards import join_shards
 
 __all__: list[str] = []
-
-TOLERANCE = 1e-10
-"""Largest difference, relative to the tensor's largest entry, that float64 is given; a wrong cut is off by far more."""
-
-
-class DisprovedError(MeshwrightError):
-    """The shards do not give what the whole gives; the message says where they part."""
 
 
 class MisshapenError(DisprovedError):
@@ -132,6 +133,8 @@ class Outcome:
     outputs: list[Tensor]
     input_gradients: list[Tensor | None]
     gradients: dict[str, Tensor | None]
+    left: Left
+    """What it left behind beside them."""
     slices: dict[int, int] = dataclasses.field(default_factory=dict)
     """Outputs that are slices -> along which dim."""
 
@@ -143,24 +146,33 @@ class Experiment:
         scope: The module, as the user built it.
         call: What it was called with.
         num_parts: Ranks [count].
+        mode: Whether it trains, of all modules inside; None leaves each as it is.
     """
 
-    def __init__(self, scope: nn.Module, call: Call, num_parts: int) -> None:
+    def __init__(self, scope: nn.Module, call: Call, num_parts: int, *, mode: bool | None = None) -> None:
         self.num_parts = num_parts
+        self._mode = mode
         self._generator = torch.Generator().manual_seed(20260)
         values: dict[int, Tensor] = {}
         for parameter in scope.parameters():
             values[id(parameter)] = self._random(parameter)
         for buffer in scope.buffers():
-            values[id(buffer)] = _double(buffer.detach().cpu())
+            values[id(buffer)] = self._buffer(buffer)
         self._scope = scope
         self._values = values
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
+        self._of_attributes: dict[str, Tensor] = {}  # cotangents of what is left in attributes: a loss may add them
         self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero but for rounding (a bias of keys, before softmax) is not held to its own size.
         self._scale = 1e-3 * max([0.0, *(g.abs().max().item() for g in gradients if g is not None and g.numel())])
+        self.idle = {
+            name
+            for name, gradient in self.whole.gradients.items()
+            if gradient is None or is_equal(gradient, torch.zeros_like(gradient), self._scale)
+        }
+        """Parameters whose gradient is nothing but rounding here."""
 
     def _random(self, parameter: Tensor) -> Tensor:
         if not parameter.is_floating_point():
@@ -169,6 +181,14 @@ class Experiment:
         noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
         fan_in = max(1, parameter[0].numel()) if parameter.dim() > 1 else 1
         return noise * fan_in**-0.5 if parameter.dim() > 1 else 0.6 + 0.2 * noise
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        value = _double(buffer.detach().cpu())
+        if not value.is_floating_point() or value.numel() < 2 or value.min() != value.max():
+            return value
+        # A running mean of zeros and the like: one entry could stand for another.
+        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float64)
+        return value * (1.0 + 0.1 * noise) + 0.01 * noise
 
     def _input(self, tensor: Tensor) -> Tensor:
         plain = tensor.detach().cpu()
@@ -179,25 +199,39 @@ class Experiment:
         return noise.requires_grad_()
 
     def _fresh(self) -> tuple[nn.Module, Any]:
-        module = copy_module(self._scope, lambda tensor: self._values[id(tensor)].detach().clone())
+        # What is frozen now may be trained later.
+        module = copy_module(self._scope, lambda tensor: self._values[id(tensor)].detach().clone(), trainable=True)
+        if self._mode is not None:
+            module.train(self._mode)
         inputs = map_call(self._inputs, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
         return module, inputs
 
     def _run_whole(self) -> Outcome:
         module, inputs = self._fresh()
+        before = Before(module, inputs)
         with torch.enable_grad(), Exact():
-            outputs = module(*inputs[0], **inputs[1])
-            for tensor in tensors_in(outputs):
+            outputs = list(tensors_in(module(*inputs[0], **inputs[1])))
+            left = before.left()
+            for tensor in outputs:
                 self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
-            return self._backward(module, inputs, list(tensors_in(outputs)), self._cotangents)
+            for path, value in left.attributes.items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
+                    self._of_attributes[path] = noise
+            return self._backward(module, inputs, outputs, self._cotangents, left)
 
-    def _backward(self, module: nn.Module, inputs: Any, outputs: list[Tensor], cotangents: Sequence[Tensor]) -> Outcome:
-        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+    def _backward(
+        self, module: nn.Module, inputs: Any, outputs: list[Tensor], cotangents: Sequence[Tensor], left: Left
+    ) -> Outcome:
+        beside = [_attribute(left, path, cotangent) for path, cotangent in self._of_attributes.items()]
+        roots = zip([*outputs, *beside], [*cotangents, *self._of_attributes.values()], strict=True)
+        pairs = [pair for pair in roots if pair[0].requires_grad]
         run_backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         return Outcome(
             outputs=[tensor.detach() for tensor in outputs],
-            input_gradients=[tensor.grad for tensor in tensors_in(inputs)],
-            gradients={name: parameter.grad for name, parameter in module.named_parameters(remove_duplicate=False)},
+            input_gradients=[_dense(tensor.grad) for tensor in tensors_in(inputs)],
+            gradients={name: _dense(p.grad) for name, p in module.named_parameters(remove_duplicate=False)},
+            left=left,
         )
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
@@ -231,7 +265,9 @@ class Experiment:
     def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
+        before = Before(module, inputs)
         outputs = module(*inputs[0], **inputs[1])
+        left = before.left()
         tensors = list(tensors_in(outputs))
         local = [tensor.local if isinstance(tensor, Slices) else tensor for tensor in tensors]
         if len(local) != len(self._cotangents):
@@ -244,7 +280,7 @@ class Experiment:
             if cotangent.shape != own.shape:
                 raise MisshapenError(place, tuple(own.shape), tuple(cotangent.shape))
             cotangents.append(cotangent)
-        outcome = self._backward(module, inputs, local, cotangents)
+        outcome = self._backward(module, inputs, local, cotangents, left)
         outcome.slices = {i: tensor.cut_dim for i, tensor in enumerate(tensors) if isinstance(tensor, Slices)}
         return outcome, cutting
 
@@ -272,9 +308,10 @@ class Experiment:
         runs = self._run_shards(layout)
         outcomes = [outcome for outcome, _ in runs]
         self._check_outputs(outcomes)
+        check_left([outcome.left for outcome in outcomes], self.whole.left, runs[0][1])
         for index, whole in enumerate(self.whole.input_gradients):
             for outcome in outcomes:
-                _check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
+                check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
         return tuple(self._check_gradients(outcomes, runs[0][1]))
 
     def _with_slices(self, region: Region, error: MisshapenError) -> Region:
@@ -292,10 +329,10 @@ class Experiment:
         for index, whole in enumerate(self.whole.outputs):
             if index in slices:
                 joined = torch.cat([outcome.outputs[index] for outcome in outcomes], slices[index])
-                _check_equal(joined, whole, f"result {index}, put together")
+                check_equal(joined, whole, f"result {index}, put together")
                 continue
             for outcome in outcomes:
-                _check_equal(outcome.outputs[index], whole, f"result {index}")
+                check_equal(outcome.outputs[index], whole, f"result {index}")
 
     def _check_gradients(self, outcomes: list[Outcome], cutting: Cutting) -> list[str]:
         layouts = cutting.layouts
@@ -306,11 +343,11 @@ class Experiment:
         for name, whole in self.whole.gradients.items():
             own = [outcome.gradients[name] for outcome in outcomes]
             if name in tied:
-                _check_equal(_join(own, layouts[tied[name]]), whole, f"the gradient of {name}", self._scale)
-            elif not all(_is_equal(gradient, whole, self._scale) for gradient in own):
-                _check_equal(_sum(own), whole, f"the gradient of {name}, added up", self._scale)
+                check_equal(join(own, layouts[tied[name]]), whole, f"the gradient of {name}", self._scale)
+            elif not all(is_equal(gradient, whole, self._scale) for gradient in own):
+                check_equal(add_up(own), whole, f"the gradient of {name}, added up", self._scale)
                 partial.append(name)
-            elif not _are_same(own) and _is_equal(_sum(own), whole, self._scale):
+            elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
                 partial.append(name)  # zero but for rounding, which is each rank's own: copies would drift apart
         return partial
 
@@ -325,47 +362,14 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    there = [gradient for gradient in gradients if gradient is not None]
-    return torch.stack(there).sum(0) if there else None
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _are_same(gradients: Sequence[Tensor | None]) -> bool:
-    """Tell whether the ranks' gradients are equal to the bit."""
-    there = [gradient for gradient in gradients if gradient is not None]
-    return len(there) in (0, len(gradients)) and all(torch.equal(gradient, there[0]) for gradient in there)
-
-
-def _join(gradients: Sequence[Tensor | None], layouts: Sequence[ShardLayout]) -> Tensor | None:
-    if all(gradient is None for gradient in gradients):
-        return None
-    filled = [
-        torch.zeros(layout.local_shape, dtype=torch.float64) if gradient is None else gradient
-        for gradient, layout in zip(gradients, layouts, strict=True)
-    ]
-    return join_shards(filled, layouts)
-
-
-def _is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) -> bool:
-    if mine is None or whole is None:
-        return mine is whole or not bool((mine if whole is None else whole).any())  # pyright: ignore[reportOptionalMemberAccess]
-    if mine.shape != whole.shape or mine.dtype != whole.dtype:
-        return False
-    if not whole.numel():
-        return True
-    if not whole.is_floating_point():
-        return bool((mine == whole).all())
-    scale = whole.abs().max().item()
-    return bool((mine - whole).abs().max().item() <= TOLERANCE * max(scale, least))
-
-
-def _check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = 1e-30) -> None:
-    if _is_equal(mine, whole, least):
-        return
-    if mine is None or whole is None or mine.shape != whole.shape:
-        raise DisprovedError(f"{what} is {_shape(mine)} on shards, {_shape(whole)} of the whole")
-    raise DisprovedError(f"{what} differs by {(mine - whole).abs().max().item():.1e} of {whole.abs().max().item():.1e}")
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"of shape {list(tensor.shape)}"
+def _attribute(left: Left, path: str, cotangent: Tensor) -> Tensor:
+    """Return what is left in an attribute, which a loss may add."""
+    value = left.attributes.get(path)
+    if not isinstance(value, Tensor) or isinstance(value, Slices) or value.shape != cotangent.shape:
+        kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DisprovedError(f"'{path}' is left {kind} on shards, of shape {list(cotangent.shape)} of the whole")
+    return value

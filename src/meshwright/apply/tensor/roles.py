@@ -138,13 +138,16 @@ def _inner_forward(original: Forward, running: RunningRegion) -> Forward:
 
 def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
     first, last = running.region.units(running.group.size, running.group.group_rank)
+    is_torchs = getattr(original, "__qualname__", "") == "Embedding.forward"
 
     def forward(self: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         num = running.region.num_units
         if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num:
             raise IndexError(f"a token id is outside 0 .. {num - 1}: {int(ids.min())} .. {int(ids.max())}")
         strange = (ids < first) | (ids >= last)
-        local = (ids - first).masked_fill(strange, 0)
+        # Whatever else a look-up does, it does with the ids that it is given: strange ones must not be among them.
+        is_plain = self.max_norm is None and not (self.scale_grad_by_freq or self.sparse) if is_torchs else True
+        local = (ids - first).masked_fill(strange, 0) if is_plain else (ids - first)[~strange]
         padding: Any = self.padding_idx
         local_padding: Any = padding - first if isinstance(padding, int) and first <= padding < last else None
         self.padding_idx = local_padding
@@ -156,6 +159,8 @@ def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
                 vectors = weight.sum() + weight.new_zeros((*ids.shape, weight.shape[-1]))
         finally:
             self.padding_idx = padding
+        if not is_plain and last > first:
+            vectors = vectors.new_zeros((*ids.shape, vectors.shape[-1])).index_put((~strange,), vectors)
         return reduce_from_group(vectors.masked_fill(strange.unsqueeze(-1), 0.0), running.group)
 
     return forward

@@ -41,7 +41,11 @@ class Drawing:
         seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._state = (torch.get_rng_state(), cuda)
-        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63)
+        own = (seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63
+        torch.default_generator.manual_seed(own)  # torch.manual_seed takes 100 us: it looks for every kind of device
+        if cuda is not None:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(own)
 
     def together(self, device: torch.device) -> None:
         """From here all ranks draw the same again."""

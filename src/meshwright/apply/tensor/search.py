@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.apply.tensor.attention import attention_region
+from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.copies import copy_module
+from meshwright.apply.tensor.mirror import Mirror
 from meshwright.apply.tensor.options import Options, candidates
-from meshwright.apply.tensor.proof import DisprovedError, Experiment
 from meshwright.apply.tensor.proposals import Names, Pair, feeds_only_the_output, pair_of
+from meshwright.apply.tensor.proving import Proving
 from meshwright.apply.tensor.region import Chain, Cut, Region, Role, TensorLayout
 from meshwright.apply.tensor.sequences import find_chains
+from meshwright.apply.tensor.signatures import describe_structure, digest, proven_digests
 from meshwright.apply.tensor.trace import Product, Trace
-from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
-
-MAX_TRIALS = 120
-"""Proofs of one region before it is given up [count]."""
-
-MAX_SECONDS = 180.0
-"""What is not proven by then stays whole: the other ranks wait meanwhile, for 300 s by default [s]."""
 
 SMALL_SHARE = 0.01
 """A layer that stands alone is cut only where it holds at least this share of the parameters: to cut it costs an exchange."""
@@ -46,39 +40,78 @@ class Search:
         self, module: nn.Module, num_parts: int, run: Callable[[nn.Module], Any], wanted: dict[str, str] | None = None
     ) -> None:
         self.num_parts = num_parts
-        self._deadline = time.monotonic() + MAX_SECONDS
         self._wanted = wanted or {}
         self._reasons: dict[int, str] = {}
         self._regions: list[Region] = []
         self._taken: set[int] = set()
-        self._found: dict[str, tuple[str, Region] | str] = {}  # what was found for a region of this shape before
+        try:
+            self._follow(module, run, trainable=True)
+        except Exception:  # noqa: BLE001 - code that writes into frozen parameters; the user's own errors come again
+            self._follow(module, run, trainable=False)
+
+    def _follow(self, module: nn.Module, run: Callable[[nn.Module], Any], *, trainable: bool) -> None:
+        """Run a copy of the model and watch it, in training mode and with every parameter trainable: both may come later."""
         # Tensors that forward writes into are buffers, which the copy has of its own. Parameters share their memory, and are
         # other objects: autograd remembers a parameter's shape for as long as a graph that used it lives.
         self._model = copy_module(
-            module, lambda tensor: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone()
+            module,
+            lambda tensor: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone(),
+            trainable=trainable,
         )
+        if not self._model.training:
+            self._model.train()
         self._names = Names.read(self._model)
-        self._trace = Trace(self._model)
-        with torch.random.fork_rng(enabled=True), torch.enable_grad(), self._trace:
+        theirs = [*module.parameters(), *module.buffers()]
+        own = [*self._model.parameters(), *self._model.buffers()]
+        originals = {id(one): id(other) for one, other in zip(theirs, own, strict=True)}
+        self._trace = Trace(self._model, originals)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), Mirror(module, self._model), self._trace:
             self._trace.finish(run(self._model))
         self._trace.stop()
+        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_parts)
 
     def layout(self, *, on_slices: bool = True) -> TensorLayout:
         """Return what can be cut, and why the rest is not; `on_slices` lets layers run on slices of the sequence."""
         for key in self._by_wish("whole"):
             self._taken.add(key)
             self._reasons[key] = "the plan says so"
+        self._leave_what_the_loss_reads()
         self._attention()
         self._vocabularies()
         self._pairs()
         self._lone_layers()
         chains: tuple[Chain, ...] = ()
-        if on_slices and time.monotonic() < self._deadline:
+        if on_slices:
             chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
-        return TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+        layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+        return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
+
+    def _proven_calls(self, name: str) -> tuple[str, ...]:
+        """Return digests of the structures and calls of a module under which what is cut in it was proven (`conditions.py`)."""
+        module = self._model.get_submodule(name)
+        flags = [child.training for child in module.modules()]
+        found: dict[str, None] = {}
+        for mode in (None, True, False):
+            if mode is not None:
+                module.train(mode)
+            structure = digest(describe_structure(module))
+            for call in self._trace.distinct.get(name, {}).values():
+                found |= dict.fromkeys(proven_digests(structure, call.args, call.kwargs))
+        for child, flag in zip(module.modules(), flags, strict=True):
+            child.training = flag
+        return tuple(found)
 
     def _by_wish(self, wish: str) -> list[int]:
         return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]
+
+    def _leave_what_the_loss_reads(self) -> None:
+        """Keep whole what code outside of the model's own forward uses: of a shard it would compute something else."""
+        for key, uses in self._trace.uses.items():
+            if () in uses and key in self._names.of:
+                self._taken.add(key)
+                self._reasons.setdefault(
+                    key, f"code outside the model's forward reads it ({', '.join(sorted(uses[()]))})"
+                )
 
     # -- kinds of regions ---------------------------------------------------------------------------------------
 
@@ -99,8 +132,16 @@ class Search:
             calls = [*looked_up, *self._trace.products.get(key, ())]
             if self._trace.other_uses.get(key) or not all(self._names.is_layer(call, self._trace) for call in calls):
                 self._reasons[key] = "it is used outside its own module's forward"
-                continue
-            self._cut_vocabulary(key, calls)
+            elif key in self._trace.counting and not all(self._is_embedding(name) for name in self._lookers(looked_up)):
+                self._reasons[key] = "its look-ups shorten vectors (max_norm) or count ids (scale_grad_by_freq)"
+            else:
+                self._cut_vocabulary(key, calls)
+
+    def _lookers(self, calls: list[Product]) -> set[str]:
+        return {self._names.owner(call) for call in calls}
+
+    def _is_embedding(self, name: str) -> bool:
+        return isinstance(self._model.get_submodule(name), nn.Embedding)
 
     def _is_side(self, call: Product) -> bool:
         """Tell whether an embedding is looked up inside a pair's scope: one value for each head, which the pair takes along."""
@@ -125,15 +166,31 @@ class Search:
         for other in self._trace.met.get(key, ()):  # a head's bias
             if tuple(self._names.parameters[other].shape) == (num_tokens,):
                 cuts |= dict.fromkeys(self._names.of[other], Cut(dim=0, groups=(num_tokens,)))
-        region = Region(scope="", num_units=num_tokens, cuts=cuts, roles=roles)
         try:
-            for name, role in roles.items():
-                own = {path: cut for path, cut in cuts.items() if path.rpartition(".")[0] == name}
-                self._prove(name, region.replace(scope=name, cuts=own, roles={name: role}))
+            roles |= self._roles_of_idle(cuts, roles)
+            region = Region(scope="", num_units=num_tokens, cuts=cuts, roles=roles)
+            self._proving.prove_each(region)
         except DisprovedError as error:
             self._reasons[key] = error.message
             return
         self._accept(region, self._keys(region))
+
+    def _roles_of_idle(self, cuts: dict[str, Cut], roles: dict[str, Role]) -> dict[str, Role]:
+        """Return roles of modules that hold what is cut, and that the first batch did not call: torch's own need no proof.
+
+        Raises:
+            DisprovedError: It is another module, and what it would do with a shard is not known.
+        """
+        known = {id(self._model.get_submodule(name)) for name in roles}
+        found: dict[str, Role] = {}
+        for name in dict.fromkeys(path.rpartition(".")[0] for path in cuts):
+            module = self._model.get_submodule(name)
+            if id(module) in known:
+                continue
+            if type(module) not in (nn.Embedding, nn.Linear):
+                raise DisprovedError(f"'{name}' holds it, too, and was not called with the first batch")
+            found[name] = "vocabulary" if type(module) is nn.Embedding else "gathered"
+        return found
 
     def _head_role(self, call: Product) -> Role:
         in_slices = feeds_only_the_output(call.key, self._trace) and call.key in self._trace.into_cross_entropy
@@ -190,15 +247,17 @@ class Search:
                 if tuple(self._names.parameters[other].shape) == (width,):
                     mine = [n for n in self._names.of[other] if n.rpartition(".")[0] == self._names.owner(call)]
                     cuts |= dict.fromkeys(self._names.of[other] if mine else [], Cut(dim=0, groups=(width,)))
-            role = self._head_role(call)
-            owners = {name.rpartition(".")[0] for name in self._names.of[key]}
-            region = Region(
-                scope=self._names.owner(call), num_units=width, cuts=cuts, roles=dict.fromkeys(owners, role)
-            )
-            own = {n: c for n, c in cuts.items() if n.rpartition(".")[0] == region.scope}
-            self._try(
-                region.scope, [region.replace(cuts=own, roles={region.scope: role})], {key}, "layer", accept=region
-            )
+            roles: dict[str, Role] = {self._names.owner(one): self._head_role(one) for one in calls}
+            try:
+                roles |= self._roles_of_idle(cuts, roles)
+            except DisprovedError as error:
+                self._reasons[key] = error.message
+                continue
+            scope = self._names.owner(call)
+            region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
+            own = {n: c for n, c in cuts.items() if n.rpartition(".")[0] == scope}
+            alone = region.replace(cuts=own, roles={scope: roles[scope]})
+            self._try(scope, [alone], {key}, "layer", accept=region)
 
     # -- proving ------------------------------------------------------------------------------------------------
 
@@ -212,105 +271,20 @@ class Search:
         may_retry: int | None = None,
         accept: Region | None = None,
     ) -> None:
-        shape = json.dumps([kind, self._shape_of(scope, keys)])
-        known = self._found.get(shape)
-        error = ""
-        if isinstance(known, tuple):
-            region = known[1].below(known[0]).above(scope)
-            if self._fits(region) and self._is_apart(region):
-                self._accept(accept or region, self._keys(accept or region))
-                return
-        elif known is not None:
-            error = known
-        else:
-            proven, error = self._first_proven(scope, tries)
-            if proven is not None:
-                self._found[shape] = (scope, proven)
-                final = accept or proven
-                self._accept(final, self._keys(final))
-                return
-            self._found[shape] = error
+        proven, error = self._proving.find(scope, tries, keys, kind, accept)
+        if proven is not None:
+            final = accept or proven
+            self._accept(final, self._keys(final))
+            return
         for key in keys:
             if key != may_retry:
                 self._taken.add(key)
             self._reasons[key] = error
 
-    def _first_proven(self, scope: str, tries: Iterable[Region]) -> tuple[Region | None, str]:
-        """Return the first region that is proven, or the reason that is told: why the likeliest one was not."""
-        first, reason = "", ""
-        source = iter(tries)
-        for count in range(MAX_TRIALS):
-            if time.monotonic() > self._deadline:
-                return None, f"the search had taken its {MAX_SECONDS:.0f} s before this was proven"
-            try:
-                # A generator learns why its last one failed.
-                region = source.send(reason) if count and isinstance(source, Generator) else next(source)
-            except StopIteration:
-                break
-            try:
-                proven = self._prove(scope, region)
-            except DisprovedError as disproved:
-                reason = disproved.message
-            else:
-                if self._is_apart(proven):
-                    return proven, ""
-                reason = "it holds something that is cut by itself"
-            first = first or reason
-        return None, first or "it offers nothing that could be cut"
-
-    def _prove(self, scope: str, region: Region) -> Region:
-        experiment = self._experiment(scope)
-        return experiment.prove(region.below(scope)).above(scope)
-
-    def _experiment(self, scope: str) -> Experiment:
-        if self._last is None or self._last[0] != scope:
-            try:
-                experiment = Experiment(self._model.get_submodule(scope), self._trace.calls[scope], self.num_parts)
-            except Exception as error:  # whatever the user's code raises when it is run by itself
-                raise DisprovedError(f"'{scope}' cannot be run by itself: {type(error).__name__}: {error}") from error
-            self._last = (scope, experiment)
-        return self._last[1]
-
-    _last: tuple[str, Experiment] | None = None
-
-    def _shape_of(self, scope: str, keys: set[int]) -> Any:
-        """Return what two regions share where one's proof holds for the other: classes, shapes, settings, place in the scope."""
-        prefix = len(scope) + 1 if scope else 0
-        rows = []
-        for name, child in self._model.get_submodule(scope).named_modules():
-            settings = {
-                key: value
-                for key, value in vars(child).items()
-                if type(value) in (int, bool, str) and key not in ("training", "layer_idx", "layer_id")
-            }
-            shapes = {key: list(value.shape) for key, value in child._parameters.items() if value is not None}
-            rows.append([name, type(child).__qualname__, settings, shapes])
-        own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
-        call = self._trace.calls[scope]
-        return [rows, own, _shapes((call.args, call.kwargs))]
-
-    def _fits(self, region: Region) -> bool:
-        names = {name for names in self._names.of.values() for name in names}
-        buffers = {name for name, _ in self._model.named_buffers()}
-        return all(name in names or name in buffers for name in region.cuts)
-
-    def _is_apart(self, region: Region) -> bool:
-        """Tell whether nothing is cut yet that the proof of a region took as whole, with other gradients on each rank."""
-        cut = {name for other in self._regions for name in other.cuts}
-        return not cut & self._held(region)
-
-    def _held(self, region: Region) -> set[str]:
-        """Return the parameters that are whole inside a region, of which each rank has a term of the gradient."""
-        inside = f"{region.scope}." if region.scope else ""
-        held = set(region.partial)
-        if region.roles.get(region.scope) == "sum":
-            held |= {name for names in self._names.of.values() for name in names if name.startswith(inside)}
-        return held - set(region.cuts)
-
     def _accept(self, region: Region, keys: set[int]) -> None:
         self._regions.append(region)
         self._taken |= keys
-        held = self._held(region)
+        held = self._proving.held(region)
         for key, names in self._names.of.items():
             if not held.isdisjoint(names):
                 self._taken.add(key)
@@ -347,7 +321,3 @@ class Search:
             return "a vector outside what is cut"
         uses = self._trace.other_uses.get(key)
         return f"it is used by {', '.join(sorted(uses))}, which mixes its entries" if uses else "it was not used"
-
-
-def _shapes(tree: Any) -> Any:
-    return [[list(tensor.shape), tensor.requires_grad, str(tensor.dtype)] for tensor in tensors_in(tree)]

@@ -12,10 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.proof import DisprovedError, Experiment
+from meshwright.apply.tensor.comparison import DisprovedError
+from meshwright.apply.tensor.conditions import Conditions
+from meshwright.apply.tensor.copies import repeat_call
+from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.region import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.roles import is_stream
-from meshwright.apply.tensor.trace import Trace
+from meshwright.apply.tensor.trace import Call, Trace
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
@@ -96,44 +99,98 @@ def _try_run(
     for layer in layers:
         inside = _inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
+        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), num_parts)
         whole = _whole_inputs(layer, inside, trace)
-        known = ways.get(shape)
-        try:
-            experiment = Experiment(model.get_submodule(layer), trace.calls[layer], num_parts)
-        except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
-            return None, {}
-        tried = [known] if known is not None else _ways(layer, inside, trace)
-        for way in itertools.islice(tried, MAX_TRIALS):
-            chain = Chain(layers=("",), whole_inputs=tuple(_below(layer, name) for name in whole))
-            try:
-                own = experiment.check(TensorLayout(regions=way, chains=(chain,)))
-            except DisprovedError:
-                continue
-            ways[shape] = way
-            along_batch = _check_batch(experiment, way, chain) if 0 in dims else None
-            if along_batch is None:
-                dims = (1,)
-            own = tuple(dict.fromkeys((*own, *(along_batch or ()))))
-            for region, new in zip(inside, way, strict=True):
-                changed[id(region)] = region.replace(
-                    entry=None if new.entry is None else new.above(layer).entry, entered=new.entered
-                )
-            partial += [f"{layer}.{name}" for name in own]
-            whole_inputs += whole
-            break
+        own_whole = tuple(_below(layer, name) for name in whole)
+        for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
+            dims_here, own = trial.check(way, own_whole, dims)
+            if dims_here and not _used_elsewhere(layer, own, model, trace):
+                break
         else:
             return None, {}
+        ways[shape], dims = way, dims_here
+        for region, new in zip(inside, way, strict=True):
+            changed[id(region)] = region.replace(
+                entry=None if new.entry is None else new.above(layer).entry, entered=new.entered
+            )
+        partial += [f"{layer}.{name}" for name in own]
+        whole_inputs += whole
     drops = any(layer in trace.drawing for layer in layers)
     made = Chain(layers=tuple(layers), partial=tuple(partial), whole_inputs=tuple(whole_inputs), drops=drops, dims=dims)
     return made, changed
 
 
-def _check_batch(experiment: Experiment, way: tuple[Region, ...], chain: Chain) -> tuple[str, ...] | None:
-    """Return the parameters with partial gradients where slices lie along the batch; None where that is not right."""
-    try:
-        return experiment.check(TensorLayout(regions=way, chains=(chain.replace(dims=(0,)),)))
-    except DisprovedError:
-        return None
+def _known_first(known: tuple[Region, ...] | None, ways: Iterator[tuple[Region, ...]]) -> Iterator[tuple[Region, ...]]:
+    """Yield the way of another layer that looks alike first; it is proven for this one, too."""
+    if known is not None:
+        yield known
+    yield from (way for way in itertools.islice(ways, MAX_TRIALS) if way != known)
+
+
+def _used_elsewhere(layer: str, partial: Sequence[str], model: nn.Module, trace: Trace) -> bool:
+    """Tell whether a parameter whose gradients have to be added up has uses outside, whose gradients every rank has whole."""
+    found = (trace.uses.get(id(find_tensor(model, f"{layer}.{name}")), {}) for name in partial)
+    return any(layer not in path for uses in found for path in uses)
+
+
+class _LayerTrial:
+    """A layer, ready to be run on slices.
+
+    Every slice is to have two positions, or two samples, at least: one that holds everything proves that a layer which mixes
+    them is right, too. Where the first batch was smaller, what the layer was called with is repeated.
+
+    Args:
+        layer: The module.
+        call: What it was called with.
+        stream: The tensor among it that is to lie in slices.
+        num_parts: Ranks [count].
+    """
+
+    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, num_parts: int) -> None:
+        self._layer = layer
+        self._call = call
+        self._stream = stream
+        self._num_parts = num_parts
+        self._made: dict[int, Conditions | None] = {}
+
+    def check(
+        self, way: tuple[Region, ...], whole_inputs: tuple[str, ...], dims: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be added up)."""
+        right: list[int] = []
+        partial: dict[str, None] = {}
+        for dim in reversed(dims):  # the sequence first: what is wrong is found there
+            chain = Chain(layers=("",), whole_inputs=whole_inputs, dims=(dim,))
+            conditions = self._conditions(dim)
+            if conditions is None:
+                continue
+            try:
+                own = conditions.check(TensorLayout(regions=way, chains=(chain,)))
+            except DisprovedError:
+                if dim == 1:
+                    break
+                continue
+            right.append(dim)
+            partial |= dict.fromkeys(own)
+        return tuple(sorted(right)), tuple(partial)
+
+    def _conditions(self, dim: int) -> Conditions | None:
+        """Return what has to hold for slices along a dim; None where that cannot be tried."""
+        if dim not in self._made:
+            try:
+                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_parts)
+            except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
+                self._made[dim] = None
+        return self._made[dim]
+
+    def _calls(self, dim: int) -> list[Call]:
+        have = 0 if self._stream is None else self._stream.shape[dim]
+        least = 2 * self._num_parts
+        if not 0 < have < least:
+            return [self._call]
+        times = -(-least // have)
+        args, kwargs = repeat_call((self._call.args, self._call.kwargs), have, times, along_samples=dim == 0)
+        return [Call(args=args, kwargs=kwargs), self._call]
 
 
 def _below(layer: str, name: str) -> str:

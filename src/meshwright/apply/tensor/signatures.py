@@ -12,9 +12,10 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -164,40 +165,48 @@ class Snapshot:
 # -- the signature of a call --------------------------------------------------------------------------------------
 
 
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any], *, exact_sizes: bool) -> tuple[Any, ...]:
+def signature(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, exact_sizes: bool, with_gradients: bool
+) -> tuple[Any, ...]:
     """Return what decides the code that a call runs: nesting, dtypes, sizes, and every argument that is no tensor.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
         exact_sizes: Whether sizes count as they are; else only which are 0 or 1, and which are equal.
+        with_gradients: Whether it counts which tensors require a gradient. What was proven with gradients holds without them.
     """
-    size_of: Callable[[int], Any] = (lambda size: size) if exact_sizes else _Sizes().place_of
-    return (
-        tuple(_describe_argument(value, size_of) for value in args),
-        tuple((name, _describe_argument(value, size_of)) for name, value in kwargs.items()),
-    )
+    describe = _Describer(exact_sizes=exact_sizes, with_gradients=with_gradients).describe
+    return tuple(map(describe, args)), tuple((name, describe(value)) for name, value in kwargs.items())
 
 
-class _Sizes:
-    """Numbers sizes in the order in which they are met."""
+def proven_digests(structure: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return digests of what is proven with a call: itself, and the same without gradients, in both ways to count sizes."""
+    ways = itertools.product((True, False), (True, False))
+    calls = [signature(args, kwargs, exact_sizes=exact, with_gradients=gradients) for exact, gradients in ways]
+    return [digest((structure, call)) for call in calls]
 
-    def __init__(self) -> None:
-        self._places: dict[int, str] = {}
 
-    def place_of(self, size: int) -> Any:
+class _Describer:
+    """Describes the arguments of one call."""
+
+    def __init__(self, *, exact_sizes: bool, with_gradients: bool) -> None:
+        self._exact_sizes = exact_sizes
+        self._with_gradients = with_gradients
+        self._places: dict[int, str] = {}  # sizes, in the order in which they are met
+
+    def describe(self, value: Any, depth: int = _DEPTH) -> Any:
+        if isinstance(value, Tensor):
+            shape = tuple(value.shape) if self._exact_sizes else tuple(map(self._place_of, value.shape))
+            return str(value.dtype), shape, self._with_gradients and value.requires_grad
+        if isinstance(value, enum.Enum):
+            return type(value).__qualname__, value.name
+        if isinstance(value, _PLAIN):
+            return type(value).__name__, value
+        if isinstance(value, (nn.Module, type)) or callable(value) or depth == 0:
+            return describe_value(value, depth=0)
+        items = tuple((str(key), self.describe(item, depth - 1)) for key, item in _items(value))
+        return type(value).__qualname__, items
+
+    def _place_of(self, size: int) -> Any:
         return size if size < 2 else self._places.setdefault(size, f"s{len(self._places)}")
-
-
-def _describe_argument(value: Any, size_of: Callable[[int], Any], depth: int = _DEPTH) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.requires_grad, tuple(map(size_of, value.shape))
-    if isinstance(value, enum.Enum):
-        return type(value).__qualname__, value.name
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, value
-    if isinstance(value, (nn.Module, type)) or callable(value) or depth == 0:
-        return describe_value(value, depth=0)
-    return type(value).__qualname__, tuple(
-        (str(key), _describe_argument(item, size_of, depth - 1)) for key, item in _items(value)
-    )

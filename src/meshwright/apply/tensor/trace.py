@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -20,76 +20,41 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.tensor.copies import copy_call
-from meshwright.comm._torch_private import LINEAR, TURNS, without_function_modes
+from meshwright.apply.tensor.operations import (
+    CONVOLUTIONS,
+    ELEMENTWISE,
+    ITEMS,
+    SAME,
+    SPLITS,
+    SWAPS,
+    counts_ids,
+    draws,
+    is_number,
+    operands,
+)
+from meshwright.apply.tensor.signature import signature_of
+from meshwright.comm._torch_private import TURNS, without_function_modes
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
 
-_CONVOLUTIONS: Final = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
-_TRANSPOSED_CONVOLUTIONS: Final = {
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    torch.conv_transpose1d,
-    torch.conv_transpose2d,
-    torch.conv_transpose3d,
-}
-_LINEAR: Final = {F.linear, LINEAR}
-_EMBEDDINGS: Final = {F.embedding, torch.embedding}
-DROPOUTS: Final = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.dropout_,
-    torch.feature_dropout,
-    torch.alpha_dropout,
-}
-_SPLITS: Final = {torch.split, torch.Tensor.split, torch.split_with_sizes, torch.Tensor.split_with_sizes}
-_MATMULS: Final = {
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.Tensor.matmul,
-    torch.Tensor.mm,
-    torch.Tensor.bmm,
-    torch.Tensor.__matmul__,
-}
-_SWAPS: Final = {torch.transpose, torch.Tensor.transpose, torch.Tensor.swapaxes, torch.swapaxes}
-_SAME: Final = {
-    torch.Tensor.to,
-    torch.Tensor.float,
-    torch.Tensor.double,
-    torch.Tensor.bfloat16,
-    torch.Tensor.half,
-    torch.Tensor.type,
-    torch.Tensor.type_as,
-    torch.Tensor.contiguous,
-    torch.Tensor.clone,
-}
-_ITEMS: Final = {torch.Tensor.__getitem__, torch.Tensor.select, torch.select}
-
-_ELEMENTWISE: Final = {
-    "add",
-    "radd",
-    "iadd",
-    "mul",
-    "rmul",
-    "imul",
-    "sub",
-    "rsub",
-    "div",
-    "truediv",
-    "where",
-    "expand",
-    "cat",
-}
-
 OUTPUT: Final = -1
 """The successor that stands for what the model returns."""
+
+MAX_CALLS: Final = 8
+"""Calls of one module that differ in more than numbers, and are kept [count]."""
+
+_NUMBERS: Final = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__float__,
+    torch.Tensor.__int__,
+    torch.Tensor.__bool__,
+    torch.equal,
+    torch.Tensor.equal,
+}
+"""What reads a tensor's numbers and gives no tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +84,7 @@ class Product:
 
 @dataclasses.dataclass(kw_only=True)
 class Call:
-    """The first call of a module."""
+    """A call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -132,9 +97,11 @@ class Trace(TorchFunctionMode):
 
     Args:
         module: The model, or a copy of it that shares its parameters.
+        originals: Where it is a copy: id of a parameter or buffer of the model -> id of the copy's. A loss that reads the model
+            reads these.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, originals: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self.products: dict[int, list[Product]] = {}
         """By key, in the order of the calls."""
@@ -150,12 +117,19 @@ class Trace(TorchFunctionMode):
         self.slices: dict[int, dict[int, set[int]]] = {}
         """For a product: size of the last dim of a tensor that comes from it -> the bounds of slices of it."""
         self.drops: set[int] = set()
-        """Products whose results met a dropout that draws."""
+        """Products whose results met a dropout, whether it drew or not."""
         self.drawing: set[str] = set()
-        """Names of the modules in which a dropout drew."""
+        """Names of the modules in which a dropout was."""
+        self.counting: set[int] = set()
+        """Embeddings that do more than look up: they shorten the vectors that are found, or count how often."""
+        self.uses: dict[int, dict[tuple[str, ...], set[str]]] = {}
+        """Of a parameter or buffer: names of the modules that were running -> the functions that used it there."""
         self.into_cross_entropy: set[int] = set()
         """Products whose results a cross-entropy took."""
         self.calls: dict[str, Call] = {}
+        """The first of each module."""
+        self.distinct: dict[str, dict[Any, Call]] = {}
+        """By module and signature, the first of each; at most one more than MAX_CALLS."""
         self.num_calls: collections.Counter[str] = collections.Counter()
         self._parameters = {id(parameter): parameter for parameter in module.parameters()}
         self._sources: dict[int, frozenset[int]] = {}
@@ -167,15 +141,21 @@ class Trace(TorchFunctionMode):
             self._watch(name, child)
         for parameter in self._parameters.values():
             self._dims[id(parameter)] = (id(parameter), list(range(parameter.dim())))
+        own = [*self._parameters, *(id(buffer) for buffer in module.buffers())]
+        self._watched = {**dict(zip(own, own, strict=True)), **(originals or {})}
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._path.append(name)
             self.num_calls[name] += 1
-            if name not in self.calls:
+            with without_function_modes():
+                signature = signature_of((args, kwargs))
+            known = self.distinct.setdefault(name, {})
+            if signature not in known and len(known) <= MAX_CALLS:
                 self._alive.append((args, kwargs))
                 with without_function_modes():
-                    self.calls[name] = Call(args=copy_call(args), kwargs=copy_call(kwargs))
+                    known[signature] = Call(args=copy_call(args), kwargs=copy_call(kwargs))
+                self.calls.setdefault(name, known[signature])
 
         def leave(_: nn.Module, __: Any, outputs: Any) -> None:
             self._path.pop()
@@ -197,6 +177,7 @@ class Trace(TorchFunctionMode):
         for tensor in tensors_in(outputs):
             for source in self._sources.get(id(tensor), ()):
                 self.successors.setdefault(source, set()).add(OUTPUT)
+            self._note_uses([tensor], "what the model returns")
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -204,12 +185,22 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = list(_tensors(result))
+        if outputs or func in _NUMBERS:
+            self._note_uses([*_tensors(args), *_tensors(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))
             self._note(func, args, kwargs, outputs)
         return result
 
     # -- one call -----------------------------------------------------------------------------------------------
+
+    def _note_uses(self, inputs: list[Tensor], function: str) -> None:
+        for tensor in inputs:
+            key = self._watched.get(id(tensor))
+            if key is None and id(tensor) in self._dims:
+                key = self._dims[id(tensor)][0]
+            if key is not None:
+                self.uses.setdefault(key, {}).setdefault(tuple(self._path), set()).add(function)
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         inputs = [*_tensors(args), *_tensors(kwargs)]
@@ -247,7 +238,7 @@ class Trace(TorchFunctionMode):
             self._sources[id(inputs[0])] = sources
 
     def _note_details(self, func: Callable[..., Any], args: Any, kwargs: Any, sources: frozenset[int]) -> None:
-        if func in _SPLITS and len(args) > 1 and isinstance(args[1], (list, tuple)):
+        if func in SPLITS and len(args) > 1 and isinstance(args[1], (list, tuple)):
             for source in sources:
                 self.splits.setdefault(source, set()).add(tuple(args[1]))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][-1], slice):
@@ -255,18 +246,21 @@ class Trace(TorchFunctionMode):
             bounds = {bound for bound in args[1][-1].indices(size)[:2] if 0 < bound < size}
             for source in sources if len(args[1]) in (args[0].dim(), 2) else ():
                 self.slices.setdefault(source, {}).setdefault(size, set()).update(bounds)
-        if _draws(func, args, kwargs):
+        if draws(func, args, kwargs):
             self.drops.update(sources)
             self.drawing.update(self._path)
+        if counts_ids(func, args, kwargs):
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            self.counting.update({self._dims[id(weight)][0]} if id(weight) in self._dims else ())
         if func is F.cross_entropy:
             self.into_cross_entropy.update(sources)
 
     def _mixes(self, func: Callable[..., Any], owner: int) -> bool:
         """Tell whether a use that is no product may still mix the entries of a dim."""
         shape = self._parameters[owner].shape
-        if func in _CONVOLUTIONS:  # one in groups: each output has its own inputs
+        if func in CONVOLUTIONS:  # one in groups: each output has its own inputs
             return False
-        return sum(size > 1 for size in shape) > 1 and getattr(func, "__name__", "").strip("_") not in _ELEMENTWISE
+        return sum(size > 1 for size in shape) > 1 and getattr(func, "__name__", "").strip("_") not in ELEMENTWISE
 
     def _note_derived(self, func: Callable[..., Any], args: Any, outputs: list[Tensor]) -> bool:
         """Follow a parameter through what only turns it or takes a part of it; tell whether that is what happened."""
@@ -276,15 +270,15 @@ class Trace(TorchFunctionMode):
         owner, dims = self._dims[id(first)]
         if func in TURNS and first.dim() >= 2:
             dims = [*dims[:-2], dims[-1], dims[-2]]
-        elif func in _SWAPS and len(args) == 3:
+        elif func in SWAPS and len(args) == 3:
             dims = list(dims)
             dims[args[1]], dims[args[2]] = dims[args[2]], dims[args[1]]
-        elif func in _ITEMS and outputs[0].dim() == first.dim() - 1:
+        elif func in ITEMS and outputs[0].dim() == first.dim() - 1:
             index = args[1]
-            if not (func is torch.Tensor.__getitem__ and _is_number(index)) and index != 0:
+            if not (func is torch.Tensor.__getitem__ and is_number(index)) and index != 0:
                 return False
             dims = dims[1:]
-        elif func not in _SAME:
+        elif func not in SAME:
             return False
         if outputs[0].dim() != len(dims):
             return False
@@ -292,7 +286,7 @@ class Trace(TorchFunctionMode):
         return True
 
     def _as_product(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Product | None:
-        found = _operands(func, args, kwargs)
+        found = operands(func, args, kwargs)
         if found is None:
             return None
         kind, data, weight, out_place, in_place = found
@@ -311,64 +305,6 @@ class Trace(TorchFunctionMode):
             sources=self._sources.get(id(data), frozenset()),
             data=id(data),
         )
-
-
-def _operands(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any, Any, int, int] | None:
-    """Return (kind, data, weight, the weight's dim of the result's entries, its dim that is summed over) of a product."""
-    values = [*args, *kwargs.values()]
-    if len(values) < 2:
-        return None
-    if func in _LINEAR:
-        return "linear", values[0], kwargs.get("weight", values[1]), -2, -1
-    if func in _CONVOLUTIONS or func in _TRANSPOSED_CONVOLUTIONS:
-        is_turned = func in _TRANSPOSED_CONVOLUTIONS
-        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-        out_place, in_place = (1, 0) if is_turned else (0, 1)
-        weight = kwargs.get("weight", values[1])
-        return None if groups != 1 else ("conv", values[0], weight, out_place, in_place)
-    if func is torch.einsum:
-        return _einsum_operands(values)
-    if func is torch.Tensor.__getitem__ and isinstance(args[1], Tensor) and not args[1].is_floating_point():
-        return ("embedding", args[1], args[0], -1, -2) if args[0].dim() == 2 and args[1].dtype != torch.bool else None
-    if func in _EMBEDDINGS:
-        pair = (args[0], args[1]) if func is F.embedding else (args[1], args[0])
-        return "embedding", *pair, -1, -2
-    if func in (torch.addmm, torch.baddbmm) and len(args) >= 3:
-        return "linear", args[1], args[2], -1, -2
-    if func in _MATMULS and isinstance(args[1], Tensor) and args[1].dim() >= 2:
-        return "linear", args[0], args[1], -1, -2
-    return None
-
-
-def _einsum_operands(values: list[Any]) -> tuple[str, Any, Any, int, int] | None:
-    """Return what an einsum of data with a parameter is; of several dims that are summed over, or kept, the weight's first."""
-    equation, *rest = values
-    operands = [tensor for item in rest for tensor in (item if isinstance(item, (list, tuple)) else [item])]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
-        return None
-    terms, _, result = equation.replace(" ", "").partition("->")
-    data, weight = sorted(
-        zip(operands, terms.split(","), strict=True), key=lambda pair: isinstance(pair[0], nn.Parameter)
-    )
-    kept = [place for place, letter in enumerate(weight[1]) if letter in result and letter not in data[1]]
-    summed = [place for place, letter in enumerate(weight[1]) if letter in data[1] and letter not in result]
-    return ("linear", data[0], weight[0], kept[0], summed[0]) if kept and summed else None
-
-
-def _draws(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    if func in DROPOUTS:
-        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        return bool(training) and p > 0
-    if func is F.scaled_dot_product_attention:
-        return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0
-    if func is F.multi_head_attention_forward:
-        return bool(kwargs.get("training", True)) and (args[9] if len(args) > 9 else 0.0) > 0
-    return False
-
-
-def _is_number(index: Any) -> bool:
-    return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
