@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,7 +96,7 @@ class Guard:
             self.num_proofs += 1
             call = Call(args=map_tensors(args, _for_proof), kwargs=map_tensors(kwargs, _for_proof))
             # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
                 reason = pool.submit(self._why_not, call).result()
         verdict = torch.tensor([not reason], dtype=torch.int32)
         self._group.all_reduce(verdict, "min")
@@ -105,6 +106,10 @@ class Guard:
                 self.reasons.append(reason)
                 _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
         return bool(verdict.item())
+
+    def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
+        devices = {parameter.device for parameter in self._module.parameters() if parameter.device.type == "cuda"}
+        return torch.random.fork_rng(devices)
 
     def _why_not(self, call: Call) -> str:
         try:
