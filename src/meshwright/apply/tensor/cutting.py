@@ -136,6 +136,11 @@ class Cutting:
         self._changes.append((owner, attribute, getattr(owner, attribute), value))
         setattr(owner, attribute, value)
 
+    @property
+    def draws_apart(self) -> bool:
+        """Whether each rank draws random numbers of its own at the moment."""
+        return self._drawing.is_apart
+
     def forget(self) -> None:
         """Forget forwards that did not end."""
         self._drawing.forget()

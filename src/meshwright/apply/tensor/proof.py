@@ -22,6 +22,9 @@ from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.region import Region, Result, TensorLayout
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.trace import DROPOUTS, Call
+from meshwright.apply.tensor.types.checker import Checker
+from meshwright.apply.tensor.types.record import Record, run_and_watch
+from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm._torch_private import run_backward
 from meshwright.comm.communicator import Communicator
@@ -134,6 +137,8 @@ class Outcome:
     gradients: dict[str, Tensor | None]
     slices: dict[int, int] = dataclasses.field(default_factory=dict)
     """Outputs that are slices -> along which dim."""
+    types: TypeReport | None = None
+    """What the types say; of the rank that they are followed on."""
 
 
 class Experiment:
@@ -157,6 +162,9 @@ class Experiment:
         self._values = values
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
+        self._record = Record()
+        self.types: TypeReport | None = None
+        """What the types say of the layout that was checked last."""
         self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero but for rounding (a bias of keys, before softmax) is not held to its own size.
@@ -186,7 +194,7 @@ class Experiment:
     def _run_whole(self) -> Outcome:
         module, inputs = self._fresh()
         with torch.enable_grad(), Exact():
-            outputs = module(*inputs[0], **inputs[1])
+            outputs = run_and_watch(module, inputs, self._record)
             for tensor in tensors_in(outputs):
                 self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
             return self._backward(module, inputs, list(tensors_in(outputs)), self._cotangents)
@@ -231,7 +239,9 @@ class Experiment:
     def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
-        outputs = module(*inputs[0], **inputs[1])
+        is_last = group.group_rank == self.num_parts - 1
+        checker = Checker(self._scope, cutting, self._record) if is_last else None
+        outputs = module(*inputs[0], **inputs[1]) if checker is None else checker.run_and_watch(inputs)
         tensors = list(tensors_in(outputs))
         local = [tensor.local if isinstance(tensor, Slices) else tensor for tensor in tensors]
         if len(local) != len(self._cotangents):
@@ -245,6 +255,7 @@ class Experiment:
                 raise MisshapenError(place, tuple(own.shape), tuple(cotangent.shape))
             cotangents.append(cotangent)
         outcome = self._backward(module, inputs, local, cotangents)
+        outcome.types = None if checker is None else checker.report
         outcome.slices = {i: tensor.cut_dim for i, tensor in enumerate(tensors) if isinstance(tensor, Slices)}
         return outcome, cutting
 
@@ -275,7 +286,22 @@ class Experiment:
         for index, whole in enumerate(self.whole.input_gradients):
             for outcome in outcomes:
                 _check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
-        return tuple(self._check_gradients(outcomes, runs[0][1]))
+        return self._check_types(outcomes[-1].types, self._check_gradients(outcomes, runs[0][1]))
+
+    def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients are terms, once the types agree with the numbers."""
+        self.types = types
+        if types is None:
+            return tuple(partial)
+        if types.refusals:
+            raise DisprovedError(str(types.refusals[0]))
+        zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
+        for name in (types.partial ^ set(partial)) - zero:
+            raise DisprovedError(
+                f"types: the gradient of {name} is {'a term of a sum' if name in types.partial else 'the same'} on every rank, "
+                f"and the numbers say {'the same' if name in types.partial else 'a term of a sum'}"
+            )
+        return tuple(name for name in self.whole.gradients if name in types.partial or name in partial)
 
     def _with_slices(self, region: Region, error: MisshapenError) -> Region:
         """A result that comes out smaller in one dim is a slice; it is marked as such, and the proof is run again."""

@@ -50,6 +50,11 @@ class Drawing:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each rank draws for itself at the moment."""
+        return self._state is not None
+
     def forget(self) -> None:
         """Forget a forward that did not end."""
         self._state = None
