@@ -197,6 +197,11 @@ class Cutting:
         self._changes.append((owner, attribute, getattr(owner, attribute), value))
         setattr(owner, attribute, value)
 
+    @property
+    def draws_apart(self) -> bool:
+        """Whether each rank draws random numbers of its own at the moment."""
+        return self._drawing.is_apart
+
     def begin_step(self) -> None:
         """Take note of what was changed on the module since the last step, for the guards."""
         for part in self.parts:

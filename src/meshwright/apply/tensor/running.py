@@ -57,6 +57,11 @@ class Drawing:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each rank draws for itself at the moment."""
+        return self._state is not None
+
     def forget(self, device: torch.device) -> None:
         """Put back what a forward that did not end has set."""
         self.together(device)
