@@ -18,7 +18,7 @@ from meshwright.apply.tensor.conditions import Conditions
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.proposals import Names
 from meshwright.apply.tensor.region import Region
-from meshwright.apply.tensor.signature import structure_of
+from meshwright.apply.tensor.signature import places_of, structure_of
 from meshwright.apply.tensor.trace import Trace
 from meshwright.errors import ApplyError
 
@@ -26,6 +26,9 @@ __all__: list[str] = []
 
 MAX_TRIALS = 120
 """Proofs of one region before it is given up [count]."""
+
+MAX_TRIALS_AGAIN = 12
+"""The same where all failed for a scope that differs in nothing but where it stands [count]."""
 
 MAX_ALL_TRIALS = 4000
 """Proofs of all regions; what is not proven by then stays whole, on a slow machine as on a quick one [count]."""
@@ -54,7 +57,7 @@ class Proving:
         self._deadline = time.monotonic() + MAX_SECONDS
         self._num_trials = 0
         self._found: dict[str, list[tuple[str, Region]]] = {}  # what was found for scopes of this structure before
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, dict[str, str]] = {}  # by structure, and by where modules stand
         self._last: tuple[str, Conditions] | None = None
 
     def find(
@@ -70,32 +73,38 @@ class Proving:
             accept: Where a region is one of several that hold the same tensors: all of them together.
         """
         shape = json.dumps([kind, self._shape_of(scope, keys)])
-        proven, error = self._proven_as_another(scope, shape, accept)
-        if proven is None and not error:
-            proven, error = self._first_proven(scope, tries, accept)
+        places = json.dumps(places_of(self._model.get_submodule(scope)))
+        failed = self._failed.setdefault(shape, {})
+        if places in failed:
+            return None, failed[places]
+        proven, error = self._proven_as_another(scope, shape, accept), ""
+        if proven is None:
+            proven, error = self._first_proven(scope, tries, accept, MAX_TRIALS_AGAIN if failed else MAX_TRIALS)
             if proven is not None:
                 self._found.setdefault(shape, []).append((scope, proven))
-            elif shape not in self._found:
-                self._failed[shape] = error
+            else:
+                failed[places] = error
         return proven, error
 
-    def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> tuple[Region | None, str]:
-        """Return what another scope of this structure was cut into, where it is right here, too; or why all of them failed."""
+    def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> Region | None:
+        """Return what another scope of this structure was cut into, where it is right here, too."""
         for other, region in self._found.get(shape, ()):
             here = region.below(other).above(scope)
             if not self._fits(here):
                 continue
             try:
-                return self._prove_apart(scope, here, accept), ""
+                return self._prove_apart(scope, here, accept)
             except DisprovedError:
                 continue
-        return None, self._failed.get(shape, "")
+        return None
 
-    def _first_proven(self, scope: str, tries: Iterable[Region], accept: Region | None) -> tuple[Region | None, str]:
+    def _first_proven(
+        self, scope: str, tries: Iterable[Region], accept: Region | None, most: int
+    ) -> tuple[Region | None, str]:
         """Return the first region that is proven, or the reason that is told: why the likeliest one was not."""
         first, reason = "", ""
         source = iter(tries)
-        for count in range(MAX_TRIALS):
+        for count in range(most):
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
             try:
