@@ -215,7 +215,7 @@ class Encoder(nn.Module):
     def __init__(self, num_heads: int = 2) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, num_heads, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=num_heads % 2 == 0)
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ MAX_SECONDS = 280.0
 """The search ends with an error by then: the other ranks wait meanwhile, for 300 s by default [s]."""
 
 
+class SurroundedError(DisprovedError):
+    """A region is right by itself, and not where it stands: something else is cut or used there."""
+
+
 class Proving:
     """Proves regions of one model.
 
@@ -79,7 +83,10 @@ class Proving:
             return None, failed[places]
         proven, error = self._proven_as_another(scope, shape, accept), ""
         if proven is None:
-            proven, error = self._first_proven(scope, tries, accept, MAX_TRIALS_AGAIN if failed else MAX_TRIALS)
+            try:
+                proven, error = self._first_proven(scope, tries, accept, MAX_TRIALS_AGAIN if failed else MAX_TRIALS)
+            except SurroundedError as surrounded:
+                return None, surrounded.message  # which says nothing about others of this structure
             if proven is not None:
                 self._found.setdefault(shape, []).append((scope, proven))
             else:
@@ -101,8 +108,13 @@ class Proving:
     def _first_proven(
         self, scope: str, tries: Iterable[Region], accept: Region | None, most: int
     ) -> tuple[Region | None, str]:
-        """Return the first region that is proven, or the reason that is told: why the likeliest one was not."""
+        """Return the first region that is proven, or the reason that is told: why the likeliest one was not.
+
+        Raises:
+            SurroundedError: None is, and what stands around was why for one of them.
+        """
         first, reason = "", ""
+        surrounded: SurroundedError | None = None
         source = iter(tries)
         for count in range(most):
             if self._num_trials >= MAX_ALL_TRIALS:
@@ -116,16 +128,20 @@ class Proving:
                 return None, first or f"no way to cut it was found: {type(error).__name__}: {error}"
             try:
                 return self._prove_apart(scope, region, accept), ""
+            except SurroundedError as error:
+                reason, surrounded = error.message, surrounded or error
             except DisprovedError as disproved:
                 reason = disproved.message
             first = first or reason
+        if surrounded is not None:
+            raise surrounded
         return None, first or "it offers nothing that could be cut"
 
     def _prove_apart(self, scope: str, region: Region, accept: Region | None) -> Region:
         """Prove a region that takes nothing from others that are cut already."""
         proven = self.prove(scope, region)
         if not self._is_apart(proven):
-            raise DisprovedError("it holds something that is cut by itself")
+            raise SurroundedError("it holds something that is cut by itself")
         if accept is None:
             self._refuse_uses_elsewhere(proven)
         else:
@@ -157,7 +173,7 @@ class Proving:
         """Refuse to cut, or to have terms of a gradient of, what other code uses as well.
 
         Raises:
-            DisprovedError: Something outside of the region uses one of its tensors.
+            SurroundedError: Something outside of the region uses one of its tensors.
         """
         alone = set(region.roles.values()) <= {"vocabulary", "head", "gathered"}
         places = set(region.roles) if alone else {region.scope}
@@ -166,7 +182,7 @@ class Proving:
         for name in (*region.cuts, *region.partial):
             for path, functions in self._trace.uses.get(id(find_tensor(self._model, name)), {}).items():
                 if around.isdisjoint(path):
-                    raise DisprovedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
+                    raise SurroundedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
 
     def _conditions(self, scope: str) -> Conditions:
         if self._last is None or self._last[0] != scope:

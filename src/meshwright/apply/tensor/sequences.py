@@ -165,7 +165,7 @@ class _LayerTrial:
             if conditions is None:
                 continue
             try:
-                own = conditions.check(TensorLayout(regions=way, chains=(chain,)))
+                own = conditions.check(TensorLayout(regions=way, chains=(chain,)), on_slices=True)
             except DisprovedError:
                 if dim == 1:
                     break
@@ -184,13 +184,15 @@ class _LayerTrial:
         return self._made[dim]
 
     def _calls(self, dim: int) -> list[Call]:
-        have = 0 if self._stream is None else self._stream.shape[dim]
-        least = 2 * self._num_parts
-        if not 0 < have < least:
-            return [self._call]
-        times = -(-least // have)
-        args, kwargs = repeat_call((self._call.args, self._call.kwargs), have, times, along_samples=dim == 0)
-        return [Call(args=args, kwargs=kwargs), self._call]
+        """Return what the layer is called with in the trial: as it was, and where that was small also larger along both dims."""
+        args, kwargs = self._call.args, self._call.kwargs
+        shape = (0, 0) if self._stream is None else self._stream.shape
+        # Along the other dim two are enough: of one alone a layer that takes a mean out leaves zeros, and no gradients.
+        for other, least in ((dim, 2 * self._num_parts), (1 - dim, 2)):
+            have = shape[other]
+            if 0 < have < least:
+                args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
+        return [self._call] if args is self._call.args else [Call(args=args, kwargs=kwargs), self._call]
 
 
 def _below(layer: str, name: str) -> str:
