@@ -15,5 +15,10 @@ __all__: list[str] = []
 
 def with_forward(original: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     """Return a subclass with another forward, for a module's `__class__`."""
-    members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    members = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
     return type(original.__name__, (original,), members)

@@ -37,6 +37,7 @@ __all__ = [
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
+    "is_in_backward",
     "run_backward",
     "without_dispatch_modes",
     "without_function_modes",
@@ -52,6 +53,12 @@ FakeTensorError = (DataDependentOutputException, DynamicOutputShapeException, Un
 without_function_modes = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 """Contexts in which no TorchFunctionMode, and no tensor subclass's own `__torch_function__`, sees what is done."""
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread runs for autograd's engine: hooks, and forwards that a checkpoint repeats."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
 
 # What a TorchFunctionMode is told is not the function that was called, but what that one calls.
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]

@@ -22,7 +22,8 @@ group of one rank every operation returns its input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,18 @@ __all__ = [
     "scatter_to_group",
 ]
 
+WATCHERS: dict[int, Callable[..., Tensor]] = {}
+"""Thread -> what makes its exchanges, `(name, function, tensor, group, *rest)`. Empty in training: for checks beforehand."""
+
+
+def _make(
+    name: str, function: type[torch.autograd.Function], tensor: Tensor, group: Communicator, *rest: Any
+) -> Tensor:
+    watcher = WATCHERS.get(threading.get_ident()) if WATCHERS else None
+    if watcher is not None:
+        return watcher(name, function, tensor, group, *rest)
+    return function.apply(tensor, group, *rest)
+
 
 def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
     """Hand a replicated tensor to computations that differ from rank to rank; backward adds up their gradients.
@@ -51,7 +64,7 @@ def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
     Returns:
         The same values; not to be written to.
     """
-    return tensor if group.size == 1 else _Copy.apply(tensor, group)
+    return tensor if group.size == 1 else _make("copy", _Copy, tensor, group)
 
 
 def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
@@ -64,7 +77,7 @@ def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
     Returns:
         The sum, on every rank.
     """
-    return tensor if group.size == 1 else _Reduce.apply(tensor, group)
+    return tensor if group.size == 1 else _make("reduce", _Reduce, tensor, group)
 
 
 def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -82,7 +95,7 @@ def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: S
     Raises:
         ConfigError: `sizes` does not fit the group, or this rank's slice.
     """
-    return _along(_Gather, tensor, group, dim, sizes, is_slice=True)
+    return _along("gather", _Gather, tensor, group, dim, sizes, is_slice=True)
 
 
 def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -100,7 +113,7 @@ def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Se
     Raises:
         ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
     """
-    return _along(_Scatter, tensor, group, dim, sizes, is_slice=False)
+    return _along("scatter", _Scatter, tensor, group, dim, sizes, is_slice=False)
 
 
 def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -118,7 +131,7 @@ def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Se
     Raises:
         ConfigError: `sizes` does not fit the group, or this rank's slice.
     """
-    return _along(_AllGather, tensor, group, dim, sizes, is_slice=True)
+    return _along("all_gather", _AllGather, tensor, group, dim, sizes, is_slice=True)
 
 
 def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -136,7 +149,7 @@ def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes
     Raises:
         ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
     """
-    return _along(_ReduceScatter, tensor, group, dim, sizes, is_slice=False)
+    return _along("reduce_scatter", _ReduceScatter, tensor, group, dim, sizes, is_slice=False)
 
 
 class _Copy(torch.autograd.Function):
@@ -249,6 +262,7 @@ def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _along(
+    name: str,
     function: type[torch.autograd.Function],
     tensor: Tensor,
     group: Communicator,
@@ -260,7 +274,7 @@ def _along(
     if group.size == 1:
         return tensor
     dim, sizes = _check(tensor, group, dim, sizes, is_slice=is_slice)
-    return function.apply(tensor, group, dim, sizes)
+    return _make(name, function, tensor, group, dim, sizes)
 
 
 def _check(

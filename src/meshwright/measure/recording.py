@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.pipeline.values import value_of
 from meshwright.apply.pipeline.walk import Walk
-from meshwright.apply.tensor.cutting import is_inside
 from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.apply.tensor.region import is_inside
 from meshwright.apply.tensor.slices import Slices
 from meshwright.comm._torch_private import FakeTensor, current_function_mode, without_function_modes
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs, to_dtype

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.apply.pipeline.stages import StageMap
-from meshwright.apply.tensor.cutting import is_inside
-from meshwright.apply.tensor.region import Chain, Region, TensorLayout
+from meshwright.apply.tensor.region import Chain, Region, TensorLayout, is_inside
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from meshwright.apply.recompute import with_repeated_forward
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.attention import attention_forward
-from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout
+from meshwright.apply.tensor.copies import copy_module
+from meshwright.apply.tensor.part import CallGuard, Part
+from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.roles import (
     entry_forward,
-    layer_forward,
     role_forward,
     scope_forward,
     shared_forward,
+    unless_whole,
 )
 from meshwright.apply.tensor.running import Drawing, RunningChain, RunningRegion
+from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.nn.shards import take_shard
@@ -36,9 +39,18 @@ class Cutting:
         module: The module, whole; its parameters keep their identity and get this rank's shards as values.
         layout: What is cut.
         group: The ranks that share the module.
+        make_guard: Gives the guard of a part, from (name, module, copy without values, layout, group, integers); None where
+            something is being proven, and nothing else may run.
     """
 
-    def __init__(self, module: nn.Module, layout: TensorLayout, group: Communicator) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: TensorLayout,
+        group: Communicator,
+        *,
+        make_guard: Callable[..., CallGuard] | None = None,
+    ) -> None:
         self.module = module
         self.layout = layout
         self.group = group
@@ -47,13 +59,19 @@ class Cutting:
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._full_shapes: dict[int, tuple[int, ...]] = {}  # by id: a tied tensor has several names
+        self._attributes: dict[tuple[int, str], Any] = {}  # (id of a module, attribute) -> of the whole model
+        own = layout.parts() if make_guard is not None or layout.chains else {}
+        self._make_guard = make_guard
+        # From before the cut: a proof is made on the whole module.
+        templates = {name: _without_values(module.get_submodule(name)) for name in own} if make_guard else {}
         self._cut_tensors()
         self._chains = chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
         for region in layout.regions:
             self._start(region, next((chain for chain in chains if _lies_in(region, chain.chain)), None))
-        for chain in chains:
-            self._start_chain(chain)
         self._leave_torchs_fast_path()
+        self.parts = [self._part(name, part, templates.get(name)) for name, part in own.items()]
+        for part in self.parts:
+            part.install(self._change)
 
     # -- tensors ------------------------------------------------------------------------------------------------
 
@@ -93,40 +111,73 @@ class Cutting:
         roles = {id(child := self.module.get_submodule(name)): (child, role) for name, role in region.roles.items()}
         for child, role in roles.values():
             if role == "attention":
-                self._exchange(child, attention_forward(child, running))
+                self._exchange(child, attention_forward(child, running), running)
             elif role in ("row", "sum", "vocabulary"):  # they hide or change something while the module runs
-                make = functools.partial(role_forward, role, running=running)
-                self._change(child, "__class__", with_repeated_forward(child, make))
+                self._change(
+                    child, "__class__", with_repeated_forward(child, functools.partial(_repeated, role, running))
+                )
             else:
-                self._exchange(child, role_forward(role, child, running, takes_whole=id(child) in takes_whole))
+                whole = id(child) in takes_whole
+                self._exchange(child, role_forward(role, child, running, takes_whole=whole), running)
         for name, full_units in region.shared.items():
             child = self.module.get_submodule(name)
-            self._exchange(child, shared_forward(child, full_units, running, takes_whole=id(child) in takes_whole))
+            whole = id(child) in takes_whole
+            self._exchange(child, shared_forward(child, full_units, running, takes_whole=whole), running)
         if region.inputs or region.resizes or any(result.dim is not None for result in region.results):
             scope = self.module.get_submodule(region.scope)
-            self._exchange(scope, scope_forward(scope, running))
+            self._exchange(scope, scope_forward(scope, running), running)
         if region.entry is not None and chain is not None:
             entry = self.module.get_submodule(region.entry)
-            self._exchange(entry, entry_forward(entry, running))
+            self._exchange(entry, entry_forward(entry, running), running)
 
-    def _start_chain(self, chain: RunningChain) -> None:
-        last = len(chain.chain.layers) - 1
-        for index, name in enumerate(chain.chain.layers):
-            layer = self.module.get_submodule(name)
-            self._exchange(layer, layer_forward(layer, chain, is_first=index == 0, is_last=index == last))
+    def _part(self, name: str, layout: TensorLayout, template: nn.Module | None) -> Part:
+        module = self.module.get_submodule(name)
+        chain = next((chain for chain in self._chains if name in chain.chain.layers and layout.chains), None)
+        running = [
+            running
+            for running in self._running
+            if any(_is_same(running.region, own.above(name)) for own in layout.regions)
+        ]
+        make, guard = self._make_guard, None
+        if make is not None:
+            guard = make(name, module, template=template, layout=layout, group=self.group, attributes=self._attributes)
+        return Part(
+            name,
+            module,
+            regions=running,
+            chain=chain,
+            hands_on=chain is not None and chain.chain.layers[-1] != name,
+            values=functools.partial(self._whole_values, name, layout),
+            attributes=self._attributes,
+            guard=guard,
+        )
+
+    def _whole_values(self, name: str, layout: TensorLayout) -> dict[str, Tensor]:
+        """Return what the module of this name runs whole with, by name from there: gathered tensors, shared-out gradients."""
+        by_id = {id(find_tensor(self.module, path)): layouts for path, layouts in self.layouts.items()}
+        module = self.module.get_submodule(name)
+        names = dict.fromkeys([path for region in layout.regions for path in region.cuts])
+        values = {path: gather_parameter(t := find_tensor(module, path), by_id[id(t)], self.group) for path in names}
+        # In one order on all ranks: backward exchanges in that of these graphs.
+        partial = [path for path in sorted(layout.partial) if find_tensor(module, path).is_floating_point()]
+        return values | {path: share(find_tensor(module, path), self.group.size) for path in partial}
 
     def _leave_torchs_fast_path(self) -> None:
         """Have torch's encoders call their modules in eval mode, too: one kernel for a whole layer takes the weights as whole."""
         for child in self.module.modules():
             if isinstance(child, nn.TransformerEncoderLayer):
-                self._change(child, "activation_relu_or_gelu", 0)
+                self._set_attribute(child, "activation_relu_or_gelu", 0)
             elif isinstance(child, nn.TransformerEncoder):
-                self._change(child, "use_nested_tensor", False)
+                self._set_attribute(child, "use_nested_tensor", False)
+
+    def _set_attribute(self, owner: nn.Module, attribute: str, value: Any) -> None:
+        self._attributes[id(owner), attribute] = getattr(owner, attribute)
+        self._change(owner, attribute, value)
 
     def _set_integer(self, owner: nn.Module, attribute: str, region: Region) -> None:
         full = getattr(owner, attribute)
         local = region.local_integer(full, self.group.size, self.group.group_rank)
-        self._change(owner, attribute, full if local is None else local)
+        self._set_attribute(owner, attribute, full if local is None else local)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -138,16 +189,28 @@ class Cutting:
             for owner, attribute, _, changed in self._changes:
                 setattr(owner, attribute, changed)
 
-    def _exchange(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._change(module, "__class__", with_forward(type(module), forward))
+    def _exchange(self, module: nn.Module, forward: Callable[..., Any], running: RunningRegion) -> None:
+        chosen = unless_whole(type(module).forward, running, forward)
+        self._change(module, "__class__", with_forward(type(module), chosen))
 
     def _change(self, owner: nn.Module, attribute: str, value: Any) -> None:
         self._changes.append((owner, attribute, getattr(owner, attribute), value))
         setattr(owner, attribute, value)
 
-    def forget(self) -> None:
+    @property
+    def draws_apart(self) -> bool:
+        """Whether each rank draws random numbers of its own at the moment."""
+        return self._drawing.is_apart
+
+    def begin_step(self) -> None:
+        """Take note of what was changed on the module since the last step, for the guards."""
+        for part in self.parts:
+            if part.guard is not None:
+                part.guard.refresh()
+
+    def forget(self, device: torch.device) -> None:
         """Forget forwards that did not end."""
-        self._drawing.forget()
+        self._drawing.forget(device)
         for running in self._running:
             running.forget()
 
@@ -181,9 +244,23 @@ def _lies_in(region: Region, chain: Chain) -> bool:
     return any(is_inside(region.scope, layer) for layer in chain.layers)
 
 
-def is_inside(name: str, outer: str) -> bool:
-    """Tell whether a module's name is another's, or that of one inside it."""
-    return not outer or name == outer or name.startswith(f"{outer}.")
+def _repeated(role: str, running: RunningRegion, module: nn.Module) -> Callable[..., Any]:
+    return unless_whole(type(module).forward, running, role_forward(role, module, running))
+
+
+def _is_same(region: Region, other: Region) -> bool:
+    """Tell whether a region is another, or the region that another is one module of."""
+    return region.cuts.keys() >= other.cuts.keys() and region.roles.keys() >= other.roles.keys()
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """Return a copy whose parameters have shapes alone; buffers are copied, for code may decide by them."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        has_values = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+        return tensor.detach().clone() if has_values else torch.empty_like(tensor, device="meta")
+
+    return copy_module(module, empty).requires_grad_()
 
 
 def find_tensor(module: nn.Module, name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.data.optimizer import acts_per_element
 from meshwright.apply.engine import Engine
+from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.norm import squares_of
 from meshwright.apply.outer import OuterEngine
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.guard import Guard
 from meshwright.apply.tensor.matrices import WholeMatrices
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
@@ -81,6 +83,7 @@ class TensorEngine(OuterEngine):
         self._on_slices = on_slices
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []
+        self._partial_hooks: list[Any] = []
         self._whole_matrices: WholeMatrices
         self._partial: list[nn.Parameter] = []
         self._cut_ids: set[int] = set()
@@ -170,6 +173,9 @@ class TensorEngine(OuterEngine):
             share = sum(sizes.get(name, 0) for name in names) / total
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             lines.append(f"whole, {share:.1%} of the parameters: {shown}: {reason}")
+        for part in self.cutting.parts if self.cutting is not None else ():
+            for reason in part.guard.reasons if part.guard is not None else ():
+                lines.append(f"'{part.name}' runs whole for calls that are not proven: {reason}")
         return lines
 
     def _full_numel(self, name: str) -> int:
@@ -188,15 +194,25 @@ class TensorEngine(OuterEngine):
 
     def cut(self, layout: TensorLayout) -> None:
         """Cut the module, and make the engine on the shards."""
-        self.cutting = Cutting(self.module, layout, self.shards)
+        self.cutting = Cutting(self.module, layout, self.shards, make_guard=Guard)
         self._whole_matrices = WholeMatrices(self.cutting)
         self._cut_ids = {id(find_tensor(self.module, name)) for name in layout.cuts}
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._partial = list({id(named[name]): named[name] for name in sorted(layout.partial)}.values())
-        if self._zero > 1:  # there gradients leave for their owners while backward runs
-            self._hooks = [p.register_hook(self._sum_gradient) for p in self._partial if p.requires_grad]
+        self._hook_partial()
         self._inner = self._make_inner()
         self._inner.adopt_optimizer(self._optimizer)
+
+    def _hook_partial(self) -> None:
+        for hook in self._partial_hooks:
+            hook.remove()
+        # With ZeRO-2 and 3 gradients leave for their owners while backward runs.
+        wanted = [p for p in self._partial if p.requires_grad] if self._zero > 1 else []
+        self._partial_hooks = [p.register_hook(self._sum_gradient) for p in wanted]
+
+    def refresh_trainable(self) -> None:
+        self._hook_partial()
+        super().refresh_trainable()
 
     def _sum_gradient(self, gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -240,8 +256,14 @@ class TensorEngine(OuterEngine):
 
     def begin_step(self) -> None:
         if self.cutting is not None:
-            self.cutting.forget()
+            self.cutting.forget(self.device)
+            self.cutting.begin_step()
         self.inner.begin_step()
+
+    def begin_forward(self) -> None:
+        if self.cutting is not None:
+            self.cutting.begin_step()
+        self.inner.begin_forward()
 
     def streams(self) -> Any:
         """Return how the stream lies in slices after a forward, for `set_streams`."""
@@ -257,11 +279,13 @@ class TensorEngine(OuterEngine):
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self.cutting is not None:
-            self.cutting.forget()
+            self.cutting.forget(self.device)
         return self.inner.forward_backward(batch, compute)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.prepare(lambda module: module(*args, **kwargs))
+        if self.cutting is not None:
+            self.cutting.begin_step()
         return whole_outputs(self.inner.forward(args, kwargs))
 
     def finish_gradients(self, scale: float) -> None:
@@ -282,6 +306,21 @@ class TensorEngine(OuterEngine):
             squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
         self.shards.all_reduce(squares)
         return squares.sum()
+
+    def begin_inspection(self, number: int) -> str | None:
+        parts = [] if self.cutting is None else self.cutting.parts
+        if not parts:
+            return None
+        part = parts[number % len(parts)]
+        part.is_inspected = True
+        return part.name
+
+    def end_inspection(self) -> Sequence[Finding]:
+        found: list[Finding] = []
+        for part in [] if self.cutting is None else self.cutting.parts:
+            found += part.findings
+            part.findings, part.is_inspected = [], False
+        return found
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -318,7 +357,7 @@ class TensorEngine(OuterEngine):
         return found
 
     def close(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._partial_hooks):
             hook.remove()
         if self._inner is not None:
             self._inner.close()

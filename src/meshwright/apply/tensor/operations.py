@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.comm._torch_private import LINEAR
+from meshwright.comm import _torch_private
 
 __all__: list[str] = []
 
@@ -22,7 +22,7 @@ TRANSPOSED_CONVOLUTIONS: Final = {
     torch.conv_transpose2d,
     torch.conv_transpose3d,
 }
-LINEAR: Final = {F.linear, LINEAR}
+LINEAR: Final = {F.linear, _torch_private.LINEAR}
 EMBEDDINGS: Final = {F.embedding, torch.embedding}
 DROPOUTS: Final = {
     F.dropout,

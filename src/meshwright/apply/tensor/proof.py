@@ -33,6 +33,9 @@ from meshwright.apply.tensor.operations import DROPOUTS
 from meshwright.apply.tensor.region import Region, Result, TensorLayout
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.trace import Call
+from meshwright.apply.tensor.types.checker import Checker
+from meshwright.apply.tensor.types.record import Record, run_and_watch
+from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.comm._torch_private import run_backward
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
@@ -137,6 +140,8 @@ class Outcome:
     """What it left behind beside them."""
     slices: dict[int, int] = dataclasses.field(default_factory=dict)
     """Outputs that are slices -> along which dim."""
+    types: TypeReport | None = None
+    """What the types say; of the rank that they are followed on."""
 
 
 class Experiment:
@@ -163,6 +168,9 @@ class Experiment:
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of what is left in attributes: a loss may add them
+        self._record = Record()
+        self.types: TypeReport | None = None
+        """What the types say of the layout that was checked last."""
         self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero but for rounding (a bias of keys, before softmax) is not held to its own size.
@@ -210,7 +218,7 @@ class Experiment:
         module, inputs = self._fresh()
         before = Before(module, inputs)
         with torch.enable_grad(), Exact():
-            outputs = list(tensors_in(module(*inputs[0], **inputs[1])))
+            outputs = list(tensors_in(run_and_watch(module, inputs, self._record)))
             left = before.left()
             for tensor in outputs:
                 self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
@@ -265,8 +273,10 @@ class Experiment:
     def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
+        is_last = group.group_rank == self.num_parts - 1
+        checker = Checker(self._scope, cutting, self._record) if is_last else None
         before = Before(module, inputs)
-        outputs = module(*inputs[0], **inputs[1])
+        outputs = module(*inputs[0], **inputs[1]) if checker is None else checker.run_and_watch(inputs)
         left = before.left()
         tensors = list(tensors_in(outputs))
         local = [tensor.local if isinstance(tensor, Slices) else tensor for tensor in tensors]
@@ -281,6 +291,7 @@ class Experiment:
                 raise MisshapenError(place, tuple(own.shape), tuple(cotangent.shape))
             cotangents.append(cotangent)
         outcome = self._backward(module, inputs, local, cotangents, left)
+        outcome.types = None if checker is None else checker.report
         outcome.slices = {i: tensor.cut_dim for i, tensor in enumerate(tensors) if isinstance(tensor, Slices)}
         return outcome, cutting
 
@@ -312,7 +323,22 @@ class Experiment:
         for index, whole in enumerate(self.whole.input_gradients):
             for outcome in outcomes:
                 check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
-        return tuple(self._check_gradients(outcomes, runs[0][1]))
+        return self._check_types(outcomes[-1].types, self._check_gradients(outcomes, runs[0][1]))
+
+    def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients are terms, once the types agree with the numbers."""
+        self.types = types
+        if types is None:
+            return tuple(partial)
+        if types.refusals:
+            raise DisprovedError(str(types.refusals[0]))
+        zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
+        for name in sorted((types.partial ^ set(partial)) - zero):
+            raise DisprovedError(
+                f"types: the gradient of {name} is {'a term of a sum' if name in types.partial else 'the same'} on every rank, "
+                f"and the numbers say {'the same' if name in types.partial else 'a term of a sum'}"
+            )
+        return tuple(name for name in self.whole.gradients if name in types.partial or name in partial)
 
     def _with_slices(self, region: Region, error: MisshapenError) -> Region:
         """A result that comes out smaller in one dim is a slice; it is marked as such, and the proof is run again."""

@@ -16,6 +16,12 @@ from meshwright.values import FrozenMap, Value
 
 __all__: list[str] = []
 
+
+def is_inside(name: str, outer: str) -> bool:
+    """Tell whether a module's name is another's, or that of one inside it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
 Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner"]
 """What a module of a region does at its edge, beside computing with its shards:
 
@@ -103,6 +109,25 @@ class Region(Value):
 
     def __post_init__(self) -> None:
         self._check_types()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each of its modules is proven by itself: it takes and gives whole tensors, or slices that look whole."""
+        return set(self.roles.values()) <= {"vocabulary", "head", "gathered"}
+
+    def by_module(self) -> list[tuple[str, Region]]:
+        """Return (name, region) for each module with a role, with the cuts of that module's own tensors."""
+        return [
+            (
+                name,
+                self.replace(
+                    scope=name,
+                    roles={name: role},
+                    cuts={path: cut for path, cut in self.cuts.items() if path.rpartition(".")[0] == name},
+                ),
+            )
+            for name, role in self.roles.items()
+        ]
 
     def units(self, num_parts: int, part: int) -> Interval:
         """Return the units of a rank, (first, one past the last)."""
@@ -192,9 +217,40 @@ class TensorLayout(Value):
     chains: tuple[Chain, ...] = ()
     whole: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str])
     """FQN of a parameter that every rank holds whole -> why."""
+    proven: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[str, ...]])
+    """Name of a part (`parts_of`) -> digests of the structures and calls with which it was proven."""
+    any_size: tuple[str, ...] = ()
+    """Names of parts whose code compares no size with a number: what was proven for some sizes holds for all (`types`)."""
 
     def __post_init__(self) -> None:
         self._check_types()
+
+    def parts(self) -> dict[str, TensorLayout]:
+        """Return the parts that are proven by themselves: name of a module -> its layout, with names that start there.
+
+        A layer of a chain with all regions in it; the scope of each other region; each embedding and head of a vocabulary.
+        """
+        layers = [(chain, layer) for chain in self.chains for layer in chain.layers]
+        found = {layer: self._of_layer(chain, layer) for chain, layer in layers}
+        for region in self.regions:
+            if any(is_inside(region.scope, layer) for _, layer in layers) and not region.is_apart:
+                continue
+            for name, own in region.by_module() if region.is_apart else [(region.scope, region)]:
+                before = found.get(name, TensorLayout())
+                found[name] = before.replace(regions=(*before.regions, own.below(name)))
+        return {
+            name: part.replace(proven={"": self.proven.get(name, ())}, any_size=("",) if name in self.any_size else ())
+            for name, part in found.items()
+        }
+
+    def _of_layer(self, chain: Chain, layer: str) -> TensorLayout:
+        inside = [r for r in self.regions if is_inside(r.scope, layer) and not r.is_apart]
+        own = chain.replace(
+            layers=("",),
+            partial=tuple(name[len(layer) + 1 :] for name in chain.partial if is_inside(name, layer)),
+            whole_inputs=tuple(name[len(layer) + 1 :] for name in chain.whole_inputs if is_inside(name, layer)),
+        )
+        return TensorLayout(regions=tuple(region.below(layer) for region in inside), chains=(own,))
 
     @property
     def cuts(self) -> dict[str, tuple[Region, Cut]]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.running import RunningChain, RunningRegion
+from meshwright.apply.tensor.running import RunningRegion
 from meshwright.apply.tensor.sizes import Resizing
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.comm._torch_private import Convolution
@@ -27,6 +27,15 @@ from meshwright.describe.tree import map_tensors
 __all__: list[str] = []
 
 Forward = Callable[..., Any]
+
+
+def unless_whole(original: Forward, running: RunningRegion, forward: Forward) -> Forward:
+    """Return a forward that is the module's own while its region computes as on one device."""
+
+    def chosen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (original if running.is_whole else forward)(self, *args, **kwargs)
+
+    return chosen
 
 
 def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_whole: bool = False) -> Forward:
@@ -53,7 +62,11 @@ def _column_forward(original: Forward, running: RunningRegion, role: str, *, is_
         if role != "gathered":
             return running.slices(result, dim)
         whole = running.gather(result, dim)
-        return whole if running.chain is None or is_whole else running.chain.scatter_again(whole)
+        return (
+            whole
+            if running.chain is None or is_whole or not running.is_on_slices
+            else running.chain.scatter_again(whole)
+        )
 
     return forward
 
@@ -213,20 +226,8 @@ def entry_forward(module: nn.Module, running: RunningRegion) -> Forward:
     return forward
 
 
-def layer_forward(module: nn.Module, chain: RunningChain, *, is_first: bool, is_last: bool) -> Forward:
-    """Return the forward of a layer that runs on slices: the first 3-dim tensor that it takes, and that it gives, is in them."""
-    original = type(module).forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_first:
-            args, kwargs = _change_stream((args, kwargs), chain.scatter)
-        outputs = original(self, *args, **kwargs)
-        return _change_stream(outputs, chain.gather) if is_last else outputs
-
-    return forward
-
-
-def _change_stream(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def change_stream(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the tree with a function applied to its stream: the first 3-dim floating-point tensor."""
     done = False
 
     def change(tensor: Tensor) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.apply.tensor.region import Chain, Region
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.checkpoint.layout import even_sizes
+from meshwright.comm._torch_private import is_in_backward
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import (
     all_gather_along,
@@ -54,9 +57,14 @@ class Drawing:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
-    def forget(self) -> None:
-        """Forget a forward that did not end."""
-        self._state = None
+    @property
+    def is_apart(self) -> bool:
+        """Whether each rank draws for itself at the moment."""
+        return self._state is not None
+
+    def forget(self, device: torch.device) -> None:
+        """Put back what a forward that did not end has set."""
+        self.together(device)
 
 
 class RunningChain:
@@ -76,11 +84,41 @@ class RunningChain:
         """Where the stream lies in slices, of the forward that ran last."""
         self.sizes: tuple[int, ...] = ()
         """Every rank's part of it."""
+        self._is_running = False
 
-    def scatter(self, stream: Tensor) -> Tensor:
-        """Return this rank's slice of what the first layer takes."""
-        if self.chain.drops:
-            self.drawing.apart(stream.device)
+    @property
+    def is_on_slices(self) -> bool:
+        """Whether what runs now is inside of a layer on slices; backward repeats nothing else of a chain's."""
+        return self._is_running or is_in_backward()
+
+    @contextlib.contextmanager
+    def running(self, dim: int, sizes: tuple[int, ...]) -> Iterator[None]:
+        """Run a layer inside whose stream lies in slices of these sizes along this dim."""
+        before = self._is_running
+        self._is_running, self.dim, self.sizes = True, dim, sizes
+        try:
+            yield
+        finally:
+            self._is_running = before
+
+    @contextlib.contextmanager
+    def drawing_apart(self, layer: nn.Module, device: torch.device) -> Iterator[None]:
+        """Have each rank draw for itself inside, where dropout in a layer on slices draws."""
+        if not (self.chain.drops and layer.training):
+            yield
+            return
+        self.drawing.apart(device)
+        try:
+            yield
+        finally:
+            self.drawing.together(device)
+
+    def take(self, stream: Tensor) -> Tensor:
+        """Return this rank's slice of what a layer takes: of the layer before, where nobody has looked at it between them."""
+        if isinstance(stream, Slices) and stream.is_in_slices and stream.cut_dim in self.chain.dims:
+            self.dim, self.sizes = stream.cut_dim, stream.sizes
+            return stream.local
+        stream = make_whole(stream)
         # Equal parts of dim 0 lie one after the other in memory: nothing has to be copied before or after an exchange.
         even = (dim for dim in self.chain.dims if stream.shape[dim] % self.group.size == 0)
         self.dim = next(even, self.chain.dims[-1])
@@ -91,10 +129,13 @@ class RunningChain:
         """Return this rank's slice of what was computed of the whole sequence on the way."""
         return scatter_to_group(stream, self.group, dim=self.dim, sizes=self.sizes)
 
-    def gather(self, stream: Tensor) -> Tensor:
+    def hand_on(self, stream: Tensor, dim: int, sizes: tuple[int, ...]) -> Slices:
+        """Return what a layer gives as a tensor that looks whole: the next layer takes the slice, everybody else gathers it."""
+        return Slices.of(stream, self.group, dim, sizes)
+
+    def gather(self, stream: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         """Return what the last layer gives, put together."""
-        self.drawing.together(stream.device)
-        return gather_from_group(stream, self.group, dim=self.dim, sizes=self.sizes)
+        return gather_from_group(stream, self.group, dim=dim, sizes=sizes)
 
 
 class RunningRegion:
@@ -114,6 +155,8 @@ class RunningRegion:
         self.group = group
         self.drawing = drawing
         self.chain = chain
+        self.is_whole = False
+        """Whether the modules of the region compute as on one device now, with whole parameters (`parts.py`)."""
         self._entered: tuple[Tensor, int, bool, Tensor] | None = None
 
     def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:
@@ -132,19 +175,24 @@ class RunningRegion:
                 return tensor
             if self._entered[0] is tensor and self._entered[1:3] == key:
                 return self._entered[3]
-        if self.chain is not None and not is_whole:
+        if self.is_on_slices and self.chain is not None and not is_whole:
             entered = all_gather_along(tensor, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
         else:
             entered = copy_to_group(tensor, self.group) if tensor.requires_grad else tensor
         self._entered = (tensor, *key, entered)
-        if self.region.drops and self.chain is None:
+        if self.region.drops and not self.is_on_slices:
             self.drawing.apart(tensor.device)
         return entered
+
+    @property
+    def is_on_slices(self) -> bool:
+        """Whether the stream comes in slices now; a module of the region may as well be called outside of its layer."""
+        return self.chain is not None and self.chain.is_on_slices
 
     def leave(self, term: Tensor) -> Tensor:
         """Add up the ranks' terms; where layers run on slices, of this rank's slice."""
         self._entered = None
-        if self.chain is not None:
+        if self.is_on_slices and self.chain is not None:
             return reduce_scatter_along(term, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
         if self.region.drops:
             self.drawing.together(term.device)
@@ -167,7 +215,7 @@ class RunningRegion:
 
     def slices(self, local: Tensor, dim: int) -> Slices:
         """Return the slices as one tensor that looks whole."""
-        return Slices(local, self.group, dim % local.dim(), self.sizes_of(local, dim))
+        return Slices.of(local, self.group, dim, self.sizes_of(local, dim))
 
     def sizes_of(self, local: Tensor, dim: int) -> tuple[int, ...]:
         """Return every rank's size along a dim in which the tensor lies in slices."""

@@ -17,6 +17,7 @@ from meshwright.apply.tensor.proposals import Names, Pair, feeds_only_the_output
 from meshwright.apply.tensor.proving import Proving
 from meshwright.apply.tensor.region import Chain, Cut, Region, Role, TensorLayout
 from meshwright.apply.tensor.sequences import find_chains
+from meshwright.apply.tensor.signatures import describe_structure, digest, proven_digests
 from meshwright.apply.tensor.trace import Product, Trace
 
 __all__: list[str] = []
@@ -82,7 +83,23 @@ class Search:
         chains: tuple[Chain, ...] = ()
         if on_slices:
             chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
-        return TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+        layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+        return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
+
+    def _proven_calls(self, name: str) -> tuple[str, ...]:
+        """Return digests of the structures and calls of a module under which what is cut in it was proven (`conditions.py`)."""
+        module = self._model.get_submodule(name)
+        flags = [child.training for child in module.modules()]
+        found: dict[str, None] = {}
+        for mode in (None, True, False):
+            if mode is not None:
+                module.train(mode)
+            structure = digest(describe_structure(module))
+            for call in self._trace.distinct.get(name, {}).values():
+                found |= dict.fromkeys(proven_digests(structure, call.args, call.kwargs))
+        for child, flag in zip(module.modules(), flags, strict=True):
+            child.training = flag
+        return tuple(found)
 
     def _by_wish(self, wish: str) -> list[int]:
         return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.conditions import Conditions
 from meshwright.apply.tensor.copies import repeat_call
-from meshwright.apply.tensor.cutting import find_tensor, is_inside
-from meshwright.apply.tensor.region import Chain, Region, TensorLayout
+from meshwright.apply.tensor.cutting import find_tensor
+from meshwright.apply.tensor.region import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.roles import is_stream
 from meshwright.apply.tensor.trace import Call, Trace
 from meshwright.describe.tree import tensors_in

@@ -1,8 +1,13 @@
-"""A tensor that lies in slices on the ranks, and looks whole: the logits of a vocabulary that is cut.
+"""A tensor that lies in slices on the ranks, and looks whole: logits of a vocabulary that is cut, the stream between layers.
 
-To put logits together costs more than the head itself, and the usual loss does not need it. So they stay in slices as long as
-they are only reshaped along other dims and then given to cross-entropy. Whatever else is done with them gathers them first,
-once; so any loss is right, and the usual one is quick. The one tensor subclass at run time; it never enters a layer.
+To put such a tensor together costs more than the layer that made it, and whoever takes it next may not need it: cross-entropy
+computes on slices of logits, and a layer on slices of the stream. So it stays in slices as long as it is only reshaped along
+other dims and then given to one of those. Whatever else is done with it gathers it first, once; so any code is right, and
+the usual code is quick. The one tensor subclass at run time; it never enters a layer.
+
+[Note: gathered for good] Once gathered, a tensor and all views of it stay whole: somebody may hold a view of what was
+gathered and write into it (`logits[..., n:] = -1e9`), and the slices would not see that. Views that were taken before are taken
+again, of the whole tensor, so that memory is shared as on one device.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import Tensor
 from meshwright.comm._torch_private import without_function_subclasses
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
+from meshwright.errors import ApplyError
 from meshwright.nn.cross_entropy import vocab_parallel_cross_entropy
 
 __all__: list[str] = []
@@ -39,6 +45,7 @@ _FACTS = {
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
     torch.Tensor.__len__,
+    torch.Tensor.__hash__,
     torch.Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
@@ -46,50 +53,61 @@ _FACTS = {
     torch.Tensor.layout.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.is_sparse.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.grad_fn.__get__,  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    torch.Tensor.is_leaf.__get__,  # pyright: ignore[reportAttributeAccessIssue]
 }
-_GRADIENT_FACTS = {torch.Tensor.requires_grad.__get__: "requires_grad", torch.Tensor.grad_fn.__get__: "grad_fn"}  # pyright: ignore
 
 
 class Slices(Tensor):
-    """A whole tensor of which this rank has one slice along a dim.
-
-    Args:
-        local: This rank's slice, with its graph.
-        group: The ranks.
-        dim: Where the slices lie, counted from 0.
-        sizes: Every rank's size along it.
-    """
+    """A whole tensor of which this rank has one slice along a dim. Made by `Slices.of`."""
 
     local: Tensor
+    """This rank's slice, with its graph; what it holds counts while `is_in_slices`."""
     group: Communicator
     cut_dim: int
+    """Where the slices lie, counted from 0."""
     sizes: tuple[int, ...]
+    """Every rank's size along it."""
     _whole: Tensor | None
+    _parent: Slices | None
+    """The tensor that this one is a view of, by `_retake`; None for one with memory of its own."""
+    _retake: Callable[[Tensor], Tensor]
 
     @staticmethod
-    def __new__(cls: type[Slices], local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> Slices:
-        shape = list(local.shape)
-        shape[dim] = sum(sizes)
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.group, made.cut_dim, made.sizes, made._whole = (
-            local,
-            group,
-            dim % local.dim(),
-            tuple(sizes),
-            None,
-        )
-        return made
+    def of(local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> Slices:
+        """Return the tensor whose slice on this rank is `local`.
 
-    def __init__(self, local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> None:
-        """Everything is done by `__new__`: a tensor's own `__init__` takes no arguments."""
+        Args:
+            local: This rank's slice, with its graph.
+            group: The ranks.
+            dim: Where the slices lie.
+            sizes: Every rank's size along it.
+        """
+        dim, sizes = dim % local.dim(), tuple(sizes)
+        if local.requires_grad and torch.is_grad_enabled():
+            made: Slices = _Wrap.apply(local, group, dim, sizes)  # pyright: ignore[reportAssignmentType]
+        else:
+            made = _wrapper(local, dim, sizes)
+        made.local, made.group, made.cut_dim, made.sizes = local, group, dim, sizes
+        made._whole = made._parent = None
+        return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Slices(shape={tuple(self.shape)}, dim={self.cut_dim}, sizes={self.sizes})"
 
+    @property
+    def is_in_slices(self) -> bool:
+        """Whether `local` is still what counts; see [Note: gathered for good]."""
+        return self._whole is None and (self._parent is None or self._parent.is_in_slices)
+
     def gathered(self) -> Tensor:
         """Return the plain, whole tensor. Every rank of the group comes here together."""
         if self._whole is None:
-            self._whole = gather_from_group(self.local, self.group, dim=self.cut_dim, sizes=self.sizes)
+            if self._parent is None:
+                self._whole = gather_from_group(self.local, self.group, dim=self.cut_dim, sizes=self.sizes)
+            else:
+                self._whole = self._retake(self._parent.gathered())
         return self._whole
 
     @classmethod
@@ -101,9 +119,7 @@ class Slices(Tensor):
         if func in _FACTS:
             with without_function_subclasses():
                 return func(*args, **kwargs)
-        if isinstance(first, Slices):
-            if func in _GRADIENT_FACTS:
-                return getattr(first.local, _GRADIENT_FACTS[func])
+        if isinstance(first, Slices) and first.is_in_slices:
             kept = first._kept_in_slices(func, args, kwargs)
             if kept is not None:
                 return kept
@@ -111,27 +127,42 @@ class Slices(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_gathered(args), **_gathered(kwargs or {}))
+        # Below autograd, from inside of somebody's autograd.Function: values are enough, the gradient comes to `_Wrap`.
+        if func._schema.is_mutable:
+            raise ApplyError(
+                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside of an "
+                "autograd.Function",
+                fix="clone the tensor before it is given to the function",
+            )
+        return func(*plain_values(args), **plain_values(kwargs or {}))
 
     # -- what needs no gathering --------------------------------------------------------------------------------
 
     def _kept_in_slices(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func in _CASTS and not any(isinstance(value, Tensor) for value in args[1:]):
-            return self._like(func(self.local, *args[1:], **kwargs), self.cut_dim)
+            return self._like(func, args, kwargs, func(self.local, *args[1:], **kwargs), self.cut_dim)
         if func in _RESHAPES and self.cut_dim == self.dim() - 1:
-            return self._reshaped(args[1:])
+            return self._reshaped(func, args, kwargs)
         if func is torch.Tensor.flatten or func is torch.flatten:
-            return self._flattened(args[1:], kwargs)
+            return self._flattened(func, args, kwargs)
         if func is torch.Tensor.__getitem__:
-            return self._item(args[1])
+            return self._item(func, args)
         if func is F.cross_entropy:
             return self._cross_entropy(*args[1:], **kwargs)
         return None
 
-    def _like(self, local: Tensor, dim: int) -> Slices:
-        return Slices(local, self.group, dim, self.sizes)
+    def _like(self, func: Callable[..., Any], args: Any, kwargs: Any, local: Tensor, dim: int) -> Slices:
+        """Return what a function that keeps the slices apart gives; `args` are those of the whole tensor."""
+        if local is self.local:
+            return self
+        made = Slices.of(local, self.group, dim, self.sizes)
+        if local._is_view():
+            made._parent = self
+            made._retake = lambda whole: func(whole, *args[1:], **kwargs)
+        return made
 
-    def _reshaped(self, sizes: Any) -> Any:
+    def _reshaped(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        sizes = args[1:]
         shape = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
         if not shape or not all(isinstance(size, int) for size in shape):
             return None
@@ -142,18 +173,20 @@ class Slices(Tensor):
             return None
         known = math.prod(size for size in shape[:-1] if size != -1)
         shape = [rest // max(known, 1) if size == -1 else size for size in shape]
-        return self._like(self.local.reshape(*shape[:-1], self.local.shape[-1]), len(shape) - 1)
+        local = self.local.reshape(*shape[:-1], self.local.shape[-1])
+        return self._like(func, args, kwargs, local, len(shape) - 1)
 
-    def _flattened(self, args: Any, kwargs: Any) -> Any:
-        start = kwargs.get("start_dim", args[0] if args else 0) % self.dim()
-        end = kwargs.get("end_dim", args[1] if len(args) > 1 else -1) % self.dim()
+    def _flattened(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % self.dim()
+        end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % self.dim()
         if start <= self.cut_dim <= end:
             return None
         moved = self.cut_dim - (end - start) if self.cut_dim > end else self.cut_dim
-        return self._like(self.local.flatten(start, end), moved)
+        return self._like(func, args, kwargs, self.local.flatten(start, end), moved)
 
-    def _item(self, index: Any) -> Any:
+    def _item(self, func: Callable[..., Any], args: Any) -> Any:
         """Keep `x[..., :-1, :]` and the like: plain slices, of which the one along the cut dim takes everything."""
+        index = args[1]
         items = list(index) if isinstance(index, tuple) else [index]
         if not all(item is Ellipsis or isinstance(item, slice) for item in items) or items.count(Ellipsis) > 1:
             return None
@@ -162,7 +195,7 @@ class Slices(Tensor):
             items[at : at + 1] = [slice(None)] * (self.dim() - len(items) + 1)
         if len(items) > self.cut_dim and items[self.cut_dim] != slice(None):
             return None
-        return self._like(self.local[tuple(items)], self.cut_dim)
+        return self._like(func, args, {}, self.local[tuple(items)], self.cut_dim)
 
     def _cross_entropy(  # noqa: PLR0917 - F.cross_entropy's own
         self,
@@ -193,15 +226,54 @@ class Slices(Tensor):
         )
 
 
-def _gathered(tree: Any) -> Any:
+class _Wrap(torch.autograd.Function):
+    """The edge between a slice and the tensor that looks whole, for code that autograd alone sees: a gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.arguments = (sum(sizes[: group.group_rank]), dim, sizes[group.group_rank])
+        return _wrapper(local, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        start, dim, size = ctx.arguments
+        return gradients[0].narrow(dim, start, size), None, None, None
+
+
+def _wrapper(local: Tensor, dim: int, sizes: Sequence[int]) -> Slices:
+    shape = list(local.shape)
+    shape[dim] = sum(sizes)
+    return Tensor._make_wrapper_subclass(Slices, shape, dtype=local.dtype, device=local.device)
+
+
+def _map_slices(tree: Any, function: Callable[[Slices], Any]) -> Any:
     if isinstance(tree, Slices):
-        return tree.gathered()
+        return function(tree)
     if isinstance(tree, (list, tuple)):
-        items = [_gathered(item) for item in tree]
+        items = [_map_slices(item, function) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
-        return {key: _gathered(value) for key, value in tree.items()}
+        return {key: _map_slices(value, function) for key, value in tree.items()}
     return tree
+
+
+def _gathered(tree: Any) -> Any:
+    return _map_slices(tree, Slices.gathered)
+
+
+def plain_values(tree: Any) -> Any:
+    """Return arguments with whole values, without a graph, for tensors in slices, which stay as they are."""
+
+    def values(tensor: Slices) -> Tensor:
+        if not tensor.is_in_slices:
+            return tensor.gathered().detach()
+        return gather_from_group(tensor.local.detach(), tensor.group, dim=tensor.cut_dim, sizes=tensor.sizes)
+
+    return _map_slices(tree, values)
+
+
+def _first_of(tree: Any) -> Slices:
+    return next(item for item in tree if isinstance(item, Slices))
 
 
 def make_whole(tree: Any) -> Any:

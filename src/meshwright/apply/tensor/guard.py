@@ -1,0 +1,160 @@
+"""The guard of one part: the calls for which shards are proven to give what the whole gives, and the proof of a new one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.tensor import signatures
+from meshwright.apply.tensor.comparison import DisprovedError
+from meshwright.apply.tensor.proof import Experiment
+from meshwright.apply.tensor.region import TensorLayout
+from meshwright.apply.tensor.slices import Slices
+from meshwright.apply.tensor.trace import Call
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import map_tensors
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+MAX_PROOFS = 64
+"""Proofs of one part while it runs [count]. A call that is new after that runs whole: its arguments never repeat."""
+
+
+class Guard:
+    """What is known of the calls of one part.
+
+    Args:
+        name: Its FQN.
+        module: It, cut.
+        template: A copy from before the cut, whose parameters have no values.
+        layout: Its regions, and its layer as a chain of one, with names that start at the module.
+        group: The ranks that share it.
+        attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        template: nn.Module,
+        layout: TensorLayout,
+        group: Communicator,
+        attributes: Mapping[tuple[int, str], Any],
+    ) -> None:
+        self.reasons: list[str] = []
+        """Why calls ran whole; each once."""
+        self.num_proofs = 0
+        """Proofs that were made while the model ran [count]."""
+        self._name = name
+        self._module = module
+        self._template = template
+        self._layout = layout
+        self._group = group
+        self._attributes = attributes
+        self._proven = set(layout.proven.get("", ()))
+        self._exact_sizes = "" not in layout.any_size
+        self._verdicts: dict[str, dict[Any, bool]] = {}
+        self._known: dict[Any, bool] = {}
+        self._structure = ""
+        self._snapshot = signatures.Snapshot(module)
+        self._read_structure()
+
+    def refresh(self) -> None:
+        """Take note of attributes, modes and hooks that have changed since the last step."""
+        if not self._snapshot.is_current():
+            self._snapshot = signatures.Snapshot(self._module)
+            self._read_structure()
+
+    def _read_structure(self) -> None:
+        for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
+            _take_over(live, twin, {key: full for (owner, key), full in self._attributes.items() if owner == id(live)})
+        self._structure = signatures.digest(signatures.describe_structure(self._template))
+        self._known = self._verdicts.setdefault(self._structure, {})
+
+    def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
+        gradients = torch.is_grad_enabled()
+        call = signatures.signature(args, kwargs, exact_sizes=self._exact_sizes, with_gradients=gradients)
+        verdict = self._known.get(call)
+        if verdict is None:
+            is_proven = signatures.digest((self._structure, call)) in self._proven
+            verdict = self._known[call] = is_proven or self._prove(args, kwargs)
+        return verdict
+
+    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
+        if self.num_proofs < MAX_PROOFS:
+            self.num_proofs += 1
+            call = Call(args=map_tensors(args, _for_proof), kwargs=map_tensors(kwargs, _for_proof))
+            # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
+            with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+                reason = pool.submit(self._why_not, call).result()
+        verdict = torch.tensor([not reason], dtype=torch.int32)
+        self._group.all_reduce(verdict, "min")
+        if not verdict.item():
+            reason = reason or "another rank could not prove it"
+            if reason not in self.reasons:
+                self.reasons.append(reason)
+                _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
+        return bool(verdict.item())
+
+    def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
+        devices = {parameter.device for parameter in self._module.parameters() if parameter.device.type == "cuda"}
+        return torch.random.fork_rng(devices)
+
+    def _why_not(self, call: Call) -> str:
+        try:
+            experiment = Experiment(self._template, call, self._group.size)
+            for layout in self._layouts():
+                self._check(experiment, layout)
+        except DisprovedError as error:
+            return error.message
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
+            return f"it cannot be run by itself: {type(error).__name__}: {error}"
+        return ""
+
+    def _layouts(self) -> Sequence[TensorLayout]:
+        """Return the layout for each dim along which the stream may lie in slices."""
+        chains = self._layout.chains
+        if not chains:
+            return [self._layout]
+        return [self._layout.replace(chains=(chain.replace(dims=(dim,)),)) for chain in chains for dim in chain.dims]
+
+    def _check(self, experiment: Experiment, layout: TensorLayout) -> None:
+        found, known = set(experiment.check(layout)), layout.partial
+        for name in sorted(found - known):
+            raise DisprovedError(f"each rank has only a term of the gradient of {name}, which was whole before")
+        for name in sorted(known - found):
+            gradient = experiment.whole.gradients.get(name)
+            if gradient is not None and bool(gradient.any()):
+                raise DisprovedError(f"every rank has the whole gradient of {name}, of which it had a term before")
+
+
+def _for_proof(tensor: Tensor) -> Tensor:
+    """Return a plain tensor to be tried on; one that lies in slices is an activation, of which only the shape is asked for."""
+    if not isinstance(tensor, Slices):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.is_floating_point())
+
+
+def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) -> None:
+    """Give a copy the attributes that the module has now, and hooks that were put on it."""
+    own = vars(twin)
+    for name, value in vars(live).items():
+        is_tensor = isinstance(value, Tensor)
+        if name in signatures.OWN or isinstance(value, nn.Module) or (is_tensor and isinstance(own.get(name), Tensor)):
+            continue
+        own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
+    twin.training = live.training
+    for kind in signatures.HOOKS:
+        getattr(twin, kind).clear()
+        getattr(twin, kind).update(getattr(live, kind))

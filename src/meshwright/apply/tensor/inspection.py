@@ -1,0 +1,99 @@
+"""A part of a cut model run a second time as one device runs it, on the live data, and compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.apply.buffers import BufferSnapshot
+from meshwright.apply.finding import Finding
+from meshwright.apply.tensor.operations import DROPOUTS
+from meshwright.apply.tensor.slices import make_whole
+from meshwright.describe.tree import map_tensors, tensors_in
+
+__all__: list[str] = []
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of an entry, relative to the tensor's largest, that another order of sums is given, by dtype. In float64 it
+is that of float32 inside: many models compute norms and losses in float32 whatever their dtype is."""
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Dropout lets everything through: shards draw other masks than the whole."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        return func(*args, **kwargs)
+
+
+def compare_runs(module: nn.Module, name: str, *, cut: Callable[[], Any], whole: Callable[[], Any]) -> list[Finding]:
+    """Run a module on shards and whole, and return in what they differ. The module is left as it was.
+
+    Args:
+        module: The module.
+        name: Its FQN.
+        cut: Runs it on shards.
+        whole: Runs it as one device.
+    """
+    results = []
+    with torch.no_grad(), WithoutDropout():
+        for run in (cut, whole):
+            with left_as_it_was(module):
+                results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(run(), torch.Tensor.detach))])
+    findings = []
+    for place, (mine, expected) in enumerate(zip(*results, strict=False)):
+        tolerance = TOLERANCES.get(_precision(expected), 0.0)
+        difference = _relative(mine, expected)
+        if not difference <= tolerance:
+            text = f"result {place} of '{name or 'the model itself'}' on shards differs from what it gives whole"
+            findings.append(Finding(part=name, difference=difference, tolerance=tolerance, text=text))
+    return findings
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.is_floating_point():
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def _relative(mine: Tensor, expected: Tensor) -> float:
+    if mine.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return float((mine != expected).double().mean())
+    same_nan = mine.isnan() & expected.isnan()
+    gap = (mine.double() - expected.double()).masked_fill(same_nan | (mine == expected), 0.0).abs().max().item()
+    scale = expected.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return gap / scale if scale else gap
+
+
+@contextlib.contextmanager
+def left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Put back, afterwards, buffers, attributes and random states that a run inside has changed."""
+    buffers = BufferSnapshot(module)
+    attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for now, then in attributes:
+                now.clear()
+                now.update(then)
+            buffers.restore()

@@ -1,0 +1,166 @@
+"""A part of a cut model, and the ways in which a call of it runs: on shards, on slices of the stream, or as on one device.
+
+A part is the smallest module around regions for which there is a proof: a layer of a chain with all regions in it, the scope of a
+region elsewhere, an embedding or a head of a cut vocabulary. Its guard says for which calls the proof holds; any other call runs
+whole: every rank gathers the part's parameters for that long, and computes what one device computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+
+from meshwright.apply.finding import Finding
+from meshwright.apply.recompute import with_repeated_forward
+from meshwright.apply.subclass import with_forward
+from meshwright.apply.tensor.inspection import compare_runs
+from meshwright.apply.tensor.roles import change_stream
+from meshwright.apply.tensor.running import RunningChain, RunningRegion
+from meshwright.apply.tensor.slices import make_whole, plain_values
+from meshwright.apply.tensor.whole import replaced_tensors
+from meshwright.comm._torch_private import PlainCheckpoints
+from meshwright.describe.tree import map_tensors, tensors_in
+
+__all__: list[str] = []
+
+_WHOLE: Final = "whole"
+_WAY: Final = "meshwright_way"
+"""The keyword by which a call tells its repetition in backward in which way it ran."""
+
+Forward = Callable[..., Any]
+
+
+class CallGuard(Protocol):
+    """What says which calls of a part are proven (`guard.py`)."""
+
+    reasons: list[str]
+    """Why calls ran whole; each once."""
+
+    def refresh(self) -> None:
+        """Take note of what was changed on the module since the last step."""
+        ...
+
+    def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether shards give what the whole gives for this call."""
+        ...
+
+
+class Part:
+    """One part of a model, on one rank.
+
+    Args:
+        name: Its FQN.
+        module: It, cut.
+        regions: Its regions.
+        chain: The chain whose layer it is, or None.
+        hands_on: Whether the next module of the chain takes the stream in slices.
+        values: Gives the whole tensors, by name from the module on, with which it runs as on one device.
+        attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
+        guard: Says which calls are proven; None where it is being proven itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        regions: Sequence[RunningRegion],
+        chain: RunningChain | None,
+        hands_on: bool,
+        values: Callable[[], Mapping[str, Tensor]],
+        attributes: Mapping[tuple[int, str], Any],
+        guard: CallGuard | None,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.guard = guard
+        self.is_inspected = False
+        """Whether the next call is compared with what one device computes."""
+        self.findings: list[Finding] = []
+        self._regions = regions
+        self._chain = chain
+        self._hands_on = hands_on
+        self._values = values
+        self._attributes = attributes
+
+    def install(self, change: Callable[[nn.Module, str, Any], None]) -> None:
+        """Put the part's forward around that of its module; `change` sets an attribute and can take it back."""
+        module = self.module
+        # In which way a call runs is decided once; what it then changes is changed in backward's repetition, too.
+        change(module, "__class__", with_repeated_forward(module, self._repeated))
+        change(module, "__class__", with_forward(type(module), self._guarded(type(module).forward)))
+
+    def _guarded(self, original: Forward) -> Forward:
+        guard = self.guard
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if guard is not None and not guard.allows(args, kwargs):
+                return self._run_whole(original, module, args, kwargs)
+            if self.is_inspected:
+                self._inspect(original, module, args, kwargs)
+            return self._run_cut(original, module, args, kwargs)
+
+        return forward
+
+    def _repeated(self, module: nn.Module) -> Forward:
+        original = type(module).forward
+
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            way = kwargs.pop(_WAY, None)
+            if way is None:
+                return original(self_, *args, **kwargs)
+            with self._as_whole() if way == _WHOLE else self._on_slices(*way):
+                return original(self_, *args, **kwargs)
+
+        return forward
+
+    def _run_cut(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        chain = self._chain
+        if chain is None:
+            return original(module, *args, **kwargs)
+        args, kwargs = change_stream((args, kwargs), chain.take)
+        way = chain.dim, chain.sizes
+        with chain.drawing_apart(module, next(tensors_in((args, kwargs))).device):
+            outputs = original(module, *args, **kwargs, **{_WAY: way})
+        give = chain.hand_on if self._hands_on else chain.gather
+        return change_stream(outputs, lambda stream: give(stream, *way))
+
+    def _run_whole(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_tensors((args, kwargs), make_whole)
+        return original(module, *args, **kwargs, **{_WAY: _WHOLE})
+
+    def _on_slices(self, dim: int, sizes: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._chain is None else self._chain.running(dim, sizes)
+
+    @contextlib.contextmanager
+    def _as_whole(self) -> Iterator[None]:
+        owners = {id(child): child for child in self.module.modules()}
+        own = [(owners[owner], key, full) for (owner, key), full in self._attributes.items() if owner in owners]
+        kept = [(owner, key, getattr(owner, key)) for owner, key, _ in own]
+        before = [region.is_whole for region in self._regions]
+        try:
+            for owner, key, full in own:
+                setattr(owner, key, full)
+            for region in self._regions:
+                region.is_whole = True
+            # A checkpoint inside would repeat its forward in backward, when all this is over.
+            with replaced_tensors(self.module, self._values()), PlainCheckpoints(lambda: True, lambda _: None):
+                yield
+        finally:
+            for region, was in zip(self._regions, before, strict=True):
+                region.is_whole = was
+            for owner, key, local in kept:
+                setattr(owner, key, local)
+
+    def _inspect(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.is_inspected = False
+        given = plain_values((args, kwargs))
+        self.findings += compare_runs(
+            module,
+            self.name,
+            cut=lambda: self._run_cut(original, module, *given),
+            whole=lambda: self._run_whole(original, module, *given),
+        )

@@ -1,0 +1,82 @@
+"""Types of gradients, which follow from those of the forward.
+
+The gradient of a part is a part, that of a term of a sum is the same on all ranks. That of a replicated tensor depends on
+its uses: what goes on as replicated hands back a gradient that is the same on all ranks, what goes on into a part or a term
+hands back each rank's own term. Both at once cannot be put right by any exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.apply.tensor.types.lattice import RefusedError, Typed
+
+__all__: list[str] = []
+
+_NEEDS_SAME = {
+    "reduce": "adds up terms",
+    "gather": "puts parts together for what all ranks compute alike",
+    "scatter": "",
+    "module": "gives a whole tensor",
+}
+_NEEDS_TERMS = {"copy": "adds up the gradients", "all_gather": "adds up the gradients"}
+
+
+class Tape:
+    """Which tensors were made of which."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, list[Typed], list[Typed]]] = []
+
+    def add(self, kind: str, inputs: Sequence[Typed], outputs: Sequence[Typed]) -> None:
+        """Take note of a call: an exchange by its name, or an "operation"."""
+        wanted = [value for value in inputs if value.tensor.requires_grad]
+        if wanted:
+            self._steps.append((kind, wanted, list(outputs)))
+
+    def go_back(self, outputs: Sequence[Typed]) -> None:
+        """Give every tensor on the way the kinds of gradient that it gets, from the outputs, whose own are the same on all ranks.
+
+        Raises:
+            RefusedError: A gradient would be added up twice, or not at all; `value` says of what.
+        """
+        for value in outputs:
+            value.gradients.add("own" if value.type.dim is not None else "same")
+        for kind, inputs, made in reversed(self._steps):
+            arriving = set().union(*(value.gradients for value in made)) if made else set()
+            if arriving:
+                self._hand_on(kind, inputs, made, arriving)
+
+    def _hand_on(self, kind: str, inputs: list[Typed], made: list[Typed], arriving: set[str]) -> None:
+        if kind in _NEEDS_TERMS and "same" in arriving:
+            raise GradientError(inputs[0], "is the same on all ranks, and would be added once for each")
+        if kind in _NEEDS_SAME and "term" in arriving:
+            raise GradientError(made[0], "is a term of a sum on each rank, which nothing adds up")
+        is_exchange = kind != "operation"
+        for value in inputs:
+            if value.type.dim is not None:
+                value.gradients.add("own")
+            elif value.type.kind == "partial" or is_exchange:
+                value.gradients.add("same")
+            elif any(result.gradients and result.type.kind != "replicated" for result in made):
+                value.gradients.add("term")
+                value.gradients |= set().union(*(r.gradients for r in made if r.type.kind == "replicated"))
+            else:
+                value.gradients |= arriving
+            if {"same", "term"} <= value.gradients and value.type.kind == "replicated":
+                raise GradientError(
+                    value, "is partly the same on all ranks and partly a term of a sum: no exchange gives it"
+                )
+
+
+class GradientError(RefusedError):
+    """The gradient of a tensor is not one device's.
+
+    Args:
+        value: The tensor.
+        why: What is wrong.
+    """
+
+    def __init__(self, value: Typed, why: str) -> None:
+        super().__init__(f"the gradient {why}")
+        self.value = value

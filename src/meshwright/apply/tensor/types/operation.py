@@ -1,0 +1,161 @@
+"""One call of a torch function, as a rule sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, RefusedError, Type, Typed, shard
+from meshwright.apply.tensor.types.record import flat_tensors
+
+__all__: list[str] = []
+
+
+class Operation:
+    """A call that has been made, with the types of what it took.
+
+    Args:
+        name: The function's plain name.
+        args: Its arguments.
+        kwargs: Its keywords.
+        inputs: The tensors among them.
+        outputs: The tensors that it gave.
+        wholes: Their shapes in the whole run; None where they are not known.
+        integers: The whole run's arguments that are integers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Typed],
+        outputs: list[Tensor],
+        wholes: list[tuple[int, ...]] | None,
+        integers: dict[int | str, int],
+    ) -> None:
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.outputs = outputs
+        self.wholes = wholes
+        self.integers = integers
+        self._types = {id(value.tensor): value.type for value in inputs}
+
+    def type(self, value: Any) -> Type:
+        """Return the type of an argument; what is no tensor is the same on every rank."""
+        return self._types.get(id(value), REPLICATED) if isinstance(value, Tensor) else REPLICATED
+
+    def argument(self, place: int, *names: str, default: Any = None) -> Any:
+        """Return an argument by its place, or one of its names."""
+        for name in names:
+            if name in self.kwargs:
+                return self.kwargs[name]
+        return self.args[place] if len(self.args) > place else default
+
+    def whole_integer(self, place: int, name: str, default: int) -> int:
+        """Return what an argument that is an integer was in the whole run."""
+        return self.integers.get(name, self.integers.get(place, default))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether all that it takes is replicated."""
+        return all(value.type.kind == "replicated" for value in self.inputs)
+
+    @property
+    def has_varying(self) -> bool:
+        """Whether something that it takes is varying."""
+        return any(value.type.kind == "varying" for value in self.inputs)
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether something that it takes is a term of a sum."""
+        return any(value.type.kind == "partial" for value in self.inputs)
+
+    # -- what rules are made of -----------------------------------------------------------------------------------
+
+    def differing(self, index: int) -> list[int]:
+        """Return the dims in which an output is smaller or larger than the whole run's."""
+        if self.wholes is None:
+            raise RefusedError("its shape in the whole run is not known")
+        if len(self.wholes) != len(self.outputs):
+            raise RefusedError(f"gives {len(self.outputs)} tensors on shards, {len(self.wholes)} of the whole")
+        own, whole = tuple(self.outputs[index].shape), self.wholes[index]
+        if len(own) != len(whole):
+            raise RefusedError(f"gives a tensor of shape {list(own)} on shards, {list(whole)} of the whole")
+        return [dim for dim, (mine, theirs) in enumerate(zip(own, whole, strict=True)) if mine != theirs]
+
+    def by_shapes(self) -> list[Type]:
+        """Return the outputs' types where each is a part of the whole run's: along the one dim that differs.
+
+        Raises:
+            RefusedError: None differs, or several do.
+        """
+        found: list[Type] = []
+        for index in range(len(self.outputs)):
+            dims = self.differing(index)
+            if len(dims) != 1:
+                what = "the same shape as the whole" if not dims else f"a shape that differs in the dims {dims}"
+                raise RefusedError(f"takes {self.told()} and gives {what}: it reads across the parts")
+            found.append(shard(dims[0]))
+        return found
+
+    def all(self, of: Type) -> list[Type]:
+        """Return one type for each output."""
+        return [of] * len(self.outputs)
+
+    def linear(self) -> list[Type] | None:
+        """Return partial for each output where everything taken is a term of a sum, or zeros; None where nothing is a term."""
+        if not self.has_partial:
+            return None
+        for value in self.inputs:
+            if value.type.kind != "partial" and not value.type.is_zero:
+                raise RefusedError(mixing(value))
+        return self.all(PARTIAL)
+
+    def refuse_partial(self) -> None:
+        """Refuse where something is a term of a sum.
+
+        Raises:
+            RefusedError: It is.
+        """
+        if self.has_partial:
+            raise RefusedError("is not linear, and takes a term of a sum (partial): f(a) + f(b) is not f(a + b)")
+
+    def refuse_others(self, *allowed: Any) -> None:
+        """Refuse tensors that are not replicated, besides those named.
+
+        Raises:
+            RefusedError: There is one.
+        """
+        known = {id(value) for value in allowed}
+        for value in self.inputs:
+            if id(value.tensor) not in known and value.type.kind != "replicated":
+                raise RefusedError(f"takes {value.type} where it must have a replicated tensor")
+
+    def told(self) -> str:
+        """Return the types that it takes, for a message."""
+        return ", ".join(str(value.type) for value in self.inputs) or "nothing"
+
+
+def mixing(value: Typed) -> str:
+    """Return why something does not go together with a term of a sum."""
+    if value.type.kind == "replicated":
+        return "adds a replicated tensor to a term of a sum (partial): over all ranks it would be added once for each"
+    return f"mixes {value.type} with a term of a sum (partial)"
+
+
+def normal(dim: int, num_dims: int) -> int:
+    """Return a dim counted from 0."""
+    return dim + num_dims if dim < 0 else dim
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument."""
+    return flat_tensors(tree)
+
+
+Rule = Callable[[Operation], list[Type]]

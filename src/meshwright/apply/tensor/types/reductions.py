@@ -1,0 +1,145 @@
+"""Functions over all entries of a dim: sums, norms, softmax, sorting. Over a sharded dim only a sum can be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, shard
+from meshwright.apply.tensor.types.operation import Operation, normal
+
+__all__: list[str] = []
+
+# Function -> (place of its dim among the arguments, the dim without one; None is all of them).
+_ALL, _LAST = None, -1
+REDUCTIONS: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(
+        [
+            "sum",
+            "nansum",
+            "mean",
+            "nanmean",
+            "amax",
+            "amin",
+            "prod",
+            "all",
+            "any",
+            "std",
+            "var",
+            "max",
+            "min",
+            "argmax",
+            "argmin",
+            "median",
+        ],
+        (1, _ALL),
+    ),
+    **dict.fromkeys(["logsumexp", "var_mean", "std_mean", "aminmax", "count_nonzero", "nanmedian"], (1, _ALL)),
+    **dict.fromkeys(
+        ["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"], (1, _ALL)
+    ),
+    **dict.fromkeys(["sort", "argsort", "msort", "mode", "diff"], (1, _LAST)),
+    **dict.fromkeys(["topk", "kthvalue", "norm", "vector_norm", "quantile", "gumbel_softmax"], (2, _LAST)),
+    "normalize": (2, 1),
+    "glu": (1, _LAST),
+    "renorm": (2, 0),
+}
+_ALL_BY_DEFAULT = {"norm", "vector_norm", "quantile"}
+_LINEAR = {"sum", "nansum", "mean", "cumsum", "diff"}
+_SUMS = {"sum", "nansum"}
+_NAMES = ("dim", "axis")
+
+
+def reduction(op: Operation) -> list[Type]:
+    """Follow a function over some dims."""
+    first: Any = op.argument(0, "input", "self")
+    place, default = REDUCTIONS[op.name]
+    if op.name in _ALL_BY_DEFAULT:
+        default = None
+    if op.name == "diff":
+        place = 2
+    dims: Any = op.argument(place, *_NAMES, default=default)
+    if op.name in ("max", "min") and isinstance(op.argument(1, "other", *_NAMES), Tensor):
+        raise RefusedError("no rule for it with two tensors; use torch.maximum or torch.minimum")
+    if op.name in ("std", "var") and isinstance(dims, bool):
+        dims = None
+    own = op.type(first)
+    if op.has_varying:
+        return op.all(VARYING)
+    if own.kind == "partial":
+        if op.name not in _LINEAR:
+            op.refuse_partial()
+        return op.all(PARTIAL)
+    return _over(op, own, _chosen(dims, first.dim()), first.dim())
+
+
+def _chosen(dims: Any, num_dims: int) -> set[int]:
+    if dims is None or dims == ():
+        return set(range(num_dims))
+    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
+
+
+def _over(op: Operation, own: Type, dims: set[int], num_dims: int) -> list[Type]:
+    if own.dim is None:
+        raise RefusedError(f"takes {op.told()}")
+    if own.dim in dims:
+        if op.name in _SUMS:
+            return op.all(PARTIAL)
+        if op.name == "glu":
+            return op.by_shapes()
+        raise RefusedError(f"goes over the sharded dim {own.dim}, of which each rank has a part")
+    if op.outputs[0].dim() == num_dims:
+        return op.all(own)
+    return op.all(shard(own.dim - sum(dim < own.dim for dim in dims)))
+
+
+def last_dims(op: Operation) -> list[Type]:
+    """Follow layer_norm and rms_norm: over the last dims, with weights in their shape."""
+    op.refuse_partial()
+    first = op.args[0]
+    own = op.type(first)
+    op.refuse_others(first)
+    if own.dim is not None and own.dim >= first.dim() - len(op.argument(1, "normalized_shape")):
+        raise RefusedError(f"goes over the sharded dim {own.dim}, of which each rank has a part")
+    return op.all(own)
+
+
+def channels(op: Operation) -> list[Type]:
+    """Follow group_norm, batch_norm and instance_norm: channels with their own statistics and weights."""
+    op.refuse_partial()
+    first = op.args[0]
+    own = op.type(first)
+    if own.dim is None or own.dim > 1:
+        raise RefusedError(f"takes {op.told()}: it goes over places that each rank has a part of")
+    if own.dim == 0:
+        op.refuse_others(first)
+        if op.name == "batch_norm" and op.argument(5, "training", default=False):
+            raise RefusedError("goes over the samples, of which each rank has a part")
+        return op.all(own)
+    for value in op.inputs:
+        if value.tensor is not first and value.type != shard(0):
+            raise RefusedError(f"takes a weight or a statistic that is {value.type} with channels in parts")
+    if op.name == "group_norm":
+        groups = int(op.argument(1, "num_groups"))
+        full = next(value.full[1] for value in op.inputs if value.tensor is first)
+        if op.whole_integer(1, "num_groups", groups) * first.shape[1] != groups * full:
+            raise RefusedError("has as many groups on shards as the whole: its groups would be other channels")
+    return op.all(own)
+
+
+def places(op: Operation) -> list[Type]:
+    """Follow pooling and interpolation: over places, not over samples or channels."""
+    own = op.type(op.args[0])
+    num_places = {"1d": 1, "2d": 2, "3d": 3}.get(op.name[-2:], op.args[0].dim() - 2)
+    if own.kind == "partial" and op.name.startswith(("avg_pool", "adaptive_avg")):
+        return op.all(PARTIAL)
+    op.refuse_partial()
+    if own.dim is None or own.dim >= op.args[0].dim() - num_places:
+        raise RefusedError(f"takes {op.told()}: it goes over places that each rank has a part of")
+    return op.all(own)
+
+
+def loss(op: Operation) -> list[Type]:
+    """Refuse losses: they go over everything."""
+    raise RefusedError(f"is a loss over {op.told()}, of which each rank has a part")

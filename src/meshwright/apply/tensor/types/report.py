@@ -1,0 +1,50 @@
+"""What the check of types found."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from meshwright.apply.tensor.types.lattice import NOWHERE, Where
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """An operation that does not compute on shards what one device computes."""
+
+    operation: str
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        place = f" at {_short(self.file)}:{self.line}" if self.file else ""
+        return f"types: {self.operation}{place} {self.text}"
+
+
+@dataclasses.dataclass
+class TypeReport:
+    """What the types of one run say.
+
+    Attributes:
+        refusals: What must not be cut so, and where; the check ends at the first.
+        compared_sizes: Lines that compare a size of a sharded dim with a number: other sizes may take another path.
+        partial: FQNs of parameters that are whole, and whose gradients are terms of a sum.
+        num_operations: Calls that were followed [count].
+    """
+
+    refusals: list[Refusal] = dataclasses.field(default_factory=list[Refusal])
+    compared_sizes: set[tuple[str, int]] = dataclasses.field(default_factory=set[tuple[str, int]])
+    partial: set[str] = dataclasses.field(default_factory=set[str])
+    num_operations: int = 0
+
+    def refuse(self, operation: str, where: Where, text: str) -> None:
+        """Add a refusal."""
+        where = where or NOWHERE
+        self.refusals.append(Refusal(operation, where.file, where.line, text))
+
+
+def _short(file: str) -> str:
+    return os.sep.join(file.split(os.sep)[-3:])

@@ -1,0 +1,82 @@
+"""A part of a model that is cut, run as one device runs it: with parameters that are gathered for that long."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.layout import ShardLayout
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.functional import gather_from_group
+
+__all__: list[str] = []
+
+
+def gather_parameter(shard: Tensor, layouts: Sequence[ShardLayout], group: Communicator) -> Tensor:
+    """Return the whole of a parameter that is cut; backward keeps this rank's part of the gradient, which all compute alike.
+
+    Args:
+        shard: This rank's part.
+        layouts: Every rank's part of the full tensor, along one dim.
+        group: The ranks; all of them call this.
+
+    Returns:
+        The full tensor, of shape `layouts[0].shape`, with a graph to the shard.
+    """
+    if all(layout.is_whole for layout in layouts):
+        return shard
+    sizes = [layout.numel for layout in layouts]
+    joined = gather_from_group(shard.reshape(-1), group, dim=0, sizes=sizes)
+    pieces: list[tuple[int, Tensor]] = []
+    dim = next(layout.dim for layout in layouts if layout.dim is not None)
+    for block, layout in zip(joined.split(sizes), layouts, strict=True):
+        view, position = block.view(layout.block_shape), 0
+        for start, stop in layout.ranges:
+            pieces.append((start, view.narrow(dim, position, stop - start)))
+            position += stop - start
+    pieces.sort(key=lambda pair: pair[0])
+    return torch.cat([piece for _, piece in pieces if piece.numel()], dim).view(layouts[0].shape)
+
+
+class _Share(torch.autograd.Function):
+    """A parameter whose gradient is the same on all ranks here, and is added up over them later."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, num_ranks: int) -> Tensor:
+        ctx.num_ranks = num_ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] / ctx.num_ranks, None
+
+
+def share(parameter: Tensor, num_ranks: int) -> Tensor:
+    """Return the parameter; of its gradient each of `num_ranks` ranks gets an equal share, for a sum that comes later."""
+    return _Share.apply(parameter, num_ranks)  # pyright: ignore[reportReturnType]
+
+
+@contextlib.contextmanager
+def replaced_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have a module use other tensors in place of parameters and buffers inside.
+
+    Args:
+        module: The module.
+        values: FQN, from the module on -> the tensor.
+    """
+    slots: list[tuple[dict[str, Any], str, Any]] = []
+    for name, value in values.items():
+        path, _, own = name.rpartition(".")
+        owner = module.get_submodule(path)
+        slot: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers  # pyright: ignore
+        slots.append((slot, own, dict.get(slot, own)))
+        slot[own] = value
+    try:
+        yield
+    finally:
+        for slot, own, original in reversed(slots):
+            slot[own] = original
