@@ -61,7 +61,6 @@ class Guard:
         self._group = group
         self._attributes = attributes
         self._proven = set(layout.proven.get("", ()))
-        self._exact_sizes = "" not in layout.any_size
         self._verdicts: dict[str, dict[Any, bool]] = {}
         self._known: dict[Any, bool] = {}
         self._structure = ""
@@ -82,45 +81,69 @@ class Guard:
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
-        gradients = torch.is_grad_enabled()
-        call = signatures.signature(args, kwargs, exact_sizes=self._exact_sizes, with_gradients=gradients)
+        call = self._signature(args, kwargs, exact_sizes=False)
         verdict = self._known.get(call)
         if verdict is None:
-            is_proven = signatures.digest((self._structure, call)) in self._proven
-            verdict = self._known[call] = is_proven or self._prove(args, kwargs)
+            if signatures.digest((self._structure, call)) in self._proven:
+                verdict = self._known[call] = True
+            else:
+                verdict = self._allows_sizes(args, kwargs)
         return verdict
 
-    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
+    def _allows_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell it for a call of just these sizes."""
+        call = self._signature(args, kwargs, exact_sizes=True)
+        verdict = self._known.get(call)
+        if verdict is None:
+            verdict = signatures.digest((self._structure, call)) in self._proven
+            asks_sizes = True
+            if not verdict:
+                verdict, asks_sizes = self._prove(args, kwargs)
+            self._known[call if asks_sizes else self._signature(args, kwargs, exact_sizes=False)] = verdict
+        return verdict
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, exact_sizes: bool) -> Any:
+        gradients = torch.is_grad_enabled()
+        return exact_sizes, signatures.signature(args, kwargs, exact_sizes=exact_sizes, with_gradients=gradients)
+
+    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+        """Return whether the call is proven, and whether that holds for these sizes alone."""
+        reason, asks_sizes = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones", True
         if self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
             call = Call(args=map_tensors(args, _for_proof), kwargs=map_tensors(kwargs, _for_proof))
             # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
             with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reason = pool.submit(self._why_not, call).result()
-        verdict = torch.tensor([not reason], dtype=torch.int32)
+                reason, asks_sizes = pool.submit(self._why_not, call).result()
+        verdict = torch.tensor([not reason, not asks_sizes], dtype=torch.int32, device=self._device)
         self._group.all_reduce(verdict, "min")
-        if not verdict.item():
+        is_proven, holds_for_all = map(bool, verdict.tolist())
+        if not is_proven:
             reason = reason or "another rank could not prove it"
             if reason not in self.reasons:
                 self.reasons.append(reason)
                 _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
-        return bool(verdict.item())
+        return is_proven, not holds_for_all
 
     def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
         devices = {parameter.device for parameter in self._module.parameters() if parameter.device.type == "cuda"}
         return torch.random.fork_rng(devices)
 
-    def _why_not(self, call: Call) -> str:
+    @property
+    def _device(self) -> torch.device:
+        return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
+
+    def _why_not(self, call: Call) -> tuple[str, bool]:
+        """Return the reason why a call is not proven, or nothing; and whether its code asks for sizes."""
         try:
             experiment = Experiment(self._template, call, self._group.size)
             for layout in self._layouts():
                 self._check(experiment, layout)
+            return "", experiment.asks_sizes()
         except DisprovedError as error:
-            return error.message
+            return error.message, True
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
-            return f"it cannot be run by itself: {type(error).__name__}: {error}"
-        return ""
+            return f"it cannot be run by itself: {type(error).__name__}: {error}", True
 
     def _layouts(self) -> Sequence[TensorLayout]:
         """Return the layout for each dim along which the stream may lie in slices."""

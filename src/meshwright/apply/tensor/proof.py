@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.tensor.asked_sizes import AskedSizes
 from meshwright.apply.tensor.comparison import (
     DisprovedError,
     add_up,
@@ -227,6 +228,13 @@ class Experiment:
                     noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
                     self._of_attributes[path] = noise
             return self._backward(module, inputs, outputs, self._cotangents, left)
+
+    def asks_sizes(self) -> bool:
+        """Tell whether the code of this call compares sizes of tensors, so that other sizes may run other code."""
+        module, inputs = self._fresh()
+        with torch.no_grad(), Exact(), AskedSizes() as asked:
+            module(*inputs[0], **inputs[1])
+        return asked.any
 
     def _backward(
         self, module: nn.Module, inputs: Any, outputs: list[Tensor], cotangents: Sequence[Tensor], left: Left

@@ -219,8 +219,6 @@ class TensorLayout(Value):
     """FQN of a parameter that every rank holds whole -> why."""
     proven: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[str, ...]])
     """Name of a part (`parts_of`) -> digests of the structures and calls with which it was proven."""
-    any_size: tuple[str, ...] = ()
-    """Names of parts whose code compares no size with a number: what was proven for some sizes holds for all (`types`)."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -233,18 +231,15 @@ class TensorLayout(Value):
         layers = [(chain, layer) for chain in self.chains for layer in chain.layers]
         found = {layer: self._of_layer(chain, layer) for chain, layer in layers}
         for region in self.regions:
-            if any(is_inside(region.scope, layer) for _, layer in layers) and not region.is_apart:
+            if any(is_inside(region.scope, layer) for _, layer in layers) and "vocabulary" not in region.roles.values():
                 continue
             for name, own in region.by_module() if region.is_apart else [(region.scope, region)]:
                 before = found.get(name, TensorLayout())
                 found[name] = before.replace(regions=(*before.regions, own.below(name)))
-        return {
-            name: part.replace(proven={"": self.proven.get(name, ())}, any_size=("",) if name in self.any_size else ())
-            for name, part in found.items()
-        }
+        return {name: part.replace(proven={"": self.proven.get(name, ())}) for name, part in found.items()}
 
     def _of_layer(self, chain: Chain, layer: str) -> TensorLayout:
-        inside = [r for r in self.regions if is_inside(r.scope, layer) and not r.is_apart]
+        inside = [r for r in self.regions if is_inside(r.scope, layer) and "vocabulary" not in r.roles.values()]
         own = chain.replace(
             layers=("",),
             partial=tuple(name[len(layer) + 1 :] for name in chain.partial if is_inside(name, layer)),

@@ -13,12 +13,13 @@ from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.mirror import Mirror
 from meshwright.apply.tensor.options import Options, candidates
+from meshwright.apply.tensor.proof import Experiment
 from meshwright.apply.tensor.proposals import Names, Pair, feeds_only_the_output, pair_of
 from meshwright.apply.tensor.proving import Proving
 from meshwright.apply.tensor.region import Chain, Cut, Region, Role, TensorLayout
 from meshwright.apply.tensor.sequences import find_chains
 from meshwright.apply.tensor.signatures import describe_structure, digest, proven_digests
-from meshwright.apply.tensor.trace import Product, Trace
+from meshwright.apply.tensor.trace import Call, Product, Trace
 
 __all__: list[str] = []
 
@@ -96,10 +97,17 @@ class Search:
                 module.train(mode)
             structure = digest(describe_structure(module))
             for call in self._trace.distinct.get(name, {}).values():
-                found |= dict.fromkeys(proven_digests(structure, call.args, call.kwargs))
+                asks = self._asks_sizes(module, call)
+                found |= dict.fromkeys(proven_digests(structure, call.args, call.kwargs, asks_sizes=asks))
         for child, flag in zip(module.modules(), flags, strict=True):
             child.training = flag
         return tuple(found)
+
+    def _asks_sizes(self, module: nn.Module, call: Call) -> bool:
+        try:
+            return Experiment(module, call, self.num_parts).asks_sizes()
+        except Exception:  # noqa: BLE001 - whatever the user's code raises; then sizes count as they are
+            return True
 
     def _by_wish(self, wish: str) -> list[int]:
         return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import itertools
 import operator
 import types
 from collections.abc import Iterator
@@ -180,11 +179,19 @@ def signature(
     return tuple(map(describe, args)), tuple((name, describe(value)) for name, value in kwargs.items())
 
 
-def proven_digests(structure: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return digests of what is proven with a call: itself, and the same without gradients, in both ways to count sizes."""
-    ways = itertools.product((True, False), (True, False))
-    calls = [signature(args, kwargs, exact_sizes=exact, with_gradients=gradients) for exact, gradients in ways]
-    return [digest((structure, call)) for call in calls]
+def proven_digests(structure: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, asks_sizes: bool) -> list[str]:
+    """Return digests of what is proven with a call: itself, and the same without gradients, or with other sizes.
+
+    Args:
+        structure: Of the module.
+        args: What it was called with.
+        kwargs: The same.
+        asks_sizes: Whether other sizes may run other code.
+    """
+    return [
+        digest((structure, (asks_sizes, signature(args, kwargs, exact_sizes=asks_sizes, with_gradients=gradients))))
+        for gradients in (True, False)
+    ]
 
 
 class _Describer:
