@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from meshwright.apply.recompute import Recompute
-from meshwright.apply.tensor import search
+from meshwright.apply.tensor import proving
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
+from meshwright.errors import ApplyError
 from meshwright.run.batch import call_model
 from parity import cases
 
@@ -165,10 +166,21 @@ def test_layers_that_are_recomputed_by_themselves_are_cut_as_any_others(kind: st
     assert Search(recomputed, 8, lambda copy: copy(batch)).layout() == expected
 
 
-def test_a_search_that_takes_too_long_leaves_the_rest_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MAX_SECONDS", -1.0)
+def _layout_of_an_mlp() -> TensorLayout:
     case = cases.find("mlp")
     batch = case.batch(2, 0)
-    layout = Search(case.build(), 2, lambda module: call_model(module, batch)).layout()
+    return Search(case.build(), 2, lambda module: call_model(module, batch)).layout()
+
+
+def test_a_search_that_has_made_its_trials_leaves_the_rest_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "MAX_ALL_TRIALS", 0)
+    layout = _layout_of_an_mlp()
     assert not layout.regions
     assert any("before this was proven" in reason for reason in layout.whole.values())
+
+
+def test_a_search_that_takes_too_long_is_refused_and_finds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What it had found by then would depend on how busy the machine is.
+    monkeypatch.setattr(proving, "MAX_SECONDS", -1.0)
+    with pytest.raises(ApplyError, match="took more than -1 s"):
+        _layout_of_an_mlp()

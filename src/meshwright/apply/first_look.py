@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
 
 __all__: list[str] = []
 
@@ -26,7 +27,8 @@ def tell_everyone(group: Communicator, device: torch.device, run: Run | None, lo
         look: Looks at the model with it.
 
     Raises:
-        ApplyError: No rank has a sample, or the rank that looked raised.
+        ApplyError: No rank has a sample, or the plan cannot be applied, with the same words on every rank.
+        UserCodeError: Another rank looked, and the user's code raised there.
         Exception: On that rank, what it raised.
     """
     able = group.all_gather_json(run is not None, device=device)
@@ -39,11 +41,19 @@ def tell_everyone(group: Communicator, device: torch.device, run: Run | None, lo
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 told = {"seen": look(run)}
-        except Exception as error:  # noqa: BLE001 - the user's forward: every rank must hear of it
-            failure, told = error, f"{type(error).__name__}: {error}"
+        except MeshwrightError as error:
+            failure, told = error, {"refused": error.message, "fix": error.fix}
+        except Exception as error:  # noqa: BLE001 - the user's forward or loss: every rank must hear of it
+            failure, told = error, {"raised": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     answer = group.all_gather_json(told, device=device)[first]
     if failure is not None:
         raise failure
-    if isinstance(answer, str):
-        raise ApplyError(f"rank {first} could not follow the model's data flow: {answer}")
+    if "refused" in answer:
+        raise ApplyError(answer["refused"], fix=answer["fix"])
+    if "raised" in answer:
+        raise UserCodeError(
+            f"rank {first} ran the model's first batch and raised {answer['raised']}\n\n{answer['traceback'].rstrip()}",
+            rank=first,
+            traceback_text=answer["traceback"],
+        )
     return answer["seen"]

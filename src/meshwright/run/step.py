@@ -19,7 +19,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -135,7 +135,10 @@ class Stepper:
 
     def _prepare(self, parts: list[Any]) -> None:
         if not self.engine.is_prepared:
-            self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
+            with _in_training_mode(
+                self.engine.module
+            ):  # an evaluation may come first; what draws, draws while it trains
+                self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
             self._guard = ModelGuard(self.engine.module)  # a strategy may have taken parameters out
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
@@ -307,11 +310,11 @@ class Stepper:
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """Return loss and counts of a global batch without training on it; every rank calls it."""
         engine = self.engine
+        parts = self._micro_batches(batch)
+        self._prepare(parts)
         modes = [(module, module.training) for module in engine.module.modules()]
         engine.module.eval()
         try:
-            parts = self._micro_batches(batch)
-            self._prepare(parts)
             weights = [self.rule.known_weight(part) for part in parts]
             agreement = self._agree(parts, weights, wants_stop=False)
             with torch.no_grad():
@@ -339,6 +342,19 @@ class Stepper:
             "num_samples": agreement.num_samples,
             "num_tokens": agreement.num_tokens,
         }
+
+
+@contextlib.contextmanager
+def _in_training_mode(module: nn.Module) -> Iterator[None]:
+    """Have a module train inside where it does not; its parts keep the modes that they have where it does."""
+    modes = [] if module.training else [(child, child.training) for child in module.modules()]
+    if modes:
+        module.train()
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
 
 
 class _Snapshot:

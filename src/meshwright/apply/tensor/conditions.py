@@ -69,12 +69,16 @@ class Conditions:
         proven = self._made[0].prove(region)
         return proven.replace(partial=self.check(TensorLayout(regions=(proven,)), known=proven.partial))
 
-    def check(self, layout: TensorLayout, *, known: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def check(
+        self, layout: TensorLayout, *, known: tuple[str, ...] | None = None, on_slices: bool = False
+    ) -> tuple[str, ...]:
         """Return the parameters whose gradients have to be added up, under all calls and modes alike.
 
         Args:
             layout: What is to be proven.
             known: What the first experiment gave, where it has been run with it.
+            on_slices: Whether the whole scope runs on slices. A parameter without a gradient in all of the experiments (an
+                expert that no token chose) then disproves: whether its gradient would be a term they do not show.
 
         Raises:
             DisprovedError: Something differs, or a gradient is a term here and the whole there.
@@ -86,6 +90,11 @@ class Conditions:
             partial |= dict.fromkeys(own)
             whole |= experiment.whole.gradients.keys() - set(own) - experiment.idle
         both = sorted(whole & partial.keys())
+        idle = sorted(
+            set.intersection(*(experiment.idle for experiment in self._made)) - partial.keys() - layout.cuts.keys()
+        )
+        if on_slices and idle:
+            raise DisprovedError(f"{idle[0]} had no gradient, so that it is not known whether it would be a term")
         if both:
             raise DisprovedError(f"the gradient of {both[0]} is a rank's term in one call, and the whole in another")
         return tuple(partial)

@@ -351,7 +351,7 @@ class TensorEngine(OuterEngine):
             gradient = found.get(name)
             layouts = by_id.get(id(parameter))
             # Whole already: while an optimizer that needs it so takes its step.
-            if gradient is not None and layouts is not None and gradient.shape != layouts[0].shape:
+            if gradient is not None and layouts is not None and not self._whole_matrices.are_whole:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 found[name] = gather_full(dense, layouts, self.shards)
         return found

@@ -25,6 +25,11 @@ class WholeMatrices:
         self._local: list[tuple[Tensor, Tensor | None]] = []
         self._depth = 0  # torch calls its hooks again where a step calls its base class's
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether parameters and gradients are whole now. A shape does not say so: one rank may hold all of a tensor."""
+        return self._depth > 0
+
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         named = [(name, find_tensor(self._cutting.module, name)) for name in self._cutting.layouts]
         return [(name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter)]

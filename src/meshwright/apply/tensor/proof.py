@@ -378,6 +378,9 @@ class Experiment:
             own = [outcome.gradients[name] for outcome in outcomes]
             if name in tied:
                 check_equal(join(own, layouts[tied[name]]), whole, f"the gradient of {name}", self._scale)
+            elif len({gradient is None for gradient in own}) > 1:
+                # Another batch may leave it out on another rank, and what one rank adds up all have to.
+                raise DisprovedError(f"{name} is used by some of the ranks")
             elif not all(is_equal(gradient, whole, self._scale) for gradient in own):
                 check_equal(add_up(own), whole, f"the gradient of {name}, added up", self._scale)
                 partial.append(name)

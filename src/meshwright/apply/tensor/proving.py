@@ -18,7 +18,7 @@ from meshwright.apply.tensor.conditions import Conditions
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.proposals import Names
 from meshwright.apply.tensor.region import Region
-from meshwright.apply.tensor.signature import structure_of
+from meshwright.apply.tensor.signature import places_of, structure_of
 from meshwright.apply.tensor.trace import Trace
 from meshwright.errors import ApplyError
 
@@ -27,11 +27,18 @@ __all__: list[str] = []
 MAX_TRIALS = 120
 """Proofs of one region before it is given up [count]."""
 
+MAX_TRIALS_AGAIN = 12
+"""The same where all failed for a scope that differs in nothing but where it stands [count]."""
+
 MAX_ALL_TRIALS = 4000
 """Proofs of all regions; what is not proven by then stays whole, on a slow machine as on a quick one [count]."""
 
 MAX_SECONDS = 280.0
 """The search ends with an error by then: the other ranks wait meanwhile, for 300 s by default [s]."""
+
+
+class SurroundedError(DisprovedError):
+    """A region is right by itself, and not where it stands: something else is cut or used there."""
 
 
 class Proving:
@@ -54,7 +61,7 @@ class Proving:
         self._deadline = time.monotonic() + MAX_SECONDS
         self._num_trials = 0
         self._found: dict[str, list[tuple[str, Region]]] = {}  # what was found for scopes of this structure before
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, dict[str, str]] = {}  # by structure, and by where modules stand
         self._last: tuple[str, Conditions] | None = None
 
     def find(
@@ -70,32 +77,46 @@ class Proving:
             accept: Where a region is one of several that hold the same tensors: all of them together.
         """
         shape = json.dumps([kind, self._shape_of(scope, keys)])
-        proven, error = self._proven_as_another(scope, shape, accept)
-        if proven is None and not error:
-            proven, error = self._first_proven(scope, tries, accept)
+        places = json.dumps(places_of(self._model.get_submodule(scope)))
+        failed = self._failed.setdefault(shape, {})
+        if places in failed:
+            return None, failed[places]
+        proven, error = self._proven_as_another(scope, shape, accept), ""
+        if proven is None:
+            try:
+                proven, error = self._first_proven(scope, tries, accept, MAX_TRIALS_AGAIN if failed else MAX_TRIALS)
+            except SurroundedError as surrounded:
+                return None, surrounded.message  # which says nothing about others of this structure
             if proven is not None:
                 self._found.setdefault(shape, []).append((scope, proven))
-            elif shape not in self._found:
-                self._failed[shape] = error
+            else:
+                failed[places] = error
         return proven, error
 
-    def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> tuple[Region | None, str]:
-        """Return what another scope of this structure was cut into, where it is right here, too; or why all of them failed."""
+    def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> Region | None:
+        """Return what another scope of this structure was cut into, where it is right here, too."""
         for other, region in self._found.get(shape, ()):
             here = region.below(other).above(scope)
             if not self._fits(here):
                 continue
             try:
-                return self._prove_apart(scope, here, accept), ""
+                return self._prove_apart(scope, here, accept)
             except DisprovedError:
                 continue
-        return None, self._failed.get(shape, "")
+        return None
 
-    def _first_proven(self, scope: str, tries: Iterable[Region], accept: Region | None) -> tuple[Region | None, str]:
-        """Return the first region that is proven, or the reason that is told: why the likeliest one was not."""
+    def _first_proven(
+        self, scope: str, tries: Iterable[Region], accept: Region | None, most: int
+    ) -> tuple[Region | None, str]:
+        """Return the first region that is proven, or the reason that is told: why the likeliest one was not.
+
+        Raises:
+            SurroundedError: None is, and what stands around was why for one of them.
+        """
         first, reason = "", ""
+        surrounded: SurroundedError | None = None
         source = iter(tries)
-        for count in range(MAX_TRIALS):
+        for count in range(most):
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
             try:
@@ -107,16 +128,20 @@ class Proving:
                 return None, first or f"no way to cut it was found: {type(error).__name__}: {error}"
             try:
                 return self._prove_apart(scope, region, accept), ""
+            except SurroundedError as error:
+                reason, surrounded = error.message, surrounded or error
             except DisprovedError as disproved:
                 reason = disproved.message
             first = first or reason
+        if surrounded is not None:
+            raise surrounded
         return None, first or "it offers nothing that could be cut"
 
     def _prove_apart(self, scope: str, region: Region, accept: Region | None) -> Region:
         """Prove a region that takes nothing from others that are cut already."""
         proven = self.prove(scope, region)
         if not self._is_apart(proven):
-            raise DisprovedError("it holds something that is cut by itself")
+            raise SurroundedError("it holds something that is cut by itself")
         if accept is None:
             self._refuse_uses_elsewhere(proven)
         else:
@@ -148,7 +173,7 @@ class Proving:
         """Refuse to cut, or to have terms of a gradient of, what other code uses as well.
 
         Raises:
-            DisprovedError: Something outside of the region uses one of its tensors.
+            SurroundedError: Something outside of the region uses one of its tensors.
         """
         alone = set(region.roles.values()) <= {"vocabulary", "head", "gathered"}
         places = set(region.roles) if alone else {region.scope}
@@ -157,7 +182,7 @@ class Proving:
         for name in (*region.cuts, *region.partial):
             for path, functions in self._trace.uses.get(id(find_tensor(self._model, name)), {}).items():
                 if around.isdisjoint(path):
-                    raise DisprovedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
+                    raise SurroundedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
 
     def _conditions(self, scope: str) -> Conditions:
         if self._last is None or self._last[0] != scope:

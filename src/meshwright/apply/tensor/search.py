@@ -189,7 +189,8 @@ class Search:
         Raises:
             DisprovedError: It is another module, and what it would do with a shard is not known.
         """
-        known = {id(self._model.get_submodule(name)) for name in roles}
+        # Of those that were called it is known what they do with it.
+        known = {id(self._model.get_submodule(name)) for name in (*roles, *self._trace.calls)}
         found: dict[str, Role] = {}
         for name in dict.fromkeys(path.rpartition(".")[0] for path in cuts):
             module = self._model.get_submodule(name)

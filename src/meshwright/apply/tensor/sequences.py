@@ -99,11 +99,15 @@ def _try_run(
     for layer in layers:
         inside = _inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
-        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), num_parts)
         whole = _whole_inputs(layer, inside, trace)
-        own_whole = tuple(_below(layer, name) for name in whole)
+        alone = Chain(
+            layers=("",),
+            whole_inputs=tuple(_below(layer, name) for name in whole),
+            drops=layer in trace.drawing,
+        )
+        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_parts)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
-            dims_here, own = trial.check(way, own_whole, dims)
+            dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, model, trace):
                 break
         else:
@@ -143,29 +147,29 @@ class _LayerTrial:
         layer: The module.
         call: What it was called with.
         stream: The tensor among it that is to lie in slices.
+        chain: The layer as a chain of one.
         num_parts: Ranks [count].
     """
 
-    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, num_parts: int) -> None:
+    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_parts: int) -> None:
         self._layer = layer
+        self._chain = chain
         self._call = call
         self._stream = stream
         self._num_parts = num_parts
         self._made: dict[int, Conditions | None] = {}
 
-    def check(
-        self, way: tuple[Region, ...], whole_inputs: tuple[str, ...], dims: Sequence[int]
-    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be added up)."""
         right: list[int] = []
         partial: dict[str, None] = {}
         for dim in reversed(dims):  # the sequence first: what is wrong is found there
-            chain = Chain(layers=("",), whole_inputs=whole_inputs, dims=(dim,))
+            chain = self._chain.replace(dims=(dim,))
             conditions = self._conditions(dim)
             if conditions is None:
                 continue
             try:
-                own = conditions.check(TensorLayout(regions=way, chains=(chain,)))
+                own = conditions.check(TensorLayout(regions=way, chains=(chain,)), on_slices=True)
             except DisprovedError:
                 if dim == 1:
                     break
@@ -184,13 +188,15 @@ class _LayerTrial:
         return self._made[dim]
 
     def _calls(self, dim: int) -> list[Call]:
-        have = 0 if self._stream is None else self._stream.shape[dim]
-        least = 2 * self._num_parts
-        if not 0 < have < least:
-            return [self._call]
-        times = -(-least // have)
-        args, kwargs = repeat_call((self._call.args, self._call.kwargs), have, times, along_samples=dim == 0)
-        return [Call(args=args, kwargs=kwargs), self._call]
+        """Return what the layer is called with in the trial: as it was, and where that was small also larger along both dims."""
+        args, kwargs = self._call.args, self._call.kwargs
+        shape = (0, 0) if self._stream is None else self._stream.shape
+        # Along the other dim two are enough: of one alone a layer that takes a mean out leaves zeros, and no gradients.
+        for other, least in ((dim, 2 * self._num_parts), (1 - dim, 2)):
+            have = shape[other]
+            if 0 < have < least:
+                args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
+        return [self._call] if args is self._call.args else [Call(args=args, kwargs=kwargs), self._call]
 
 
 def _below(layer: str, name: str) -> str:

@@ -63,6 +63,11 @@ def structure_of(module: nn.Module) -> list[Any]:
     return rows
 
 
+def places_of(module: nn.Module) -> list[Any]:
+    """Return where a module and all inside it say that they stand."""
+    return [[key, repr(value)] for child in module.modules() for key, value in vars(child).items() if key in PLACES]
+
+
 def _told(value: Any, known: dict[int, str], depth: int = 0) -> str:
     if isinstance(value, (*_PLAIN, enum.Enum)):
         return f"{type(value).__qualname__} {value!r}"

@@ -136,7 +136,7 @@ class Trace(TorchFunctionMode):
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
         self._path: list[str] = []
         self._handles: list[Any] = []
-        self._alive: list[Any] = []  # an id is only worth something while its tensor lives
+        self._alive: list[Any] = [list(module.buffers())]  # an id is only worth something while its tensor lives
         for name, child in module.named_modules():
             self._watch(name, child)
         for parameter in self._parameters.values():
