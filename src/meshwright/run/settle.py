@@ -83,7 +83,7 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
     if isinstance(engine, PipelineEngine) and engine.is_prepared:
         return Evidence(obstacle="the pipeline had been laid out before")
     trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
-    if engine.needs_lockstep:
+    if engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
         found = _run_in_lockstep(engine, module, trials, term)
     else:
         found = _run_alone(engine, module, trials, term)
@@ -178,7 +178,8 @@ def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decisio
     candidates = _merge(able)
     plain = {counted: gaps[0] for counted, gaps in candidates.items()}
     fitting = [counted for counted in candidates if plain[counted] <= tolerance]
-    if not fitting and all(evidence.culprit == "branches" for _, evidence in able):
+    failing = [evidence for _, evidence in able if all(gap > tolerance for _, gap, _ in evidence.gaps)]
+    if not fitting and failing and all(evidence.culprit == "branches" for evidence in failing):
         return _Decision(reasons=(_BRANCHES,))
     if not fitting:
         return _Decision(error=_refusal(able, is_given=is_given))

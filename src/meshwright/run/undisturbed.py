@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from meshwright.apply.buffers import BufferSnapshot, buffer_slots
 
 __all__: list[str] = []
 
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
@@ -51,9 +53,10 @@ class GeneratorStates:
 
 
 class AttributeSnapshot:
-    """The plain attributes of all modules: counters, flags, lists, and tensors that a forward leaves on a module.
+    """The plain attributes of all modules: counters, flags, lists, hooks, and tensors that a forward leaves on a module.
 
     A list, dict or set is put back with its content of then; what an object of another class holds inside is not looked at.
+    Hooks go with the flags that say they are there: libraries register some in their first forward.
 
     Args:
         module: The model.
@@ -62,7 +65,7 @@ class AttributeSnapshot:
     def __init__(self, module: nn.Module) -> None:
         self._held = [(child, _own(child)) for child in module.modules()]
         values = [value for _, own in self._held for value in own.values()]
-        self._containers = [(value, value.copy()) for value in values if type(value) in (list, dict, set)]
+        self._containers = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
         self._modes = [(child, child.training) for child in module.modules()]
 
     def restore(self) -> None:
@@ -73,7 +76,10 @@ class AttributeSnapshot:
             vars(child).update(own)
         for container, content in self._containers:
             container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            if isinstance(container, (dict, set)):
+                container.update(content)
+            else:
+                container.extend(content)
         for child, mode in self._modes:
             child.training = mode
 
