@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.tree import BatchSplitter, map_tensors, split_samples, tensors_in
@@ -90,6 +89,7 @@ class Evidence:
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _READS = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist)
 
 
@@ -132,7 +132,9 @@ def run_trial(
     with undisturbed(module, device):
         if trial.evaluates:
             module.eval()
-        normalises = any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in module.modules())
+        normalises = any(
+            isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in module.modules()
+        )
         generators, versions, watch = GeneratorStates(device), buffer_versions(module), _Watch()
         try:
             with (
