@@ -157,6 +157,11 @@ def _read_in_workers(
         collate_fn=_as_it_is,
         generator=worker_generator(*reader.key, rank),
     )
+    yield from until_closed(loader)
+
+
+def until_closed(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield what the loader yields, and end its workers with this iterator or its error."""
     batches = iter(loader)
     try:
         yield from batches

@@ -22,6 +22,7 @@ from meshwright.train.fetch import (
     read_ahead,
     seed_everything,
     seeded_collate,
+    until_closed,
     worker_generator,
 )
 from meshwright.train.order import mix, share_bounds
@@ -192,7 +193,8 @@ class StreamLoader:
         rank, ranks = self._model.dp_rank, self._model.dp_size
         if self._num_workers:
             generator = worker_generator(self._seed, self.epoch, rank if self._rank_local else 0)
-            samples = DataLoader(EachOnce(stream), batch_size=None, num_workers=self._num_workers, generator=generator)
+            loader = DataLoader(EachOnce(stream), batch_size=None, num_workers=self._num_workers, generator=generator)
+            samples = until_closed(loader)
         size = split_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
         if size == 0:
             return
