@@ -8,6 +8,7 @@ decides a decision of all ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -190,7 +191,7 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some were sums, or everything weighs nothing.
+            ApplyError: Some losses were means and some were sums, everything weighs nothing, or a weight is not usable.
         """
         if self._pending is None:
             self._group.all_reduce(self._vector)
@@ -202,6 +203,11 @@ class SumExchange:
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "
                 "of one step; their weights cannot be compared",
                 fix="return meshwright.Loss(sum, weight) always, or a mean always",
+            )
+        if math.isnan(weight):
+            raise ApplyError(
+                "loss_fn returned a meshwright.Loss whose weight is negative or NaN, on some rank",
+                fix="return how much was summed as weight, at least 0; the sign of a loss belongs into its sum",
             )
         if weight == 0:
             raise ApplyError(

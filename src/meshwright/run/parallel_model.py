@@ -143,7 +143,9 @@ class ParallelModel:
     @property
     def plan(self) -> Plan:
         """The plan that was applied; under tensor parallelism with what is cut, and why the rest is not, once that is known."""
-        return self.engine.detail(self._plan)
+        plan = self.engine.detail(self._plan)
+        told = self.stepper.rule.reasons
+        return plan.replace(reasons=(*plan.reasons, *told)) if told else plan
 
     @property
     def module(self) -> nn.Module:

@@ -38,6 +38,7 @@ from meshwright.run.exchange import Agreement, SumExchange, Sums
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
+from meshwright.run.settle import settle_loss
 
 __all__: list[str] = []
 
@@ -134,6 +135,13 @@ class Stepper:
         self._prepare(self._micro_batches(batch))
 
     def _prepare(self, parts: list[Any]) -> None:
+        settle_loss(
+            self.rule,
+            self.engine,
+            self.splitter,
+            parts,
+            micro_batches=None if self.micro_batch_size else self.micro_batches,
+        )
         if not self.engine.is_prepared:
             with _in_training_mode(
                 self.engine.module
@@ -160,7 +168,7 @@ class Stepper:
         return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
     def _agree(self, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
-        broken = self._guard.find_change()
+        broken = self._guard.find_change() or self.rule.find_uneven(parts)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
