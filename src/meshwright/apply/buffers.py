@@ -28,7 +28,9 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def holds_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory for its values; what ZeRO-3 or a pipeline leaves in the place of others' has not."""
-    return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() >= tensor.nbytes
+    return tensor.layout != torch.strided or (
+        0 not in tensor.stride() and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    )
 
 
 class BufferSnapshot:

@@ -147,7 +147,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([_bytes_of(part) for part in parts])
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
-    return value.contiguous().view(-1).view(torch.uint8)
+    row = value.contiguous().view(-1)
+    if row.stride(0) != 1:  # one entry, expanded
+        row = row.clone(memory_format=torch.contiguous_format)
+    return row.view(torch.uint8)
 
 
 def _parts_of_sparse(value: torch.Tensor) -> list[torch.Tensor]:

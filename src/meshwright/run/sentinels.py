@@ -141,7 +141,10 @@ class Sentinels:
             raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
         if "common" in topics:
             settings.raise_different(engine.everyone, settings.of_options(self._optimizer), engine.device)
-            self._report(self._compare_outcome(*self._outcome, step=self._step - 1))
+            findings = self._compare_outcome(*self._outcome, step=self._step - 1)
+            self._report(
+                [*compare_copies(engine, self._optimizer), *findings]
+            )  # what the loss was computed with says more
             self._compares_outcome = (
                 False  # at sentinels alone from here: known to differ in the order of additions, or told
             )
@@ -305,10 +308,10 @@ def make_sentinels(
 
 
 def _text(step: int, rank: int, finding: Finding) -> str:
-    return (
-        f"step {step}, rank {rank}, '{finding.part}': {finding.text} (largest difference {finding.difference:.2g} of the "
-        f"largest entry, allowed are {finding.tolerance:.1g})"
-    )
+    found = f"step {step}, rank {rank}, '{finding.part}': {finding.text}"
+    if math.isnan(finding.difference):
+        return found
+    return f"{found} (largest difference {finding.difference:.2g} of the largest entry, allowed are {finding.tolerance:.1g})"
 
 
 def _bits(value: float) -> bytes:

@@ -29,6 +29,7 @@ Rows = list[tuple[str, str]]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _OF_A_PLACE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu)(:\d+)?|.*[/\\].*", re.DOTALL)
 """Texts that may differ from rank to rank: a device, a path."""
+_FIRST_ADDRESS = 2**32
 _DEPTH = 4
 _MOST = 1000
 """A container with more entries is data, not a setting: its length is compared [count]."""
@@ -116,10 +117,16 @@ def of_modules(module: nn.Module) -> Rows:
         shown = f"module '{name}'" if name else "the model itself"
         rows.append((f"the class of {shown}", _name(type(child))))
         for key, value in _attributes(child).items():
-            text = None if key in own and key != "training" else text_of(value)
+            is_torchs = (key in own and key != "training") or _is_address(key, value)
+            text = None if is_torchs else text_of(value)
             if text is not None:
                 rows.append((f"attribute '{key}' of {shown}", text))
     return rows
+
+
+def _is_address(key: str, value: Any) -> bool:
+    """Whether a private attribute looks like an `id`, as torch.compile keeps on what it wraps."""
+    return key.startswith("_") and type(value) is int and value >= _FIRST_ADDRESS
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> Rows:
