@@ -151,6 +151,13 @@ def write_weight(model: mw.ParallelModel, share: Any) -> Any:
     return share
 
 
+def write_data(model: mw.ParallelModel, share: Any) -> Any:
+    """As `write_weight`, so that torch does not count it."""
+    whole = [p for name, p in model.module.named_parameters() if name.endswith("up.weight")]
+    _flip((_pieces(model) or whole)[0])
+    return share
+
+
 def other_row(_: mw.ParallelModel, share: Any) -> Any:
     ids, labels = share
     ids = ids.clone()
@@ -192,7 +199,7 @@ def other_precision(_: mw.ParallelModel, share: Any) -> Any:
 FAULTS = {
     function.__name__: function
     for function in (
-        *(flip_bit, flip_bit_of_state, flip_bit_of_buffer, write_weight),
+        *(flip_bit, flip_bit_of_state, flip_bit_of_buffer, write_weight, write_data),
         *(other_row, other_labels, other_length, no_batch),
         *(other_rate, other_betas, other_precision),
     )
@@ -206,6 +213,20 @@ def train_and_restore(plan: str, fault: str) -> dict[str, Any]:
         return train(plan, fault)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def train_with_clamps(plan: str, bound: float) -> dict[str, Any]:
+    """Clamp every weight on every rank before each step, behind torch's back, as critics of GANs do."""
+
+    def before(number: int, model: mw.ParallelModel, share: Any) -> Any:
+        del number
+        for group in [] if model.optimizer is None else model.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-bound, bound)
+        return share
+
+    with mw.apply_plan(build_net, plan, optimizer=SGD, loss_fn=losses.cross_entropy, sentinel_every=2) as model:
+        return step_until_told(model, 5, before)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

@@ -100,6 +100,18 @@ def test_a_weight_of_a_shard_that_one_rank_writes_to_is_found_at_once(plan: str)
     _assert_stopped(told, "CorruptionError", jobs.FAULTY_STEP, f"'{part}'", "on rank(s) [1] and not on rank(s) [0")
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=3,whole_below=0"])
+def test_a_weight_that_no_other_rank_has_is_found_where_torch_counts_no_write(plan: str) -> None:
+    told = _told(plan, jobs.train, "write_data")[0]
+    part = "what this rank's optimizer updates" if plan == CUT else "blocks.0.up.weight"
+    _assert_stopped(told, "CorruptionError", jobs.FAULTY_STEP, f"rank 1, '{part}'", "a fault of the memory")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", CUT, "pp=2"])
+def test_weights_that_are_clamped_on_every_rank_are_no_fault(plan: str) -> None:
+    assert _told(plan, jobs.train_with_clamps, 0.1)[0]["kind"] is None
+
+
 def test_a_warning_names_the_fault_and_training_goes_on() -> None:
     for told in testing.run_ranks(_warned, 2):
         assert (told["kind"], told["steps"]) == (None, 8)

@@ -67,6 +67,21 @@ def test_empty_and_expanded_tensors_have_digests() -> None:
     assert isinstance(digest.digest_batch(tensors, whole=False), int)
 
 
+class _Tagged(torch.Tensor):
+    """A tensor with a name, as libraries of images have it."""
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_and_subclasses_are_read(layout: torch.layout) -> None:
+    rows = [torch.arange(3.0), torch.arange(5.0)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    other = torch.nested.nested_tensor([rows[0], rows[1] + 1], layout=layout)
+    assert digest.digest_batch([nested], whole=False) != digest.digest_batch([other], whole=False)
+    tagged = rows[1].as_subclass(_Tagged)
+    assert digest.digest_tensor(tagged) == digest.digest_tensor(rows[1])
+    assert digest.digest_batch([tagged], whole=False) != digest.digest_batch([tagged + 1], whole=False)
+
+
 def test_other_devices_compute_the_same_number() -> None:
     row = _tensor(torch.float32, 100_001).view(torch.uint8)
     row = row[: row.numel() // 8 * 8]

@@ -21,6 +21,7 @@ from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs,
 from meshwright.measure.outputs import is_readable
 from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.sentinels import DEFAULT_EVERY
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -49,6 +50,7 @@ def plan_steps(
     devices: Sequence[Any] | None = None,
     split: Callable[[Any, int], list[Any]] | None = None,
     with_outputs: bool = False,
+    sentinel_every: int = DEFAULT_EVERY,
 ) -> list[StepRecord]:
     """Train under a plan and record every step; call it on every rank.
 
@@ -63,6 +65,7 @@ def plan_steps(
         split: As for `apply_plan`.
         with_outputs: Whether to record what modules give in the first step: this rank's share of it. Replicas of one process
             run copies of the modules, and there nothing is found.
+        sentinel_every: As for `apply_plan`.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -80,6 +83,7 @@ def plan_steps(
         max_grad_norm=options.max_grad_norm,
         devices=devices,
         split=split,
+        sentinel_every=sentinel_every,
     )
     try:
         seen = GradientRecorder(model)

@@ -153,6 +153,7 @@ class _Job:
                 options=self.options,
                 devices=self.devices,
                 with_outputs=True,
+                sentinel_every=0,  # what they would stop at is what the report is to name
             )
 
 

@@ -32,6 +32,7 @@ _EDGE = 2**14
 """What is read of such a tensor's begin and end [bytes]."""
 _SAMPLES = 2**11
 """Words that are read between them [count]."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPE_NUMBERS = {
     dtype: number
     for number, dtype in enumerate(
@@ -89,13 +90,16 @@ def digest_batch(batch: Any, *, whole: bool) -> int:
     total = 1
     for tensor in tensors_in(batch):
         kind = _DTYPE_NUMBERS.get(tensor.dtype)
-        total = _follow(total, hash((*tensor.shape, kind)) if kind is not None else digest_of_shape(tensor))
+        is_known = kind is not None and not tensor.is_nested
+        total = _follow(total, hash((*tensor.shape, kind)) if is_known else digest_of_shape(tensor))
         total = _follow(total, _quick(tensor, whole=whole))
     return total
 
 
 def digest_of_shape(tensor: torch.Tensor) -> int:
     """Return the digest of a tensor's shape and dtype."""
+    if tensor.is_nested:
+        return digest_text("".join(f"{tuple(part.shape)}{part.dtype}" for part in tensor.unbind()))
     return digest_text(f"{tuple(tensor.shape)}{tensor.dtype}")
 
 
@@ -142,9 +146,10 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values as one row of bytes, without a copy where they lie in order."""
     value = tensor.detach()
-    if value.layout != torch.strided:
-        parts = _parts_of_sparse(value)
+    parts = _parts_of(value)
+    if parts is not None:
         return torch.cat([_bytes_of(part) for part in parts])
+    value = value.as_subclass(torch.Tensor)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     row = value.contiguous().view(-1)
@@ -153,7 +158,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return row.view(torch.uint8)
 
 
-def _parts_of_sparse(value: torch.Tensor) -> list[torch.Tensor]:
+def _parts_of(value: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the plain tensors that a tensor consists of; None where it is one."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is not None:  # what torch asks of subclasses that hold other tensors
+        names, _ = flatten()
+        return [getattr(value, name) for name in names]
+    if value.is_nested:
+        return list(value.unbind())
     if value.layout == torch.sparse_coo:
         value = value.coalesce()
         return [value.indices(), value.values()]
@@ -161,13 +173,12 @@ def _parts_of_sparse(value: torch.Tensor) -> list[torch.Tensor]:
         return [value.crow_indices(), value.col_indices(), value.values()]
     if value.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [value.ccol_indices(), value.row_indices(), value.values()]
-    return [value.to_dense()]
+    return None if value.layout == torch.strided else [value.to_dense()]
 
 
 def _quick(tensor: torch.Tensor, *, whole: bool) -> int:
-    is_plain = tensor.layout == torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-    is_plain = is_plain and tensor.dtype in _DTYPE_NUMBERS
-    if not is_plain:
+    is_plain = type(tensor) in _PLAIN and tensor.dtype in _DTYPE_NUMBERS and not tensor.is_nested
+    if not (is_plain and tensor.layout == torch.strided and tensor.is_contiguous()) or tensor.is_neg():
         return digest_tensor(tensor)
     if tensor.device.type == "cpu" and tensor.nbytes <= _SAMPLE_ABOVE:
         value = tensor.detach() if tensor.requires_grad else tensor

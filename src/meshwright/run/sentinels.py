@@ -120,7 +120,8 @@ class Sentinels:
         if not self._sharing.is_alone:
             found.append(Saying("batch", self._sharing, digest_batch(batch, whole=self.is_due)))
         if not self._holding.is_alone:
-            found.append(Saying("written", self._holding, digest_text(",".join(self._watch.written()))))
+            names = [*self._watch.written(), *self._watch.changed()]
+            found.append(Saying("written", self._holding, digest_text(",".join(names))))
         common = digest_text(settings.learning_rates(self._optimizer))
         if self._compares_outcome:
             common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
