@@ -21,6 +21,7 @@ from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs,
 from meshwright.measure.outputs import is_readable
 from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.sentinels import DEFAULT_EVERY
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -50,6 +51,7 @@ def plan_steps(
     split: Callable[[Any, int], list[Any]] | None = None,
     with_outputs: bool = False,
     loss_reasons: list[str] | None = None,
+    sentinel_every: int = DEFAULT_EVERY,
 ) -> list[StepRecord]:
     """Train under a plan and record every step; call it on every rank.
 
@@ -66,6 +68,7 @@ def plan_steps(
             run copies of the modules, and there nothing is found.
         loss_reasons: Where to put what the plan says of the loss. With it, a loss that parts of a batch do not give is not
             refused: what comes of it is compared.
+        sentinel_every: As for `apply_plan`.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -83,6 +86,7 @@ def plan_steps(
         max_grad_norm=options.max_grad_norm,
         devices=devices,
         split=split,
+        sentinel_every=sentinel_every,
     )
     try:
         seen = GradientRecorder(model)
