@@ -26,6 +26,7 @@ from meshwright.run.build import (
     choose_devices,
     require_world,
 )
+from meshwright.run.gate import OptimizerGate, without_backward
 from meshwright.run.loss import LossRule
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
@@ -89,6 +90,7 @@ def apply_plan(
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
+    gate = OptimizerGate(built)
     engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,
@@ -100,11 +102,14 @@ def apply_plan(
         autocast=_AUTOCAST[plan.precision],
         max_grad_norm=max_grad_norm,
         non_finite=non_finite,
+        gate=gate,
     )
     if recompute is not None:
         recompute.before = engine.before_layer
     if example_batch is not None:
         stepper.prepare(example_batch)
+    if engine.everyone.size > 1 or engine.num_replicas > 1:
+        gate.shut(module, str(plan))
     return ParallelModel(plan, world, engine, stepper, recompute)
 
 
@@ -223,8 +228,13 @@ class ParallelModel:
         """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'.
 
         Under tensor parallelism the ranks that share layers call this together, with the same inputs; under ZeRO-3 all do.
+
+        It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
         """
-        return self.engine.forward(args, kwargs)
+        outputs = self.engine.forward(args, kwargs)
+        has_graph = self._plan.pp == 1 and (self._plan.zero < 2 or self._plan.dp == 1)
+        is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
+        return outputs if has_graph or not is_trained else without_backward(outputs, str(self._plan))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the plain model's state dict: its own FQNs, full CPU tensors, copies; on every rank."""
@@ -285,6 +295,7 @@ class ParallelModel:
 
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
+        self.stepper.gate.close()
         self.engine.close()
         if self._recompute is not None:
             self._recompute.close()

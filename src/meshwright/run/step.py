@@ -27,7 +27,7 @@ from torch import nn
 
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
-from meshwright.apply.guard import ModelGuard
+from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
@@ -35,6 +35,7 @@ from meshwright.errors import NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
 from meshwright.run.exchange import Agreement, SumExchange, Sums
+from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
@@ -58,6 +59,7 @@ class Stepper:
         autocast: The dtype that forward runs in, or None for the model's own.
         max_grad_norm: Global norm to clip to, or None.
         non_finite: "stop" raises NonFiniteError before the optimizer; "skip" leaves the step out.
+        gate: What lets the optimizer step here alone; None where it may step anywhere.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Stepper:
         autocast: torch.dtype | None,
         max_grad_norm: float | None,
         non_finite: str,
+        gate: OptimizerGate | None = None,
     ) -> None:
         self.engine = engine
         self.rule = rule
@@ -83,7 +86,8 @@ class Stepper:
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.stop_requested = False
-        self._guard = ModelGuard(engine.module)
+        self.gate = OptimizerGate(None) if gate is None else gate
+        self._watch()
         self._lock = threading.Lock()
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -115,7 +119,8 @@ class Stepper:
                 clip_(engine.gradient_tensors(), norm, self.max_grad_norm)
             on_phase("optimizer")
             if self.optimizer is not None:
-                self.optimizer.step()
+                with self.gate.opened():
+                    self.optimizer.step()
                 engine.finish_step()
         if sums.buffers_changed:
             engine.sync_buffers()
@@ -136,7 +141,12 @@ class Stepper:
     def _prepare(self, parts: list[Any]) -> None:
         if not self.engine.is_prepared:
             self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
-            self._guard = ModelGuard(self.engine.module)  # a strategy may have taken parameters out
+            self._watch()  # a strategy may have taken parameters out
+
+    def _watch(self) -> None:
+        engine = self.engine
+        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
+        self._optimizer_guard = OptimizerGuard(self.optimizer, engine.accept_groups)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -157,7 +167,7 @@ class Stepper:
         return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
     def _agree(self, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
-        broken = self._guard.find_change()
+        broken = self._guard.find_change() or self._optimizer_guard.find_change()
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
