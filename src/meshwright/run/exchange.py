@@ -8,11 +8,13 @@ decides a decision of all ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 
+from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
 from meshwright.run.loss import LossTerm
@@ -164,6 +166,7 @@ class SumExchange:
         terms: The losses of this rank's micro-batches.
         buffers_changed: Whether a forward wrote into a buffer on this rank.
         in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
+        failure: Why this rank has no losses, where it failed on the way; the others hear of it here.
     """
 
     def __init__(
@@ -174,15 +177,18 @@ class SumExchange:
         *,
         buffers_changed: bool,
         in_background: bool,
+        failure: Exception | None = None,
     ) -> None:
         num_means = sum(term.is_mean for term in terms)
-        counts = torch.tensor([len(terms) - num_means, num_means, buffers_changed], dtype=torch.float64, device=device)
+        changed = math.inf if failure is not None else float(buffers_changed)
+        counts = torch.tensor([len(terms) - num_means, num_means, changed], dtype=torch.float64, device=device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
         for term in terms:
             loss_sum += term.total().to(device)
             weight += torch.as_tensor(term.weight).to(device)
         self._group = group
+        self._failure = failure
         self._vector = torch.cat([torch.stack([loss_sum, weight]), counts])
         self._pending = group.all_reduce(self._vector, async_op=True) if in_background else None
 
@@ -190,13 +196,16 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some were sums, or everything weighs nothing.
+            ApplyError: Some losses were means and some were sums, or everything weighs nothing; another rank has failed.
+            Exception: The failure of this rank.
         """
         if self._pending is None:
             self._group.all_reduce(self._vector)
         else:
             self._pending.wait()
         loss_sum, weight, num_sums, num_means, changed = self._vector.tolist()
+        if math.isinf(changed):
+            self._raise_failure()
         if num_sums and num_means:
             raise ApplyError(
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "
@@ -209,3 +218,20 @@ class SumExchange:
                 fix="leave out batches in which nothing counts (all labels ignored, say)",
             )
         return Sums(loss_sum, weight, bool(num_sums), bool(changed))
+
+    def _raise_failure(self) -> NoReturn:
+        error = self._failure
+        fix = error.fix if isinstance(error, ApplyError) else None
+        mine = error and [
+            isinstance(error, OtherStageError),
+            f"{getattr(error, 'message', error)}",
+            type(error).__name__,
+            fix,
+        ]
+        told = self._group.all_gather_json(mine, device=self._vector.device)
+        if error is not None and not isinstance(error, OtherStageError):
+            raise error
+        failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
+        _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
+        name = "" if kind in ("ApplyError", "OtherStageError") else f"{kind}: "
+        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error

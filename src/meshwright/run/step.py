@@ -31,7 +31,7 @@ from meshwright.apply.guard import ModelGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
-from meshwright.errors import NonFiniteError
+from meshwright.errors import LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
 from meshwright.run.exchange import Agreement, SumExchange, Sums
@@ -243,7 +243,16 @@ class Stepper:
         def term_of(module: nn.Module, index: int) -> LossTerm | None:
             return self._loss_term(module, parts[index], weights[index]) if weights[index] else None
 
-        return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+        try:
+            return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+        except LostPeerError:
+            raise
+        except Exception as error:
+            engine.tell_failure(len(parts))
+            SumExchange(
+                engine.loss_group, engine.device, [], buffers_changed=False, in_background=False, failure=error
+            ).wait()
+            raise
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         kind = self.engine.device.type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,10 +18,13 @@ from meshwright.apply.outer import OuterEngine
 from meshwright.apply.pipeline import stages
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.flow import Flow, observe
+from meshwright.apply.pipeline.flow import Flow
 from meshwright.apply.pipeline.holding import Holding, keep_only
 from meshwright.apply.pipeline.interception import Interception, UnderWay
+from meshwright.apply.pipeline.observation import observe
+from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post
+from meshwright.apply.pipeline.scene import Scene
 from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
@@ -30,13 +34,15 @@ from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import map_tensors, tensors_in
-from meshwright.errors import ApplyError
 from meshwright.schedule import ActionKind, PipelineSchedule
 from meshwright.spec import Plan
 
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+_LIVES = itertools.count()
+"""Pipelines of this process so far; rank 0's number is that of all ranks."""
 
 
 class PipelineEngine(OuterEngine):
@@ -95,8 +101,11 @@ class PipelineEngine(OuterEngine):
         self._tied: TiedGradients
         self._under_way = UnderWay()
         self._stages: dict[int, Stage] = {}
+        self._shapes: Shapes
+        self._own_state: OwnState | None = None
         self.stage_map: stages.StageMap
-        self._post = Post(pipe, self.schedule(1).rank_of_stage, plan.num_stages)
+        schedule = self.schedule(1)
+        self._post = Post(pipe, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pipe.group_rank))
         if tensor is None:
             make_copies_equal(self.parameters, everyone)
             make_copies_equal(module.buffers(), everyone)
@@ -134,21 +143,18 @@ class PipelineEngine(OuterEngine):
         closed = set[str]() if layout is None else closed_units(layout)
         told = tell_everyone(self._everyone, self.device, run, lambda run: self._observe(run, closed).to_json())
         flow = Flow.from_json(told)
-        if flow.reads:
-            raise ApplyError(
-                f"the forward reads numbers between its layers: {'; '.join(flow.reads[:3])}; every stage would need them before "
-                "they are computed",
-                fix="decide by the inputs, or inside a layer; or use pp=1",
-            )
+        flow.refuse()
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
     def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
-        buffers = BufferSnapshot(self.module)
+        # Buffers, and what the forward counts or collects in attributes: no rank may be ahead of the others.
+        buffers, attributes = BufferSnapshot(self.module), Scene((), {}, self.module.named_modules())
         # What is cut afterwards must not have a graph, which knows parameters' shapes.
         module = self.module if self._tensor is None else copy_module(self.module, Tensor.detach)
         try:
             return observe(module, run, num_stages=self._plan.num_stages, closed=closed)
         finally:
+            attributes.restore()
             buffers.restore()
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
@@ -158,18 +164,23 @@ class PipelineEngine(OuterEngine):
         stage_map = stages.cut(self.module, flow, ranks, self._plan.stages, together)
         self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
-        shapes = Shapes({} if layout is None else make_twins(self.module, flow.units))
-        seed = self.pipe.all_gather_json(torch.initial_seed(), device=self.device)[0]
-        self._draws = Draws(seed, self.device, apart=flow.draws)
+        around = _modules_around(self.module, flow.units)
+        twins = {} if layout is None else make_twins(self.module, flow.units)
+        self._shapes = Shapes(twins, lambda _: around)
+        seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
+        self._post.life = life
+        self._draws = Draws(seed, self.device, apart=flow.draws, python=flow.draws_python)
+        self._own_state = OwnState([module for _, module in around]) if len(own) > 1 else None
         self._stages = {
             index: Stage(
                 index,
                 self.module,
                 stage_map,
-                shapes=shapes,
+                shapes=self._shapes,
                 post=self._post,
                 draws=self._draws,
                 under_way=self._under_way,
+                own_state=self._own_state,
             )
             for index in own
         }
@@ -243,6 +254,13 @@ class PipelineEngine(OuterEngine):
             if self._tensor is not None:
                 self._tensor.set_streams(self._streams.pop((stage, micro_batch)))
             self._stages[stage].backward(micro_batch, root)
+
+    def tell_failure(self, num_micro_batches: int) -> None:
+        """Tell the other stages that this rank has failed: they may wait for it. What is under way belongs to another life."""
+        if self._post.has_notes(self.device):
+            self._post.fail(num_micro_batches)
+        self._post.forget()
+        self._post.life += 1
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -335,3 +353,9 @@ class PipelineEngine(OuterEngine):
             self._interception.close()
             self._inner.close()
             self._holding.close()
+
+
+def _modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are no part of a unit: their code runs on every stage."""
+    inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
+    return [(name, child) for name, child in module.named_modules() if id(child) not in inside]

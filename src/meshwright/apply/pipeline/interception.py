@@ -59,7 +59,7 @@ class Interception:
             outputs = original(model, *args, **kwargs)
             walk = self._under_way.walk
             if walk is not None:
-                walk.outputs = outputs
+                walk.end_model(outputs)
             return outputs
 
         return forward

@@ -18,11 +18,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.shapes import Known, Shapes
+from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
+from meshwright.apply.pipeline.memory import Memory
+from meshwright.apply.pipeline.received import with_leaf
+from meshwright.apply.pipeline.remembered import Known
+from meshwright.apply.pipeline.scene import places_of_call, substitute, substitute_call, tensors_of_call
+from meshwright.apply.pipeline.shapes import Shapes
+from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import (
     Meta,
     StandIn,
@@ -33,9 +41,10 @@ from meshwright.apply.pipeline.values import (
     value_of,
     values_in,
 )
+from meshwright.apply.pipeline.way import Way
+from meshwright.apply.pipeline.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
-from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -52,84 +61,9 @@ class Mail(Protocol):
         """Return the next tensor from another stage."""
         ...
 
-
-_METADATA = {
-    "dim",
-    "size",
-    "stride",
-    "numel",
-    "nelement",
-    "element_size",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "is_signed",
-    "storage_offset",
-    "get_device",
-    "__len__",
-    "__hash__",
-    "__repr__",
-    "__format__",
-    "requires_grad_",
-    "register_hook",
-}
-METADATA = frozenset(
-    {
-        *(getattr(torch.Tensor, name) for name in _METADATA),
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "ndim",
-                "requires_grad",
-                "layout",
-                "is_cuda",
-                "is_cpu",
-                "is_meta",
-                "is_sparse",
-                "is_nested",
-                "is_quantized",
-                "is_mkldnn",
-                "is_leaf",
-                "itemsize",
-                "nbytes",
-                "output_nr",
-                "_version",
-            )
-        ),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
-"""What a tensor tells without its values: nothing is exchanged for it."""
-
-
-_AUGMENTED = frozenset(
-    f"__{name}__"
-    for name in (
-        "setitem",
-        "set",
-        *(f"i{kind}" for kind in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
-        *(f"i{kind}" for kind in ("and", "or", "xor", "lshift", "rshift")),
-    )
-)
-
-
-def writes_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a function writes over; None for one that makes a new tensor."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    is_in_place = (
-        name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
-    )
-    if is_in_place and args and isinstance(args[0], Tensor):
-        return args[0]
-    return None
+    def flush(self) -> None:
+        """Return when what was sent has left, and may be written over."""
+        ...
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -145,27 +79,32 @@ class Walk(TorchFunctionMode):
 
     Args:
         stage: The stage.
-        stage_of: (unit's name, how many calls of it came before) -> the stage that runs the call.
+        stage_map: Which stage runs what.
         shapes: What calls give, of which only the shapes are wanted.
         mail: How to reach the other stages.
         draws: What layers draw from, apart from the code between them.
+        module: The model.
+        way: Where the forward's way is noted.
     """
 
     def __init__(
-        self, stage: int, stage_of: Callable[[str, int], int], shapes: Shapes, mail: Mail, draws: Draws
+        self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.sent: list[tuple[Tensor, int]] = []
-        """(tensor with its graph, stage it went to), in the order of sending."""
+        self.sent: list[tuple[GradientEdge, Meta, int]] = []
+        """(where its gradient goes, what it is like, stage it went to), in the order of sending."""
         self.received: list[tuple[Tensor, int]] = []
         """(leaf, stage it came from), in the order of receipt."""
         self.outputs: Any = None
         """What the model has returned, once it has; after that the loss is computed."""
-        self._stage_of = stage_of
+        self._stage_map = stage_map
         self._shapes = shapes
         self._mail = mail
         self._draws = draws
+        self._module = module
+        self._way = way
+        self._memory = Memory(stage)
         self._calls: Counter[str] = Counter()
         self.is_paused = False
         self._checkpoints = 0  # of the user's own, around what runs now
@@ -208,31 +147,85 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         """Run one call of a unit, or stand in for it."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            values = self._own_values(args, kwargs)
+            places = places_of_call(args, kwargs)
+            given = tensors_of_call(args, kwargs, places)
+            taken = self._stage_map.takes.get(name)
+            if taken:
+                places = [*places, *places_of_slots(self._module, taken)]
+                given = tensors_of_call(args, kwargs, places)
+            values = self._own_values(given, {})
             stage = self._place_of_call(name, module, values)
+            self._way.call(self._stage_map.number_of(name), stage, values)
             if stage != self.stage:
                 self._send_all(values, stage)
-                known = self._shapes.of_unit(name, module, args, kwargs)
+                known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
             else:
                 known = None
                 if any(value.stand_in is not None for value in values):
-                    args, kwargs = replace_tensors((args, kwargs), self._real_if_known)
-        if known is not None:
-            return self._stand_in(known, stage)
-        if stage != self.stage:
+                    substitute(places, self._real_if_known)
+                    args, kwargs = substitute_call(args, kwargs, self._real_if_known)
+                    given = [self._real_if_known(tensor) for tensor in given]
+                if any(value.sent_to for value in values):
+                    self._mail.flush()  # the layer may write over it
+        if stage == self.stage:
+            return self._run_unit(name, module, forward, (args, kwargs), given)
+        if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
-            return self._stand_in(known, stage)
+        return self._repeat_unit(name, known, stage, (args, kwargs), given)
+
+    def _run_unit(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        given: list[Tensor],
+    ) -> Any:
+        args, kwargs = call
+        with without_function_modes():
+            versions = [_version_of(tensor) for tensor in given]
         with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
                 outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
             else:
                 outputs = forward(module, *args, **kwargs)
-        return self._mark_own(outputs) if isinstance(outputs, Tensor) else map_tensors(outputs, self._mark_own)
+        with without_function_modes():
+            for tensor, version in zip(given, versions, strict=True):
+                if _version_of(tensor) != version:
+                    self._note_written(tensor, self.stage)
+            old = {id(tensor) for tensor in given}
+            for tensor in written_tensors(call, self._module, self._stage_map.leaves.get(name, ())):
+                known = value_of(tensor)
+                if id(tensor) not in old and (known is None or known.owner is not self):
+                    self._mark_own(tensor)
+            return map_results(outputs, lambda tensor: self._mark_result(tensor, old))
+
+    def _repeat_unit(
+        self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]], given: list[Tensor]
+    ) -> Any:
+        """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
+        for place, meta in known.writes:
+            self._write_remote(given[place], meta, stage)
+        if known.effects:
+            refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
+
+        def make(meta: Meta) -> Tensor:
+            tensor = StandIn(meta)
+            return mark(tensor, Value(self, stage, None, tensor))
+
+        return known.repeat(make, given, call, self._module.get_submodule)
+
+    def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
+        """Mark a result of a layer; one that was there before, an input or a buffer, gets a name of its own."""
+        if tensor.grad_fn is None or id(tensor) in given or value_of(tensor) is not None:
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+            tensor = tensor.view_as(tensor) if is_plain else tensor
+        return self._mark_own(tensor)
 
     def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
         """Return the stage of the next call of a unit, which takes these."""
-        stage = self._stage_of(name, self._calls[name])
+        stage = self._stage_map.stage_of(name, self._calls[name])
         self._calls[name] += 1
         latest = max((value.home for value in values if value.home is not None), default=stage)
         if (latest > stage or self._draws.apart) and not _holds_tensors(module):
@@ -243,6 +236,11 @@ class Walk(TorchFunctionMode):
                 fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
             )
         return stage
+
+    def end_model(self, outputs: Any) -> None:
+        """Take note of what the model has returned; now comes the loss."""
+        self.outputs = outputs
+        self._way.is_over = True
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
@@ -262,12 +260,13 @@ class Walk(TorchFunctionMode):
             return func(*args, **kwargs)
         values = self._own_values(args, kwargs)
         if not values:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
         home = max((value.home for value in values if value.home is not None), default=None)
+        self._way.between(home, values)
+        if func in DIFFERENTIATES:
+            refuse_gradient(func, args, kwargs)
         target = writes_to(func, args, kwargs)
         if home == self.stage or (home is None and all(value.real is not None for value in values)):
-            if target is not None:
-                self._make_writable(target)
             given: Any = (args, kwargs)
             if any(value.stand_in is not None for value in values):
                 given = replace_tensors(given, self._real_if_known)
@@ -281,44 +280,71 @@ class Walk(TorchFunctionMode):
     def _run_here(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
     ) -> Any:
-        result = func(*args, **kwargs)
         if target is None:
+            result = func(*args, **kwargs)
             return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
         known = value_of(target)
-        if known is None or known.owner is not self:
-            mark(target, Value(self, home, target, None))
-        else:
-            known.home, known.sent_to = home, set()
+        if known is not None and known.sent_to:
+            self._mail.flush()
+        result = func(*args, **kwargs)
+        self._note_written(target, home)
         return target if isinstance(result, Tensor) else result
 
-    def _make_writable(self, target: Tensor) -> None:
-        """Give a received tensor, which is a leaf, a copy that may be written over."""
-        value = value_of(target)
-        if value is not None and value.owner is self and value.home != self.stage:
-            value.real = self.real(value).clone()
+    def _note_written(self, target: Tensor, home: int | None) -> None:
+        """Take note that this stage has written over a tensor."""
+        known = value_of(target)
+        if known is None or known.owner is not self:
+            known = Value(self, home, target, None)
+            mark(target, known)
+        known.home = home
+        known.sent_to = set()
+        if home is not None:
+            self._memory.note_written(known)
 
     def _write_elsewhere(self, func: Callable[..., Any], target: Tensor, values: list[Value], home: int | None) -> Any:
         value = value_of(target)
-        if value is None or value.owner is not self:
-            value = Value(self, home, None, None)
-            values.append(value)
-            template = Meta.of(target)
-        else:
-            template = Meta.of(value.any)
+        template = Meta.of(target if value is None or value.owner is not self else value.any)
         needs_grad = torch.is_grad_enabled() and any(
             known.any.requires_grad for known in values if known.real is not None or known.stand_in is not None
         )
-        stand_in = StandIn(Meta(template.shape, template.stride, template.dtype, template.device, needs_grad))
-        value.home, value.real, value.stand_in, value.sent_to = home, None, stand_in, set()
-        mark(target, value)
+        meta = Meta(template.shape, template.stride, template.dtype, template.device, needs_grad)
+        self._write_remote(target, meta, home)
         return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
+
+    def _write_remote(self, target: Tensor, meta: Meta, home: int | None) -> None:
+        """Take note that another stage has written over a tensor."""
+        value = value_of(target)
+        if value is None or value.owner is not self:
+            value = Value(self, home, None, None)
+        elif value.home == self.stage and value.real is not None:
+            self._memory.note_moved(value.real)
+        value.home, value.real, value.stand_in, value.sent_to = home, None, StandIn(meta), set()
+        mark(target, value)
 
     # -- values -------------------------------------------------------------------------------------------------
 
     def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """Return the values of this forward, and those of parameters that are not here."""
         found = values_in(*args, kwargs) if kwargs else values_in(*args)
-        return [value for value in found if value.owner is self or value.home is None]
+        for place, value in enumerate(found):
+            if value.owner is not self and value.home is not None:
+                found[place] = self._adopt(value)
+        if self._memory.is_touched:
+            self._memory.refuse_stale(found)
+        return found
+
+    def _adopt(self, value: Value) -> Value:
+        """Take over a tensor that was kept since an earlier batch; it is computed, and held, where it was."""
+        if value.heir is not None and value.heir.owner is self:
+            return value.heir
+        is_here = value.home == self.stage and value.real is not None
+        stand_in = None if is_here else value.stand_in or StandIn(Meta.of(value.any))
+        heir = Value(self, value.home, value.real if is_here else None, stand_in)
+        value.heir = heir
+        for tensor in (value.real, value.stand_in):
+            if tensor is not None:
+                mark(tensor, heir)
+        return heir
 
     def real(self, value: Value) -> Tensor:
         """Return a value's tensor, which is received where another stage computes it."""
@@ -330,11 +356,12 @@ class Walk(TorchFunctionMode):
                     fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
                 )
             meta = Meta.of(value.stand_in)
-            leaf = self._mail.receive(meta, value.home)
+            tensor = leaf = self._mail.receive(meta, value.home)
             if meta.requires_grad and torch.is_grad_enabled():
-                leaf.requires_grad_()
-            value.real = mark(leaf, value)
+                leaf, tensor = with_leaf(tensor)
+            value.real = mark(tensor, value)
             self.received.append((leaf, value.home))
+            self._memory.note_copy(value)
         return value.real
 
     def _real_if_known(self, tensor: Tensor) -> Tensor:
@@ -362,8 +389,24 @@ class Walk(TorchFunctionMode):
             if value.home == self.stage and stage not in value.sent_to:
                 value.sent_to.add(stage)
                 tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
-                self.sent.append((tensor, stage))
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    # Where the gradient goes is kept, not the tensor: it may be written over, and be another's result then.
+                    self.sent.append((get_gradient_edge(tensor), Meta.of(tensor), stage))
                 self._mail.send(tensor.detach(), stage)
+                self._memory.note_copy(value)
+
+    def settle_buffers(self) -> None:
+        """Have real memory behind every buffer: one that another stage computes is a stand-in until the next forward."""
+        for owner, name in buffer_slots(self._module):
+            buffer = owner._buffers[name]
+            if isinstance(buffer, StandIn):
+                value = value_of(buffer)
+                settled = torch.zeros(buffer.meta.shape, dtype=buffer.meta.dtype, device=buffer.meta.device)
+                owner._buffers[name] = settled if value is None else mark(settled, value)
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Paused:
