@@ -433,21 +433,53 @@ class Activations(nn.Module):
 
 
 class Skips(nn.Module):
-    """Skip connections that are written over after they were sent, and views of them."""
+    """Skip connections that are written over after they were sent, and views that are written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.blocks[0](x)
-        keep = self.blocks[1](first)
-        second = self.blocks[2](keep)
-        keep += first
+        keep = self.blocks[1](first) * 1.0
+        second = self.blocks[2](keep * 0.5)
+        keep += second * 0.1
         keep[:, 0] = keep[:, 0] * 2
-        third = self.blocks[3](second + keep)
+        third = self.blocks[3](second + 0.5)
         third += keep
-        return third
+        third[:, 1:].mul_(0.5)
+        return third + first
+
+
+class SentThenWritten(nn.Module):
+    """A tensor is sent, written over where it was made, and used again elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        keep = self.blocks[1](first) + 0.0
+        second = self.blocks[2](keep + 0.0)
+        third = second + keep
+        keep.mul_(0.5)
+        return self.blocks[3](third) + keep
+
+
+class StaleView(nn.Module):
+    """A part of a tensor was taken before the whole is written over by a later stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = self.blocks[1](self.blocks[0](x)) + 0.0
+        part = keep[:, 0]
+        last = self.blocks[3](self.blocks[2](keep + 0.0))
+        keep += last.detach()
+        return last * part[:, None] + keep
 
 
 class Identity(nn.Module):
@@ -642,7 +674,7 @@ class Patched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.blocks = nn.ModuleList(Counts() for _ in range(4))
         for block in self.blocks:
             block.forward = _doubled(block.forward)
 
@@ -695,6 +727,8 @@ SCRIPTS: dict[str, Script] = {
     "activations": Script(Activations),
     "written": Script(Written),
     "skips": Script(Skips),
+    "sent_then_written": Script(SentThenWritten),
+    "stale_view": Script(StaleView),
     "identity": Script(Identity, masked_batch, evaluates=(1,)),
     "own_state": Script(lambda: OwnState(reads_later=False), evaluates=(1,), attributes=("calls",)),
     "own_state_read_later": Script(lambda: OwnState(reads_later=True), evaluates=(1,), attributes=("calls",)),

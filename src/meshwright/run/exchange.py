@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -36,6 +36,7 @@ class Agreement:
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
         copies: Ranks of the group that bring the same share [count].
+        held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Agreement:
         broken: ApplyError | None,
         num_passes: int | None = None,
         copies: int = 1,
+        held: Callable[[], dict[str, bool]] | None = None,
     ) -> None:
         self._group = group
         self._copies = copies
         self._device = device
         self._switched = switched
         self._broken = broken
+        self._held = held
         flags = (wants_stop, switched is not None, broken is not None)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         if num_passes is not None:
@@ -82,7 +85,7 @@ class Agreement:
             if total[5]:
                 self._raise_broken()
             if 0 < total[4] < self._group.size:
-                self._raise_switched()
+                self._refuse_switched()
             self._total = total
         return self._total
 
@@ -96,7 +99,12 @@ class Agreement:
             fix="change the model before apply_plan, on every rank",
         )
 
-    def _raise_switched(self) -> NoReturn:
+    def _refuse_switched(self) -> None:
+        if self._held is not None:
+            states: dict[str, bool] = {}
+            rows = self._group.all_gather_json(self._held(), device=self._device)
+            if all(states.setdefault(name, state) == state for row in rows for name, state in row.items()):
+                return  # all ranks that hold it agree
         names = self._group.all_gather_json(self._switched, device=self._device)
         ranks = [self._group.ranks[index] for index, name in enumerate(names) if name is not None]
         name = next(name for name in names if name is not None)

@@ -171,8 +171,10 @@ class Stepper:
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
             copies=self.engine.copies,
+            held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
         )
-        if broken is not None or (switched is not None and agreement.trainable_changed):
+        may_be_told = switched is not None or isinstance(self.engine, PipelineEngine)
+        if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()

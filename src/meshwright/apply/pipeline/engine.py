@@ -20,7 +20,7 @@ from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.flow import Flow
 from meshwright.apply.pipeline.holding import Holding, keep_only
-from meshwright.apply.pipeline.interception import Interception, UnderWay
+from meshwright.apply.pipeline.interception import Interception, UnderWay, refuse_compiled
 from meshwright.apply.pipeline.observation import observe
 from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post
@@ -29,6 +29,7 @@ from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
+from meshwright.apply.pipeline.values import value_of
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
@@ -85,6 +86,7 @@ class PipelineEngine(OuterEngine):
             everyone,
             f"pp={pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
         )
+        refuse_compiled(module)
         self.pipe = pipe
         self._loss_group = loss_group
         self._plan = plan
@@ -208,7 +210,7 @@ class PipelineEngine(OuterEngine):
             self._tensor.adopt_optimizer(self._optimizer)
             self._tensor.cut(restrict(layout, stage_map, own, tensors))
             self._inner = self._tensor
-        self._interception = Interception(self.module, flow.units, self._under_way)
+        self._interception = Interception(self.module, flow.units, [child for _, child in around], self._under_way)
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with the stage of each layer, and each stage's share of the work."""
@@ -273,6 +275,8 @@ class PipelineEngine(OuterEngine):
         for stage in self._stages.values():
             stage.forget()
         self._draws.begin_step()
+        if self._own_state is not None:
+            self._own_state.begin_step()
         self.inner.begin_step()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,6 +307,8 @@ class PipelineEngine(OuterEngine):
 
     def finish_gradients(self, scale: float) -> None:
         self._post.finish()
+        if self._own_state is not None:
+            self._own_state.end_step()
         if self._plan.zero and self._plan.dp > 1:  # there a rank is left with pieces
             self._tied.sum()
             self.inner.finish_gradients(scale)
@@ -328,13 +334,44 @@ class PipelineEngine(OuterEngine):
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
 
+    def refresh_trainable(self) -> None:
+        """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""
+        told: dict[str, bool] = {}
+        for states in self.pipe.all_gather_json(self.trainable_states(), device=self.device):
+            told |= states
+        self._holding.set_trainable(told)
+        self._shapes.forget(told)
+        self.inner.refresh_trainable()
+
+    def trainable_states(self) -> dict[str, bool]:
+        """Return `requires_grad` of each parameter that this rank holds, by FQN."""
+        return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
+
     def _spread_buffers(self) -> None:
-        """Give every rank each unit's buffers as the rank has them that runs its last call."""
+        """Give every rank each buffer as that rank has it which writes it last: a unit's, the one of its last call."""
         schedule = self.schedule(1)
+        for name, child in _modules_around(self.module, tuple(self.stage_map.calls)):
+            for key in [key for key, buffer in child._buffers.items() if buffer is not None]:
+                self._spread_own_buffer(name, key)
         for name, calls in self.stage_map.calls.items():
             for buffer in self.module.get_submodule(name).buffers():
                 if buffer.numel():
                     buffer.copy_(self._collector.tensor(buffer, schedule.rank_of_stage(calls[-1])))
+
+    def _spread_own_buffer(self, name: str, key: str) -> None:
+        """Give every rank a buffer of the model's own forward, as the stage has it that computes it."""
+        buffers = self.module.get_submodule(name)._buffers
+        buffer = buffers[key]
+        value = None if buffer is None else value_of(buffer)
+        if buffer is None or value is None or value.home is None or not buffer.numel():
+            return
+        if self._own_state is not None and value.home in self._stages:
+            self._own_state.enter(value.home)
+            buffer = buffers[key] if buffers[key] is not None else buffer
+        with torch.no_grad():
+            new = self._collector.tensor(buffer, self.schedule(1).rank_of_stage(value.home))
+            if value.home not in self._stages:
+                buffer.copy_(new)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         return self._collector.gradients(self._holding.all, self.inner.full_gradients())
@@ -342,10 +379,14 @@ class PipelineEngine(OuterEngine):
     def begin_forward(self) -> None:
         self._post.forget()
         self._draws.begin_step()
+        if self._own_state is not None:
+            self._own_state.begin_step()
         self.inner.begin_forward()
 
     def end_forward(self) -> None:
         self._post.finish()
+        if self._own_state is not None:
+            self._own_state.end_step()
         self.inner.end_forward()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.apply.pipeline.draws import python_moved, read_python
 from meshwright.apply.pipeline.flow import Flow, UnitCall, call_costs
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, writes_to
+from meshwright.apply.pipeline.hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.scene import Places, Scene, holds_tensors, places_of_call, tensors_of_call
 from meshwright.apply.pipeline.values import Value, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.written import map_results
@@ -107,8 +108,14 @@ class _Observer(TorchFunctionMode):
     def attached(self) -> Iterator[None]:
         """Notice the calls of units inside; what hooks of the user's own do belongs to the unit."""
         handles: list[Any] = []
-        for name in self._units:
-            unit = self._module.get_submodule(name)
+        units = {
+            id(unit): (name, unit)
+            for name in reversed(self._units)
+            if (unit := self._module.get_submodule(name)) is not None
+        }
+        for module in self._modules.values():
+            guard_hooks(module, lambda: self)
+        for name, unit in units.values():
             handles.append(unit.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True))
             handles.append(unit.register_forward_hook(self._after, with_kwargs=True))
         handles.append(self._module.register_forward_pre_hook(self._enter_model))
@@ -118,6 +125,16 @@ class _Observer(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+            release_hooks(self._modules.values())
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Run a user's hook inside: the numbers that it reads decide nothing."""
+        was_in_model, self._is_in_model = self._is_in_model, False
+        try:
+            yield
+        finally:
+            self._is_in_model = was_in_model
 
     def _note_draws(self) -> None:
         """Take note whether random numbers were drawn since a unit returned."""

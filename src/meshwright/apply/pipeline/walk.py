@@ -12,8 +12,9 @@ and branches that the inputs decide need nothing of their own.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -122,6 +123,15 @@ class Walk(TorchFunctionMode):
         # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
         self._checkpoints += 1 if enters else -1
 
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Run a user's hook inside: on one rank alone, maybe."""
+        self._way.in_hook += 1
+        try:
+            yield
+        finally:
+            self._way.in_hook -= 1
+
     def paused(self) -> _Paused:
         """Run what is inside as if nobody watched."""
         return _Paused(self)
@@ -194,19 +204,20 @@ class Walk(TorchFunctionMode):
             for tensor, version in zip(given, versions, strict=True):
                 if _version_of(tensor) != version:
                     self._note_written(tensor, self.stage)
-            old = {id(tensor) for tensor in given}
+            old, held = {id(tensor) for tensor in given}, {id(place) for _, place in places_of_call(args, kwargs)}
             for tensor in written_tensors(call, self._module, self._stage_map.leaves.get(name, ())):
                 known = value_of(tensor)
                 if id(tensor) not in old and (known is None or known.owner is not self):
                     self._mark_own(tensor)
-            return map_results(outputs, lambda tensor: self._mark_result(tensor, old))
+            return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
 
     def _repeat_unit(
         self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]], given: list[Tensor]
     ) -> Any:
         """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
-        for place, meta in known.writes:
-            self._write_remote(given[place], meta, stage)
+        with without_function_modes():
+            for place, meta in known.writes:
+                self._write_remote(given[place], meta, stage)
         if known.effects:
             refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
 
@@ -230,6 +241,10 @@ class Walk(TorchFunctionMode):
         latest = max((value.home for value in values if value.home is not None), default=stage)
         if (latest > stage or self._draws.apart) and not _holds_tensors(module):
             return latest  # a dropout that serves several layers, of which chance may have left some out this time
+        if latest > stage and latest in self._stage_map.calls[name] and not any(True for _ in module.buffers()):
+            return (
+                latest  # it lies there, too, for another of its calls; this batch makes others than the first one did
+            )
         if latest > stage:
             raise ApplyError(
                 f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
@@ -327,18 +342,23 @@ class Walk(TorchFunctionMode):
         """Return the values of this forward, and those of parameters that are not here."""
         found = values_in(*args, kwargs) if kwargs else values_in(*args)
         for place, value in enumerate(found):
-            if value.owner is not self and value.home is not None:
+            if value.owner is not self and value.home is not None and self._is_of_model(value):
                 found[place] = self._adopt(value)
         if self._memory.is_touched:
             self._memory.refuse_stale(found)
-        return found
+        return [value for value in found if value.owner is self or value.home is None]
+
+    def _is_of_model(self, value: Value) -> bool:
+        return isinstance(value.owner, Walk) and value.owner._module is self._module
 
     def _adopt(self, value: Value) -> Value:
         """Take over a tensor that was kept since an earlier batch; it is computed, and held, where it was."""
         if value.heir is not None and value.heir.owner is self:
             return value.heir
         is_here = value.home == self.stage and value.real is not None
-        stand_in = None if is_here else value.stand_in or StandIn(Meta.of(value.any))
+        stand_in = None if is_here else value.stand_in
+        if not is_here and stand_in is None:
+            stand_in = StandIn(Meta.of(value.any))
         heir = Value(self, value.home, value.real if is_here else None, stand_in)
         value.heir = heir
         for tensor in (value.real, value.stand_in):

@@ -19,13 +19,15 @@ class Way:
         is_training: The model's mode.
     """
 
-    __slots__ = ("_hash", "is_over", "last", "num_calls")
+    __slots__ = ("_hash", "in_hook", "is_over", "last", "num_calls")
 
     def __init__(self, micro_batch: int, *, is_training: bool) -> None:
         self.num_calls = 0
         """Calls of layers so far [count]."""
         self.last = -1
         """Number of the last layer that was called."""
+        self.in_hook = 0
+        """Users' hooks that run now, one inside of the other: they are no part of the way."""
         self.is_over = False
         """Whether the model has returned: the loss is computed on the stages that have what it needs."""
         self._hash = hash(
@@ -44,7 +46,7 @@ class Way:
 
     def call(self, number: int, stage: int, values: Iterable[Value]) -> None:
         """Take note of a call of a layer on a stage, which is given these."""
-        if self.is_over:
+        if self.is_over or self.in_hook:
             return
         self.num_calls += 1
         self.last = number
@@ -53,7 +55,7 @@ class Way:
 
     def between(self, home: int | None, values: Iterable[Value]) -> None:
         """Take note of code between layers, which runs on a stage or, None, on all."""
-        if home is None or self.is_over:
+        if home is None or self.is_over or self.in_hook:
             return
         crossing = [_facts(value) for value in values if value.home is not None and value.home != home]
         self._hash = hash((self._hash, home, *crossing))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.scene import Effect, Path, Places, places_of_call, tensors_of_call
+from meshwright.apply.pipeline.scene import Effect, Path, Places, fields_of, places_of_call, tensors_of_call
 from meshwright.describe.tree import LEAVES, map_tensors
 from meshwright.errors import ApplyError
 
@@ -76,24 +77,48 @@ def refuse_unseen(unit: str, effects: Sequence[Effect], leaves: Sequence[Slot]) 
             )
 
 
-def map_results(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a layer's results with a function applied to each tensor; those inside of objects are replaced there."""
+def map_results(outputs: Any, function: Callable[[Tensor], Tensor], held: Collection[int] = ()) -> Any:
+    """Return a layer's results with a function applied to each tensor; those in attributes of objects are replaced there.
+
+    Args:
+        outputs: The results.
+        function: What to do with each tensor, once.
+        held: Ids of lists, dicts and objects' attributes that the layer was given: they stay as they are.
+    """
     if isinstance(outputs, Tensor):
         return function(outputs)
-    if type(outputs) in LEAVES:
-        return outputs
-    done: dict[int, Tensor] = {}
+    return _Results(function, held).map(outputs, _DEPTH)
 
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:
-            new = function(tensor)
-            done[id(tensor)] = done[id(new)] = new
-        return done[id(tensor)]
 
-    outputs = map_tensors(outputs, once)
-    for path, place in Places([(0, outputs)]).found:
-        if "__dict__" in path:
-            for key, item in enumerate(place) if isinstance(place, list) else list(place.items()):
-                if isinstance(item, Tensor) and id(item) not in done:
-                    place[key] = once(item)
-    return outputs
+_DEPTH = 8
+
+
+class _Results:
+    def __init__(self, function: Callable[[Tensor], Tensor], held: Collection[int]) -> None:
+        self._function = function
+        self._held = held
+        self._done: dict[int, Tensor] = {}
+        self._alive: list[Tensor] = []
+
+    def map(self, item: Any, depth: int) -> Any:
+        if isinstance(item, Tensor):
+            if id(item) not in self._done:
+                new = self._function(item)
+                self._alive.append(item)
+                self._done[id(item)] = self._done[id(new)] = new
+            return self._done[id(item)]
+        if type(item) in LEAVES or not depth or id(item) in self._held:
+            return item
+        if type(item) in (tuple, list):
+            return type(item)([self.map(part, depth - 1) for part in item])
+        attributes = None if isinstance(item, (list, tuple, dict)) else fields_of(item)
+        if attributes is None or dataclasses.is_dataclass(item):
+            return (
+                map_tensors(item, lambda tensor: self.map(tensor, depth)) if id(attributes) not in self._held else item
+            )
+        if id(attributes) not in self._held:
+            for key, part in list(attributes.items()):
+                new = self.map(part, depth - 1)
+                if new is not part:
+                    attributes[key] = new
+        return item
