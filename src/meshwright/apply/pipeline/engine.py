@@ -257,6 +257,15 @@ class PipelineEngine(OuterEngine):
                 self._tensor.set_streams(self._streams.pop((stage, micro_batch)))
             self._stages[stage].backward(micro_batch, root)
 
+    def begin_schedule(self, num_micro_batches: int) -> None:
+        """Make sure that all ranks of the pipeline have as many micro-batches; a later stage would wait for ever else.
+
+        Raises:
+            ApplyError: They have not.
+        """
+        if self._post.has_notes(self.device):
+            self._post.compare_counts(num_micro_batches)
+
     def tell_failure(self, num_micro_batches: int) -> None:
         """Tell the other stages that this rank has failed: they may wait for it. What is under way belongs to another life."""
         if self._post.has_notes(self.device):

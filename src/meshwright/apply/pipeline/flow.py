@@ -42,6 +42,7 @@ class Flow:
         draws_python: Whether it drew from Python's or NumPy's generator.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
+        opens: Units whose calls use tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
     """
 
@@ -53,6 +54,7 @@ class Flow:
     draws_python: bool = False
     leaves: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     takes: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class Flow:
         """Return what `to_json` gave."""
         calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        texts = {key: tuple(value[key]) for key in ("units", "reads", "leaks")}
+        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks")}
         slots = {
             key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
             for key in ("leaves", "takes")

@@ -19,7 +19,7 @@ _LAYOUT = struct.Struct("<8sqqqq")
 FRAME_BYTES = 61
 """Length of a note: a prime, which tensors of more than one byte an element never have [bytes]."""
 
-END, FAILED, DIGEST = 1, 2, 3
+END, FAILED, DIGEST, COUNT = 1, 2, 3, 4
 _MASK = 2**63 - 1
 
 
@@ -28,11 +28,11 @@ class Note:
     """What a note says."""
 
     kind: int
-    """END, FAILED or DIGEST."""
+    """END, FAILED, DIGEST or COUNT."""
     digest: int
     """Of END: of the way that the forward took; of DIGEST: of a tensor's bytes."""
     num_calls: int = 0
-    """Calls of layers in the forward that has ended [count]."""
+    """Calls of layers in the forward that has ended; of COUNT: micro-batches [count]."""
     last: int = -1
     """The last of them, by its number among the layers."""
 

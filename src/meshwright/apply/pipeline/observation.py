@@ -97,6 +97,8 @@ class _Observer(TorchFunctionMode):
         self._alive: list[Any] = []
         self._running: int | None = None
         self._given: set[int] = set()
+        self._in_objects: set[int] = set()
+        self._opens: set[str] = set()
         self._is_in_model = False
         self._draws = False
         self._draws_python = False
@@ -168,6 +170,8 @@ class _Observer(TorchFunctionMode):
             self._used.append(own | self._parameters_in((args, kwargs)))
             given = tensors_of_call(args, kwargs, places_of_call(args, kwargs))
             self._given = {id(tensor) for tensor in given}
+            plain = {id(tensor) for tensor in tensors_of_call(args, kwargs, places_of_call(args, kwargs, opens=False))}
+            self._in_objects = self._given - plain
             self._calls.append(
                 {
                     "unit": name,
@@ -267,12 +271,16 @@ class _Observer(TorchFunctionMode):
     def _watch_unit(self, place: int, given: Any, result: Any) -> None:
         """Find tensors of other calls that a unit uses without being given them."""
         for tensor in tensors_in(given):
+            if id(tensor) in self._in_objects:
+                self._opens.add(self._calls[place]["unit"])
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
             is_theirs = known is not None and known.owner is self and known.home != place
             if not is_theirs and (made is None or made[0] is not self or made[1] == place):
                 continue
-            if id(tensor) not in self._given and not (
-                known is not None and known.owner is self and known.home == place
+            if (
+                id(tensor) not in self._given
+                and not (known is not None and known.owner is self and known.home == place)
+                and all(tensor is not buffer for buffer in self._calls[place]["module"].buffers())
             ):
                 self._note_taken(place, tensor)
         for tensor in tensors_in(result):
@@ -337,6 +345,7 @@ class _Observer(TorchFunctionMode):
             draws_python=self._draws_python,
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
+            opens=tuple(sorted(self._opens)),
             leaks=tuple(dict.fromkeys(self._leaks)),
         )
 

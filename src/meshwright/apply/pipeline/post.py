@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.apply.pipeline.frames import FAILED, FRAME_BYTES, Note, read_note
+from meshwright.apply.pipeline.frames import COUNT, FAILED, FRAME_BYTES, Note, read_note
 from meshwright.apply.pipeline.values import Meta
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
@@ -144,6 +144,31 @@ class Post:
         if note is not None and note.kind == FAILED:
             raise OtherStageError(f"stage {source} has failed, and stage {target} waited for it")
         return note
+
+    def compare_counts(self, num_micro_batches: int) -> None:
+        """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
+
+        Raises:
+            ApplyError: They differ.
+        """
+        group, rank = self.group.process_group, self.group.group_rank
+        if group is None:
+            return
+        tag = (self.life % 1024) * _LIFE + _LIFE - 1
+        if rank + 1 < self.group.size:
+            tensor = Note(COUNT, 0, num_micro_batches).to_tensor()
+            self._notes.append((group.send([tensor], rank + 1, tag), tensor))
+        if rank > 0:
+            tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
+            note = read_note(tensor)
+            if note is None or note.num_calls != num_micro_batches:
+                theirs = "another number of" if note is None else note.num_calls
+                raise ApplyError(
+                    f"rank {self.group.ranks[rank - 1]} has {theirs} micro-batches and rank {self.group.ranks[rank]} has "
+                    f"{num_micro_batches}: all ranks of a pipeline take the same share of a batch",
+                    fix="give them the same batch: meshwright.split_batch(batch, model), or make_loader",
+                )
 
     def fail(self, num_micro_batches: int) -> None:
         """Tell all stages of other ranks, wherever they may wait for one of this rank, that it will not come."""

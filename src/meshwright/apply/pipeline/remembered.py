@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from meshwright.apply.pipeline.scene import VARS, Effect, Path, fields_of, resolve, write
 from meshwright.apply.pipeline.values import Meta
@@ -77,6 +78,8 @@ class Encoder:
         def inner(item: Any) -> Any:
             return self._encode(item, depth - 1, knows_olds=knows_olds)
 
+        if isinstance(tree, PackedSequence):
+            return map_tensors(tree, inner)  # its sizes are no tensor of the forward
         if isinstance(tree, dict):
             values = {key: inner(item) for key, item in tree.items()}
             return values if type(tree) is dict else _of_mapping(tree, values)

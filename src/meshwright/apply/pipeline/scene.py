@@ -50,9 +50,11 @@ class Places:
 
     Args:
         roots: (name, object) of the arguments; (name, attributes) of modules.
+        opens: Whether to look into attributes of objects.
     """
 
-    def __init__(self, roots: Iterable[tuple[Any, Any]]) -> None:
+    def __init__(self, roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> None:
+        self._opens = opens
         self.found: list[tuple[Path, Any]] = []
         """(path, list or dict), each once."""
         self._seen: set[int] = set()
@@ -74,16 +76,22 @@ class Places:
         if isinstance(item, dict):
             for key, value in list(item.items()):
                 self._look((*path, key), value, depth - 1)
-        else:
+        elif self._opens:
             self._look((*path, VARS), fields_of(item), depth - 1)
 
 
-def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Path, Any]]:
-    """Return what a call can write into through its arguments; usually they are tensors alone, and there is nothing."""
+def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
+    """Return what a call can write into through its arguments; usually they are tensors alone, and there is nothing.
+
+    Args:
+        args: The call's arguments.
+        kwargs: Its keyword arguments.
+        opens: Whether to look into attributes of objects.
+    """
     roots = [*enumerate(args), *kwargs.items()]
     if all(isinstance(item, Tensor) or type(item) in LEAVES for _, item in roots):
         return []
-    return Places(roots).found
+    return Places(roots, opens=opens).found
 
 
 def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Path, Any]]:

@@ -26,6 +26,7 @@ class StageMap:
         shares: Share of the step's counted work that each stage has.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
+        opens: Units whose calls use tensors inside of objects that they are given.
         numbers: Unit's name -> its number among the units.
     """
 
@@ -35,6 +36,7 @@ class StageMap:
     shares: tuple[float, ...]
     leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    opens: frozenset[str] = frozenset()
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def number_of(self, unit: str) -> int:
@@ -127,6 +129,7 @@ def cut(
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
         leaves=flow.leaves,
         takes=flow.takes,
+        opens=frozenset(flow.opens),
     )
 
 

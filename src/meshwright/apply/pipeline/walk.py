@@ -15,19 +15,15 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.apply.buffers import buffer_slots
+from meshwright.apply.pipeline.bookkeeping import Bookkeeping, Mail
 from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
-from meshwright.apply.pipeline.memory import Memory
-from meshwright.apply.pipeline.received import with_leaf
 from meshwright.apply.pipeline.remembered import Known
 from meshwright.apply.pipeline.scene import places_of_call, substitute, substitute_call, tensors_of_call
 from meshwright.apply.pipeline.shapes import Shapes
@@ -35,7 +31,6 @@ from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import (
     Meta,
     StandIn,
-    StrayValueError,
     Value,
     mark,
     replace_tensors,
@@ -44,27 +39,10 @@ from meshwright.apply.pipeline.values import (
 )
 from meshwright.apply.pipeline.way import Way
 from meshwright.apply.pipeline.written import map_results, places_of_slots, refuse_unseen, written_tensors
-from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-
-class Mail(Protocol):
-    """How a stage sends and receives."""
-
-    def send(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor to another stage."""
-        ...
-
-    def receive(self, meta: Meta, stage: int) -> Tensor:
-        """Return the next tensor from another stage."""
-        ...
-
-    def flush(self) -> None:
-        """Return when what was sent has left, and may be written over."""
-        ...
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -75,7 +53,7 @@ def _holds_tensors(module: nn.Module) -> bool:
     )
 
 
-class Walk(TorchFunctionMode):
+class Walk(Bookkeeping):
     """A stage's forward of one micro-batch, under way. The forward runs inside.
 
     Args:
@@ -91,21 +69,13 @@ class Walk(TorchFunctionMode):
     def __init__(
         self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
     ) -> None:
-        super().__init__()
-        self.stage = stage
-        self.sent: list[tuple[GradientEdge, Meta, int]] = []
-        """(where its gradient goes, what it is like, stage it went to), in the order of sending."""
-        self.received: list[tuple[Tensor, int]] = []
-        """(leaf, stage it came from), in the order of receipt."""
+        super().__init__(stage, mail, module)
         self.outputs: Any = None
         """What the model has returned, once it has; after that the loss is computed."""
         self._stage_map = stage_map
         self._shapes = shapes
-        self._mail = mail
         self._draws = draws
-        self._module = module
         self._way = way
-        self._memory = Memory(stage)
         self._calls: Counter[str] = Counter()
         self.is_paused = False
         self._checkpoints = 0  # of the user's own, around what runs now
@@ -157,7 +127,7 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         """Run one call of a unit, or stand in for it."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            places = places_of_call(args, kwargs)
+            places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
             given = tensors_of_call(args, kwargs, places)
             taken = self._stage_map.takes.get(name)
             if taken:
@@ -172,6 +142,8 @@ class Walk(TorchFunctionMode):
             else:
                 known = None
                 if any(value.stand_in is not None for value in values):
+                    for value in values:
+                        self.real(value)  # in the order in which they are sent
                     substitute(places, self._real_if_known)
                     args, kwargs = substitute_call(args, kwargs, self._real_if_known)
                     given = [self._real_if_known(tensor) for tensor in given]
@@ -182,7 +154,7 @@ class Walk(TorchFunctionMode):
         if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
-        return self._repeat_unit(name, known, stage, (args, kwargs), given)
+        return self._repeat_unit(name, known, stage, (args, kwargs))
 
     def _run_unit(
         self,
@@ -194,6 +166,7 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         args, kwargs = call
         with without_function_modes():
+            given = [*given, *tensors_of_call(args, kwargs, places_of_call(args, kwargs))]
             versions = [_version_of(tensor) for tensor in given]
         with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
@@ -211,11 +184,12 @@ class Walk(TorchFunctionMode):
                     self._mark_own(tensor)
             return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
 
-    def _repeat_unit(
-        self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]], given: list[Tensor]
-    ) -> Any:
+    def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
         with without_function_modes():
+            given: list[Tensor] = []
+            if known.writes or known.effects:
+                given = tensors_of_call(*call, places_of_call(*call))
             for place, meta in known.writes:
                 self._write_remote(given[place], meta, stage)
         if known.effects:
@@ -248,7 +222,8 @@ class Walk(TorchFunctionMode):
         if latest > stage:
             raise ApplyError(
                 f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
-                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
+                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
+                "example_batch= to apply_plan with which every layer runs as often as it ever will",
             )
         return stage
 
@@ -305,17 +280,6 @@ class Walk(TorchFunctionMode):
         self._note_written(target, home)
         return target if isinstance(result, Tensor) else result
 
-    def _note_written(self, target: Tensor, home: int | None) -> None:
-        """Take note that this stage has written over a tensor."""
-        known = value_of(target)
-        if known is None or known.owner is not self:
-            known = Value(self, home, target, None)
-            mark(target, known)
-        known.home = home
-        known.sent_to = set()
-        if home is not None:
-            self._memory.note_written(known)
-
     def _write_elsewhere(self, func: Callable[..., Any], target: Tensor, values: list[Value], home: int | None) -> Any:
         value = value_of(target)
         template = Meta.of(target if value is None or value.owner is not self else value.any)
@@ -326,74 +290,7 @@ class Walk(TorchFunctionMode):
         self._write_remote(target, meta, home)
         return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
 
-    def _write_remote(self, target: Tensor, meta: Meta, home: int | None) -> None:
-        """Take note that another stage has written over a tensor."""
-        value = value_of(target)
-        if value is None or value.owner is not self:
-            value = Value(self, home, None, None)
-        elif value.home == self.stage and value.real is not None:
-            self._memory.note_moved(value.real)
-        value.home, value.real, value.stand_in, value.sent_to = home, None, StandIn(meta), set()
-        mark(target, value)
-
     # -- values -------------------------------------------------------------------------------------------------
-
-    def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
-        """Return the values of this forward, and those of parameters that are not here."""
-        found = values_in(*args, kwargs) if kwargs else values_in(*args)
-        for place, value in enumerate(found):
-            if value.owner is not self and value.home is not None and self._is_of_model(value):
-                found[place] = self._adopt(value)
-        if self._memory.is_touched:
-            self._memory.refuse_stale(found)
-        return [value for value in found if value.owner is self or value.home is None]
-
-    def _is_of_model(self, value: Value) -> bool:
-        return isinstance(value.owner, Walk) and value.owner._module is self._module
-
-    def _adopt(self, value: Value) -> Value:
-        """Take over a tensor that was kept since an earlier batch; it is computed, and held, where it was."""
-        if value.heir is not None and value.heir.owner is self:
-            return value.heir
-        is_here = value.home == self.stage and value.real is not None
-        stand_in = None if is_here else value.stand_in
-        if not is_here and stand_in is None:
-            stand_in = StandIn(Meta.of(value.any))
-        heir = Value(self, value.home, value.real if is_here else None, stand_in)
-        value.heir = heir
-        for tensor in (value.real, value.stand_in):
-            if tensor is not None:
-                mark(tensor, heir)
-        return heir
-
-    def real(self, value: Value) -> Tensor:
-        """Return a value's tensor, which is received where another stage computes it."""
-        if value.real is None:
-            if value.home is None or value.stand_in is None:
-                raise ApplyError(
-                    f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
-                    "the batch by which the stages were cut",
-                    fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
-                )
-            meta = Meta.of(value.stand_in)
-            tensor = leaf = self._mail.receive(meta, value.home)
-            if meta.requires_grad and torch.is_grad_enabled():
-                leaf, tensor = with_leaf(tensor)
-            value.real = mark(tensor, value)
-            self.received.append((leaf, value.home))
-            self._memory.note_copy(value)
-        return value.real
-
-    def _real_if_known(self, tensor: Tensor) -> Tensor:
-        value = value_of(tensor)
-        if value is not None and (value.owner is self or value.home is None):
-            return self.real(value)
-        if isinstance(tensor, StandIn):
-            raise StrayValueError(f"stage {self.stage}")
-        return tensor
-
-    def _mark_own(self, tensor: Tensor) -> Tensor:
-        return mark(tensor, Value(self, self.stage, tensor, None))
 
     def _stand_in(self, known: Known, home: int | None) -> Any:
         """Return stand-ins for the results of a call."""
@@ -403,26 +300,6 @@ class Walk(TorchFunctionMode):
             return mark(tensor, Value(self, home, None, tensor))
 
         return known.make(make)
-
-    def _send_all(self, values: list[Value], stage: int) -> None:
-        for value in values:
-            if value.home == self.stage and stage not in value.sent_to:
-                value.sent_to.add(stage)
-                tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    # Where the gradient goes is kept, not the tensor: it may be written over, and be another's result then.
-                    self.sent.append((get_gradient_edge(tensor), Meta.of(tensor), stage))
-                self._mail.send(tensor.detach(), stage)
-                self._memory.note_copy(value)
-
-    def settle_buffers(self) -> None:
-        """Have real memory behind every buffer: one that another stage computes is a stand-in until the next forward."""
-        for owner, name in buffer_slots(self._module):
-            buffer = owner._buffers[name]
-            if isinstance(buffer, StandIn):
-                value = value_of(buffer)
-                settled = torch.zeros(buffer.meta.shape, dtype=buffer.meta.dtype, device=buffer.meta.device)
-                owner._buffers[name] = settled if value is None else mark(settled, value)
 
 
 def _version_of(tensor: Tensor) -> int:
