@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ class Record:
 
 
 def build_of(script: Script) -> nn.Module:
-    return script.build().to(script.dtype)
+    module = script.build()
+    return module if any(p.is_complex() for p in module.parameters()) else module.to(script.dtype)
 
 
 def run_planned(name: str, plan: str) -> Record:
@@ -563,8 +565,6 @@ class PythonChance(nn.Module):
         self.way = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        import random
-
         self.way = ""
         for block in self.blocks:
             keeps = not self.training or random.random() < 0.6
@@ -589,23 +589,129 @@ class LateDrop(nn.Module):
         return x
 
 
-def run_chance(plan: str, kind: str) -> list[float]:
-    """Return the losses of an evaluation and steps in which layers are left out."""
-    import random
-
-    world = mw.current_world()
-    build = PythonChance if kind == "python" else LateDrop
-    model = mw.apply_plan(
+def apply_script(build: Callable[[], nn.Module], loss: Callable[[Any, Any], Any] = square, plan: str = "pp=2") -> Any:
+    """Apply a plan to a model in float64."""
+    return mw.apply_plan(
         lambda: build().double(),
-        f"{plan},micro_batches=2",
-        loss_fn=square,
+        f"{plan},micro_batches={MICRO_BATCHES}",
+        loss_fn=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
+
+
+def own_rank() -> int:
+    world = mw.current_world()
+    return 0 if world is None else world.rank
+
+
+def run_chance(plan: str, kind: str) -> list[float]:
+    """Return the losses of steps in which layers are left out."""
+    model = apply_script(PythonChance if kind == "python" else LateDrop, plan=plan)
     with model:
-        random.seed(0 if world is None else world.rank)
+        random.seed(own_rank())
+        return [model.step(plain_batch(step)).loss for step in range(4)]
+
+
+def run_late_chance(plan: str) -> list[float]:
+    with apply_script(LateDrop, plan=plan) as model:
         found = [model.evaluate(plain_batch(9))["loss"]]
-        found += [model.step(plain_batch(step)).loss for step in range(4)]
+        return found + [model.step(plain_batch(step)).loss for step in range(4)]
+
+
+# -- ranks that are not alike -------------------------------------------------------------------------------------
+
+
+def step_with_an_empty_share(empty_rank: int) -> float:
+    with apply_script(Stack) as model:
+        model.step(plain_batch(0))
+        return model.step(None if own_rank() == empty_rank else plain_batch(1)).loss
+
+
+class Parting(Stack):
+    """Its way follows a number that the ranks have differently."""
+
+    more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+            if self.more:
+                x = x + block(x)
+        return x
+
+
+def step_in_different_ways() -> float:
+    with apply_script(Parting) as model:
+        model.step(plain_batch(0))
+        model.module.more = own_rank() == 0
+        return model.step(plain_batch(1)).loss
+
+
+def step_after_an_error() -> list[Any]:
+    calls = [0]
+
+    def loss(outputs: Tensor, _: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise ValueError("boom")
+        return outputs.square().mean()
+
+    found: list[Any] = []
+    with apply_script(Stack, loss) as model:
+        model.stepper.prepare(plain_batch(0))
+        calls[0] = 0
+        for step in range(3):
+            try:
+                found.append(model.step(plain_batch(step)).loss)
+            except ValueError as error:
+                found.append(f"ValueError: {error}")
+            except mw.ApplyError as error:
+                found.append(error.message)
     return found
+
+
+def step_with_a_hook_on_one_rank() -> tuple[list[float], int]:
+    with apply_script(Stack) as model:
+        log: list[float] = []
+        if own_rank() == 0:
+            for block in model.module.blocks:
+                block.register_forward_hook(lambda _m, given, out: log.append(float((out - given[0]).detach().norm())))
+        return [model.step(plain_batch(step)).loss for step in range(2)], len(log)
+
+
+def inspect_with_a_fault() -> tuple[list[str | None], list[str]]:
+    """Return the parts that were inspected, and those in which something was found once an input was wrong."""
+    with apply_script(Stack) as model:
+        model.step(plain_batch(0))
+        engine = model.engine
+        post = engine._post
+        receive = post.receive
+
+        def wrong(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = receive(*args, **kwargs)
+            if not kwargs["is_gradient"] and kwargs["micro_batch"] == 0:
+                tensor[0, 0] += 1e-9
+            return tensor
+
+        parts, findings = [], []
+        for number in range(2):
+            parts.append(engine.begin_inspection(number))
+            model.step(plain_batch(1))
+            if engine.end_inspection():
+                raise AssertionError("nothing was wrong")
+        engine.begin_inspection(parts.index("boundary of stage 1"))
+        post.receive = wrong
+        model.step(plain_batch(2))
+        findings = [finding.part for finding in engine.end_inspection()]
+        return parts, findings
+
+
+def step_with_an_early_average() -> float:
+    with apply_script(Stack) as model:
+        average = torch.optim.swa_utils.AveragedModel(model.module)
+        model.step(plain_batch(0))
+        average.update_parameters(model.module)
+        return model.step(plain_batch(1)).loss
 
 
 # -- other ways -----------------------------------------------------------------------------------------------------------
@@ -703,14 +809,93 @@ class Hooked(nn.Module):
 class Conjugated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
-        self.phase = nn.Parameter(torch.view_as_complex(torch.linspace(0.1, 0.9, 2 * WIDTH).double().view(WIDTH, 2)).conj())
+        self.blocks = nn.ModuleList(tanh_block().double() for _ in range(4))
+        self.phase = nn.Parameter(
+            torch.view_as_complex(torch.linspace(0.1, 0.9, 2 * WIDTH).double().view(WIDTH, 2)).conj()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return (x * self.phase).abs()
 
+
+class Penalty(nn.Module):
+    """A gradient penalty: a backward through all layers, inside of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        h = x
+        for block in self.blocks:
+            h = block(h)
+        (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return h + slope
+
+
+class InnerStep(nn.Module):
+    """An inner step of training (MAML), after which the layers run with other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[tanh_block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: p * 0.9 for name, p in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, weights, (x,))
+
+
+class LateMean(nn.Module):
+    """Its first layer takes what the last one gave in the micro-batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mean
+        for block in self.blocks:
+            x = block(x)
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x
+
+
+class Leaks(nn.Module):
+    """A layer hands a tensor to another one by an object that no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves() for _ in range(4))
+        found: list[Tensor] = []
+        self.last = lambda: found[-1]
+        self.blocks[1].line.register_forward_hook(lambda _m, _i, out: found.append(out))  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.last()
+
+
+def compiled_block() -> nn.Module:
+    model = Stack()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")  # pyright: ignore
+    return model
+
+
+REFUSED = {
+    "stale_view": "writes over a tensor in place",
+    "other_ways": "a pipeline runs forward only",
+    "penalty": "gradient penalty",
+    "inner_step": "other parameters than its own",
+    "late_mean": "a pipeline runs forward only",
+    "leaks": "has made inside",
+    "compiled": "is compiled",
+}
+"""Scripts that a pipeline cannot run, and words of the message."""
 
 SCRIPTS: dict[str, Script] = {
     "unpadded": Script(Unpadded, lengths_batch, mean_over_samples, steps=4),
@@ -738,4 +923,9 @@ SCRIPTS: dict[str, Script] = {
     "patched": Script(Patched),
     "hooked": Script(Hooked, evaluates=(1,)),
     "conjugated": Script(Conjugated),
+    "penalty": Script(Penalty),
+    "inner_step": Script(InnerStep),
+    "late_mean": Script(LateMean),
+    "leaks": Script(Leaks),
+    "compiled": Script(compiled_block),
 }

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
+from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.outer import OuterEngine
 from meshwright.apply.pipeline import stages
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.draws import Draws
+from meshwright.apply.pipeline.early_copies import EarlyCopies
 from meshwright.apply.pipeline.flow import Flow
 from meshwright.apply.pipeline.holding import Holding, keep_only
 from meshwright.apply.pipeline.interception import Interception, UnderWay, refuse_compiled
@@ -26,7 +28,7 @@ from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post
 from meshwright.apply.pipeline.scene import Scene
 from meshwright.apply.pipeline.shapes import Shapes, make_twins
-from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.pipeline.stage import Stage, boundary_name
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
 from meshwright.apply.pipeline.values import value_of
@@ -102,6 +104,7 @@ class PipelineEngine(OuterEngine):
         self._draws: Draws
         self._tied: TiedGradients
         self._under_way = UnderWay()
+        self._copies_before = EarlyCopies(module)
         self._stages: dict[int, Stage] = {}
         self._shapes: Shapes
         self._own_state: OwnState | None = None
@@ -146,6 +149,7 @@ class PipelineEngine(OuterEngine):
         told = tell_everyone(self._everyone, self.device, run, lambda run: self._observe(run, closed).to_json())
         flow = Flow.from_json(told)
         flow.refuse()
+        self._copies_before.end()
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
     def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
@@ -265,6 +269,7 @@ class PipelineEngine(OuterEngine):
         """
         if self._post.has_notes(self.device):
             self._post.compare_counts(num_micro_batches)
+        self._copies_before.refuse_used()
 
     def tell_failure(self, num_micro_batches: int) -> None:
         """Tell the other stages that this rank has failed: they may wait for it. What is under way belongs to another life."""
@@ -329,6 +334,26 @@ class PipelineEngine(OuterEngine):
         squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
         self.pipe.all_reduce(squares)
         return squares
+
+    # -- inspections --------------------------------------------------------------------------------------------
+
+    def begin_inspection(self, number: int) -> str | None:
+        """Have the inputs of one stage checked for what was sent, or a part of the engine inside; they take turns."""
+        inner = self.inner.begin_inspection(number // 2) if number % 2 == 0 else None
+        if inner is not None or not self._post.has_notes(self.device):
+            return inner
+        inspected = 1 + number // 2 % (self._plan.num_stages - 1)
+        for stage in self._stages.values():
+            stage.inspects = inspected
+        return boundary_name(inspected)
+
+    def end_inspection(self) -> Sequence[Finding]:
+        found = list(self.inner.end_inspection())
+        for stage in self._stages.values():
+            stage.inspects = -1
+            found += stage.findings
+            stage.findings = []
+        return found
 
     # -- whole values -------------------------------------------------------------------------------------------
 
