@@ -31,7 +31,7 @@ from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
-from meshwright.errors import CorruptionError, NonFiniteError
+from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite, unchanged_draws
 from meshwright.run.exchange import Agreement, SumExchange, Sums
@@ -209,10 +209,12 @@ class Stepper:
             copies=self.engine.copies,
             sayings=self.sentinels.sayings(batch),
             on_difference=self.sentinels.explain,
+            held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
         )
         if self.sentinels.needs_agreement_first:
             agreement.wait()
-        if broken is not None or (switched is not None and agreement.trainable_changed):
+        may_be_told = switched is not None or isinstance(self.engine, PipelineEngine)
+        if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()
@@ -288,7 +290,16 @@ class Stepper:
         def term_of(module: nn.Module, index: int) -> LossTerm | None:
             return self._loss_term(module, parts[index], weights[index]) if weights[index] else None
 
-        return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+        try:
+            return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+        except LostPeerError:
+            raise
+        except Exception as error:
+            engine.tell_failure(len(parts))
+            SumExchange(
+                engine.loss_group, engine.device, [], buffers_changed=False, in_background=False, failure=error
+            ).wait()
+            raise
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         kind = self.engine.device.type
