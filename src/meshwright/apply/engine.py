@@ -104,6 +104,16 @@ class Engine:
         """Take note of the optimizer before anything runs; a strategy that shards gives it this rank's shards."""
 
     @property
+    def holds_parts(self) -> bool:
+        """Whether what the module's parameters hold now, outside of `whole_parameters`, is a part of their values."""
+        return False
+
+    @property
+    def takes_whole_writes(self) -> bool:
+        """Whether what is written into parameters inside `whole_parameters`, on every rank alike, stays."""
+        return True
+
+    @property
     def fixes_memory(self) -> bool:
         """Whether the parameters' values have to stay in the memory where they are."""
         return False

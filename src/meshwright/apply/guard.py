@@ -165,6 +165,11 @@ class ModelGuard:
                     )
         return None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter is to get a gradient, as far as was accepted."""
+        return any(self._requires_grad)
+
     def find_switched(self) -> str | None:
         """Return the FQN of a parameter whose `requires_grad` was switched since the last `accept_trainable`, or None."""
         now = self._read_requires_grad()

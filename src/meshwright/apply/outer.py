@@ -53,6 +53,14 @@ class OuterEngine(Engine):
         return self._inner is not None
 
     @property
+    def holds_parts(self) -> bool:
+        return self.is_prepared
+
+    @property
+    def takes_whole_writes(self) -> bool:
+        return False
+
+    @property
     def fixes_memory(self) -> bool:
         return self.is_prepared
 

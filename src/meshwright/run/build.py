@@ -10,7 +10,8 @@ from torch import nn
 
 from meshwright.apply.data.distributed import DistributedEngine
 from meshwright.apply.data.gathering import REDUCE_BYTES
-from meshwright.apply.data.sharded import WHOLE_BELOW_BYTES, ShardedEngine, Sharding
+from meshwright.apply.data.sharded import ShardedEngine
+from meshwright.apply.data.sharding import WHOLE_BELOW_BYTES, Sharding
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import refuse_shared_memory, require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
@@ -154,10 +155,10 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
     for name, child in module.named_modules():
         if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        if child.scale_grad_by_freq and shares * plan.micro_batches > 1:
+        if child.scale_grad_by_freq and (shares * plan.micro_batches > 1 or plan.micro_batch_size):
             raise ApplyError(
                 f"embedding '{name}' divides gradients by how often an id is in the batch (scale_grad_by_freq), and the plan "
-                f"'{plan}' cuts the batch into {shares * plan.micro_batches} parts that count for themselves",
+                f"'{plan}' cuts the batch into parts that count for themselves",
                 fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
             )
         if child.max_norm is not None and shares > 1:

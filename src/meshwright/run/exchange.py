@@ -143,6 +143,8 @@ class Sums:
     has_sums: bool
     """Whether the losses were Loss objects (sums) rather than means."""
     buffers_changed: bool
+    has_graph: bool = True
+    """Whether any loss has a graph, or nothing is trainable anywhere."""
 
     @property
     def loss(self) -> float:
@@ -164,6 +166,7 @@ class SumExchange:
         terms: The losses of this rank's micro-batches.
         buffers_changed: Whether a forward wrote into a buffer on this rank.
         in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
+        is_trained: Whether a parameter of this rank is to get a gradient.
     """
 
     def __init__(
@@ -174,9 +177,12 @@ class SumExchange:
         *,
         buffers_changed: bool,
         in_background: bool,
+        is_trained: bool = False,
     ) -> None:
         num_means = sum(term.is_mean for term in terms)
-        counts = torch.tensor([len(terms) - num_means, num_means, buffers_changed], dtype=torch.float64, device=device)
+        num_graphs = sum(term.value.requires_grad for term in terms)
+        counts = [len(terms) - num_means, num_means, buffers_changed, num_graphs, is_trained]
+        counts = torch.tensor(counts, dtype=torch.float64, device=device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
         for term in terms:
@@ -196,7 +202,7 @@ class SumExchange:
             self._group.all_reduce(self._vector)
         else:
             self._pending.wait()
-        loss_sum, weight, num_sums, num_means, changed = self._vector.tolist()
+        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained = self._vector.tolist()
         if num_sums and num_means:
             raise ApplyError(
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "
@@ -208,4 +214,4 @@ class SumExchange:
                 "the weights of all micro-batches on all ranks add up to 0, so the loss of this step is 0 / 0",
                 fix="leave out batches in which nothing counts (all labels ignored, say)",
             )
-        return Sums(loss_sum, weight, bool(num_sums), bool(changed))
+        return Sums(loss_sum, weight, bool(num_sums), bool(changed), bool(num_graphs) or not num_trained)

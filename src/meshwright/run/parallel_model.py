@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.engine import Engine
 from meshwright.apply.recompute import Recompute
+from meshwright.apply.state_guard import StateGuard
 from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
@@ -90,6 +92,8 @@ def apply_plan(
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
+    if built is not None and (plan.pp > 1 or (plan.zero and plan.dp > 1)):
+        refuse_coupled(built, str(plan))
     gate = OptimizerGate(built)
     engine.adopt_optimizer(built)
     stepper = Stepper(
@@ -110,7 +114,8 @@ def apply_plan(
         stepper.prepare(example_batch)
     if engine.everyone.size > 1 or engine.num_replicas > 1:
         gate.shut(module, str(plan))
-    return ParallelModel(plan, world, engine, stepper, recompute)
+    guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
+    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard)
 
 
 def _memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -134,7 +139,14 @@ class ParallelModel:
     """
 
     def __init__(
-        self, plan: Plan, world: World, engine: Engine, stepper: Stepper, recompute: Recompute | None = None
+        self,
+        plan: Plan,
+        world: World,
+        engine: Engine,
+        stepper: Stepper,
+        recompute: Recompute | None = None,
+        *,
+        state_guard: StateGuard | None = None,
     ) -> None:
         self._plan = plan
         self.world = world
@@ -142,6 +154,7 @@ class ParallelModel:
         self.engine = engine
         self.stepper = stepper
         self._recompute = recompute
+        self._state_guard = state_guard
         self.num_steps = 0
         """Calls of `step` so far [count]."""
 
@@ -241,7 +254,7 @@ class ParallelModel:
         module = self.module
         if type(module).__name__ == "OptimizedModule":  # torch.compile's wrapper is not the user's model
             module = module.get_submodule("_orig_mod")
-        with self.engine.whole_parameters():
+        with self.whole_parameters():
             return {
                 name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in module.state_dict().items()
@@ -255,9 +268,18 @@ class ParallelModel:
         """
         return self.engine.full_gradients()
 
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Have every parameter of the module hold its whole value inside; every rank enters it. For reading, not for writing."""
-        return self.engine.whole_parameters()
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Have every parameter of the module hold its whole value inside; every rank enters it.
+
+        For reading and copying. What is written inside, alike on every rank, stays under data parallelism and ZeRO; under
+        tensor and pipeline parallelism it is lost.
+        """
+        with (
+            self.engine.whole_parameters(),
+            contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
+        ):
+            yield
 
     def held_bytes(self) -> dict[str, int]:
         """Return the memory that this rank holds for "parameters", "gradients" and "optimizer" state, as it is now [bytes].
@@ -296,6 +318,8 @@ class ParallelModel:
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
         self.stepper.gate.close()
+        if self._state_guard is not None:
+            self._state_guard.close()
         self.engine.close()
         if self._recompute is not None:
             self._recompute.close()

@@ -149,6 +149,25 @@ class FlatUnit:
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
 
+    def keep_changes(self) -> None:
+        """Take over what was written into whole values of a gathered unit: this rank's segment of it."""
+        if self.flat is not None and self.is_gathered:
+            begin = self.group.group_rank * self.layout.segment_numel
+            own = self.flat[begin : begin + self.layout.segment_numel]
+            if not torch.equal(own, self.segment):
+                with torch.no_grad():
+                    self.segment.copy_(own)
+                    self.master.copy_(self.segment)
+
+    def take_writes(self) -> None:
+        """With `offload`, take over what was written into the values since the optimizer's last step."""
+        if not self.offload or self.is_gathered or self.segment.data_ptr() == self.master.data_ptr():
+            return
+        here = self.segment if self.segment.device == self.master.device else self.segment.to("cpu")
+        if not torch.equal(here, self.master):
+            with torch.no_grad():
+                self.master.copy_(here)
+
     def spread(self) -> None:
         """After the optimizer: give every rank the new values of all segments."""
         if self.offload:
