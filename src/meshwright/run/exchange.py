@@ -143,8 +143,6 @@ class Sums:
     has_sums: bool
     """Whether the losses were Loss objects (sums) rather than means."""
     buffers_changed: bool
-    has_graph: bool = True
-    """Whether any loss has a graph, or nothing is trainable anywhere."""
 
     @property
     def loss(self) -> float:
@@ -196,7 +194,7 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some were sums, or everything weighs nothing.
+            ApplyError: Some losses were means and some were sums, everything weighs nothing, or no loss has a graph.
         """
         if self._pending is None:
             self._group.all_reduce(self._vector)
@@ -214,4 +212,9 @@ class SumExchange:
                 "the weights of all micro-batches on all ranks add up to 0, so the loss of this step is 0 / 0",
                 fix="leave out batches in which nothing counts (all labels ignored, say)",
             )
-        return Sums(loss_sum, weight, bool(num_sums), bool(changed), bool(num_graphs) or not num_trained)
+        if num_trained and not num_graphs:
+            raise ApplyError(
+                "no loss of this step has a graph, on any rank, while parameters require gradients: nothing would be trained",
+                fix="compute the loss from the outputs themselves, without .detach(), .item() or torch.no_grad()",
+            )
+        return Sums(loss_sum, weight, bool(num_sums), bool(changed))

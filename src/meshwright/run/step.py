@@ -31,7 +31,7 @@ from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
-from meshwright.errors import ApplyError, NonFiniteError
+from meshwright.errors import NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
 from meshwright.run.exchange import Agreement, SumExchange, Sums
@@ -245,11 +245,6 @@ class Stepper:
             on_phase("backward")
         exchange = exchange or exchange_sums()
         sums = exchange.wait()
-        if not sums.has_graph:
-            raise ApplyError(
-                "no loss of this step has a graph, on any rank, while parameters require gradients: nothing would be trained",
-                fix="compute the loss from the outputs themselves, without .detach(), .item() or torch.no_grad()",
-            )
         # Alone, backward has been run from the mean already.
         return dataclasses.replace(sums, has_sums=False) if alone else sums
 

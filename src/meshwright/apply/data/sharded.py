@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -276,9 +276,12 @@ class ShardedEngine(DataParallelEngine):
             seen = gathering.seen_gradients()
             present = [[a or b for a, b in zip(*pair, strict=True)] for pair in zip(present, seen, strict=True)]
         flags = [flag for unit in present for flag in unit]
-        census = torch.tensor([*flags, *late, *keeps], dtype=torch.float32, device=self.device)
+        recast = next((name for unit in self.units if (name := unit.find_recast()) is not None), None)
+        census = torch.tensor([*flags, *late, *keeps, recast is not None], dtype=torch.float32, device=self.device)
         self.group.all_reduce(census)
-        found = [count > 0 for count in census.tolist()]
+        *found, is_recast = [count > 0 for count in census.tolist()]
+        if is_recast:
+            self._raise_recast(recast)
         if gathering is not None:
             for unit, is_late in zip(self.units, found[len(flags) :], strict=False):
                 if is_late:
@@ -288,6 +291,15 @@ class ShardedEngine(DataParallelEngine):
                     gathering.keeps_until_end.add(index)
             gathering.learn()
         return found[: len(flags)]
+
+    def _raise_recast(self, mine: str | None) -> NoReturn:
+        names = self.group.all_gather_json(mine, device=self.device)
+        name = next(name for name in names if name is not None)
+        raise ApplyError(
+            f"a forward changed the dtype of parameter '{name}' (module.to(...) inside of it, say), and "
+            f"zero={self.sharding.zero} keeps values and gradients in the memory that they had when the plan was applied",
+            fix="build the model with that parameter in the dtype that its forward wants, or use zero=0",
+        )
 
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
         return self._piece_gradients() + self.sparse_values()

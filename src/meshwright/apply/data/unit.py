@@ -76,6 +76,8 @@ class FlatUnit:
         """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
         self._whole_gradients: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
+        self.recast: str | None = None
+        """A parameter whose gradient came in another dtype than its own was when the plan was applied."""
         self._settling: Exchange | None = None
         self._coming: tuple[torch.Tensor, Pending] | None = None
         self.expect([True] * len(self.parameters))
@@ -111,6 +113,14 @@ class FlatUnit:
         if keep_whole:
             values = values.as_strided(self._shapes[span.index], self._strides[span.index])
         return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
+
+    def find_recast(self) -> str | None:
+        """Return a parameter whose gradient has another dtype than the unit, or None."""
+        dtype = self.segment.dtype
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if (grad := parameter.grad) is not None and grad.dtype != dtype:
+                return name
+        return self.recast
 
     @property
     def is_trainable(self) -> bool:
@@ -222,6 +232,9 @@ class FlatUnit:
         if grad is None:
             return torch.zeros(numel, dtype=self.segment.dtype, device=self.segment.device)
         grad = grad.detach()
+        if grad.dtype != self.segment.dtype:
+            self.recast = self.names[index]  # refused once all ranks know; until then the exchange must not differ
+            grad = grad.to(self.segment.dtype)
         if grad.stride() != tuple(self._strides[index]) and numel > 0:
             ordered = grad.new_empty(numel).as_strided(self._shapes[index], self._strides[index])
             grad = ordered.copy_(grad)
