@@ -93,17 +93,12 @@ def test_every_group_of_an_optimizer_is_tried(plan: str) -> None:
     equal_on_ranks(plan, jobs.no_change, optimizer=jobs.hybrid)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", ZERO3, "tp=2", "pp=2"])
+def test_a_group_that_is_added_is_refused_where_parameters_are_dealt_out() -> None:
+    refused(jobs.planned, 2, jobs.build_net, "pp=2", jobs.add_group, jobs.head_alone, word="groups of SGD were changed")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", ZERO3, "tp=2"])
 def test_a_group_that_is_added_is_trained(plan: str) -> None:
-    if plan == "pp=2":
-        outcomes = testing.run_outcomes(jobs.planned, 2, jobs.build_net, plan, jobs.add_group, jobs.head_alone)
-        expected = jobs.plain(jobs.build_net, jobs.add_group, jobs.head_alone)
-        for outcome in outcomes:
-            if outcome.error is None:
-                equal(outcome.result, expected)
-            else:
-                assert isinstance(outcome.error, mw.ApplyError)
-        return
     equal_on_ranks(plan, jobs.add_group, optimizer=jobs.head_alone)
 
 

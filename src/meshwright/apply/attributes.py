@@ -27,6 +27,7 @@ SMALL_BYTES = 64 * 2**10
 _DEPTH = 3  # of containers and objects inside each other that are looked into
 _CONTAINERS = (list, collections.deque, set, dict)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, types.FunctionType, types.MethodType, nn.Module)
+_WITH_OPTIONS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOT_STATE = frozenset({"torch", "meshwright", "numpy"}) | sys.stdlib_module_names
 
 
@@ -99,6 +100,15 @@ class _KeptInside:
         return self.value
 
 
+def _may_keep_state(module: nn.Module) -> bool:
+    """Tell whether a forward may leave something on a module; torch's own plain layers have nothing but parameters."""
+    if not type(module).__module__.startswith("torch.nn.modules.") or module._buffers:
+        return True
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    is_set_by_others = isinstance(module, _WITH_OPTIONS)
+    return bool(has_hooks) or is_set_by_others or any(isinstance(value, Tensor) for value in vars(module).values())
+
+
 def read_parts(value: Any) -> Any:
     """Return a shallow copy of what a container or an object holds: a dict, a list or a set."""
     if isinstance(value, (list, collections.deque)):
@@ -129,7 +139,11 @@ def _give(kept: Any, given: dict[int, Any]) -> Any:
 class Moment:
     """Buffers and attributes of some modules at one moment; see `Attributes.take`."""
 
-    def __init__(self, plain: list[dict[str, Any]], deep: Sequence[tuple[int, str, Any]]) -> None:
+    def __init__(self, ids: list[int], plain: list[dict[str, Any]], deep: Sequence[tuple[int, str, Any]]) -> None:
+        self.ids = ids
+        self.is_shallow = not deep
+        self.is_still = False
+        """Whether the forward that began then has changed nothing."""
         self._kept: dict[int, Any] = {}
         self._plain = plain
         self._deep = [(index, name, self._keep(value, _DEPTH)) for index, name, value in deep]
@@ -148,6 +162,8 @@ class Moment:
 
     def forget_unchanged(self) -> None:
         """Let go of copies that nothing needs; called when the forward is over."""
+        if self.is_shallow:
+            return
         with _unseen():
             for kept in self._kept.values():
                 if isinstance(kept, _KeptTensor):
@@ -159,6 +175,8 @@ class Moment:
         for own, plain in zip(slots, self._plain, strict=True):
             own.clear()
             own.update(plain)
+        if self.is_shallow:
+            return
         given: dict[int, Any] = {}
         with _unseen():
             for index, name, kept in self._deep:
@@ -178,7 +196,7 @@ class Attributes:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        children = list(layer.modules())
+        children = [child for child in layer.modules() if _may_keep_state(child)]
         self._slots = [vars(child) for child in children] + [child._buffers for child in children]
         self._ids: list[int] = []
         self._plain: list[dict[str, Any]] = []
@@ -204,12 +222,22 @@ class Attributes:
                 {name: value for name, value in own.items() if (index, name) not in apart}
                 for index, own in enumerate(self._slots)
             ]
+        if not self._deep:
+            return Moment(ids, self._plain, ())
         with _unseen():
-            return Moment(self._plain, [(index, name, self._slots[index][name]) for index, name in self._deep])
+            return Moment(ids, self._plain, [(index, name, self._slots[index][name]) for index, name in self._deep])
+
+    def forward_is_over(self, moment: Moment) -> None:
+        """Take note that the forward which began at a moment is over: what it left as it was need not be kept."""
+        moment.forget_unchanged()
+        moment.is_still = moment.is_shallow and self._read_ids() == moment.ids
 
     @contextlib.contextmanager
     def as_of(self, moment: Moment) -> Iterator[None]:
         """Have the layer be as it was at a moment, and afterwards, whatever runs inside, as it is now."""
+        if moment.is_still and self._read_ids() == moment.ids:
+            yield  # it changed nothing the first time, and nobody has since
+            return
         now = [dict(own) for own in self._slots]
         insides = moment.insides()
         moment.install(self._slots)

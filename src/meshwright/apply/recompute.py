@@ -131,7 +131,7 @@ class _Twice:
                 return self._run(*args, **kwargs)
         self._before = self._attributes.take()
         result = self._run(*args, **kwargs)
-        self._before.forget_unchanged()
+        self._attributes.forward_is_over(self._before)
         return result
 
 

@@ -249,6 +249,15 @@ class PipelineEngine(OuterEngine):
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
 
+    def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
+        if not self.is_prepared:
+            return super().accept_groups(optimizer)
+        return ApplyError(
+            f"groups of {type(optimizer).__name__} were changed, and pp={self.pipe.size} has dealt the parameters out: "
+            "module.parameters() has this rank's alone, and which ones a script means by their place is not known",
+            fix="give apply_plan all groups from the start, and switch requires_grad or lr of a group between steps",
+        )
+
     def begin_step(self) -> None:
         self._post.forget()
         self._streams.clear()
