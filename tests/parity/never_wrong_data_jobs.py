@@ -461,3 +461,77 @@ def build_recasts() -> nn.Module:
 
 def build_embedding(**options: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 6, **options), nn.Linear(6, 4)).double()
+
+
+# -- replicas in threads -------------------------------------------------------------------------------------------------
+
+
+class Auxiliary(nn.Module):
+    """Keeps what its loss adds up, counts its calls, and scales by what the script sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 4)
+        self.tau = 1.0
+        self.options = {"shift": 0.0}
+        self.calls = 0
+        self.aux: Any = 0.0
+        self.shown: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.lin(x) * self.tau + self.options["shift"] + 0.01 * self.calls
+        self.aux = out.square().mean()
+        return out
+
+
+class Outer(nn.Module):
+    """A model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Auxiliary()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def build_outer() -> nn.Module:
+    return Outer().double()
+
+
+class WithAuxiliary:
+    """A loss that reads an attribute which the forward has left on the module."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+        return square(outputs, batch) + self.module.inner.aux + 0.01 * self.module.inner.calls
+
+
+def anneal(module: nn.Module, step: int) -> None:
+    module.inner.tau = 1.0 / (1 + step)
+    module.inner.options["shift"] = 0.1 * step
+    module.inner.aux = 0.0
+    if step == 2:
+        module.inner.register_forward_hook(_double)
+
+
+def _double(_: nn.Module, __: Any, outputs: Tensor) -> Tensor:
+    return 2 * outputs
+
+
+def annealed(plan: str | None) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    """Return losses, values and what can be read off the module afterwards."""
+    loss_fn = WithAuxiliary()
+    seen: list[Any] = []
+
+    def change(_: Any, module: nn.Module, __: Any, step: int) -> None:
+        loss_fn.module = module
+        seen.append(module.inner.calls)
+        anneal(module, step)
+
+    run = functools.partial(planned, build_outer, plan) if plan else functools.partial(plain, build_outer)
+    losses, state = run(change, loss_fn=loss_fn)
+    return losses, state, [*seen, loss_fn.module.inner.calls, hasattr(loss_fn.module.inner, "aux")]

@@ -227,3 +227,14 @@ def test_a_forward_that_changes_a_dtype_is_refused(plan: str) -> None:
 def test_embeddings_that_look_at_the_whole_batch_are_refused(plan: str, option: str, value: Any) -> None:
     build = functools.partial(jobs.build_embedding, **{option: value})
     refused(jobs.planned, 2, build, plan, word=option)
+
+
+# -- replicas in threads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["data_parallel,dp=2", "data_parallel,dp=3"])
+def test_replicas_take_over_attributes_and_give_them_back(plan: str) -> None:
+    losses, state, seen = jobs.annealed(plan)
+    expected, expected_state, expected_seen = jobs.annealed(None)
+    equal((losses, state), (expected, expected_state))
+    assert seen == expected_seen == [0, 1, 2, 3, True]

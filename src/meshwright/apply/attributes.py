@@ -118,6 +118,20 @@ def read_parts(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else dict(vars(value))
 
 
+def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what is equal for an attribute as long as it is the same and nothing in it has changed."""
+    if not may_change(value) or not depth:
+        return id(value)
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, tuple):
+        return tuple(fingerprint(item, depth) for item in value)
+    parts = read_parts(value)
+    if isinstance(parts, dict):
+        return id(value), tuple((name, fingerprint(item, depth - 1)) for name, item in parts.items())
+    return id(value), tuple(fingerprint(item, depth - 1) for item in parts)
+
+
 def write_parts(value: Any, parts: Any) -> None:
     """Have a container or an object hold exactly this."""
     target = value if isinstance(value, _CONTAINERS) else vars(value)
