@@ -33,8 +33,8 @@ _PER_ELEMENT = (
 )
 _PER_PARAMETER = (*_PER_ELEMENT, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
-# Gradients of a trial are multiplied by these: a limit on their norm shows at one size or the other.
-_SCALES = (1.0, 1e-3, 1e3, 1.0, 1e5, 1.0)
+# Gradients of a trial are multiplied by these: a limit on their norm shows at one size or the other, slow statistics in time.
+_SCALES = (1.0, 1e-3, 1e3, 1.0, 1e5, 1.0, 0.1, 10.0) * 2
 _TOLERANCE = (
     1e-9  # relative; what parameters have to do with each other shows at far more, another order of sums at far less
 )
