@@ -250,6 +250,31 @@ def build_tied_by_data() -> nn.Module:
     return model
 
 
+def average_early(plan: str) -> list[Tensor]:
+    """Average from a copy on that was made before the first batch, inside of whole_parameters."""
+    with mw.apply_plan(build_net, plan, loss_fn=square, optimizer=Sgd) as model:
+        with model.whole_parameters():
+            averaged = swa_utils.AveragedModel(model.module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+        for batch in batches():
+            model.step(mw.split_batch(batch, model))
+            with model.whole_parameters():
+                averaged.update_parameters(model.module)
+        return [parameter.detach() for parameter in averaged.parameters()]
+
+
+def plain_average() -> list[Tensor]:
+    torch.manual_seed(0)
+    module = build_net()
+    optimizer = Sgd(module.parameters())
+    averaged = swa_utils.AveragedModel(module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    for batch in batches():
+        optimizer.zero_grad()
+        square(module(batch[0]), batch).backward()
+        optimizer.step()
+        averaged.update_parameters(module)
+    return [parameter.detach() for parameter in averaged.parameters()]
+
+
 class Averaged:
     """An average of the model, as people keep for evaluation."""
 
@@ -440,6 +465,23 @@ def penalised(plan: str | None) -> tuple[list[float], dict[str, Tensor]]:
     if plan is None:
         return plain(build_net, take, loss_fn=penalty)
     return planned(build_net, plan, take, loss_fn=penalty)
+
+
+class PutAside(Penalty):
+    """The same, with a list of parameters that was made once."""
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+        return square(outputs, batch) + 0.01 * torch.stack([p.square().sum() for p in self.module]).sum()
+
+
+def put_aside(plan: str) -> None:
+    penalty = PutAside()
+
+    def take(_: Any, module: nn.Module, __: Any, step: int) -> None:
+        if step == 0:
+            penalty.module = list(module.parameters())
+
+    planned(build_net, plan, take, loss_fn=penalty)
 
 
 class Recasts(nn.Module):

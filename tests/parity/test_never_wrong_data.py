@@ -165,6 +165,13 @@ def test_copies_and_averages(plan: str) -> None:
         torch.testing.assert_close(found, averaged.outputs(), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", ZERO3, "tp=2", "pp=2"])
+def test_averages_that_began_before_the_first_batch(plan: str) -> None:
+    expected = jobs.plain_average()
+    for found in testing.run_ranks(jobs.average_early, 2, plan):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [(jobs.replace, "'out'"), (jobs.replace_in_list, "'mid.1'"), (jobs.swap, "'mid."), (jobs.delete, "children")],
@@ -215,6 +222,12 @@ def test_a_penalty_over_all_parameters(plan: str) -> None:
     expected = jobs.penalised(None)
     for found in testing.run_ranks(jobs.penalised, 2, plan):
         equal(found, expected)
+
+
+def test_parameters_that_were_put_aside_are_named_as_a_cause() -> None:
+    for outcome in testing.run_outcomes(jobs.put_aside, 2, ZERO3):
+        assert isinstance(outcome.error, mw.NonFiniteError)
+        assert "look parameters up through the module" in str(outcome.error)
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", ZERO3])

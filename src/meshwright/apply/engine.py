@@ -109,6 +109,11 @@ class Engine:
         return False
 
     @property
+    def reads_as_nan(self) -> str:
+        """What a script may have read that this rank has no values of; "" where there is nothing such."""
+        return ""
+
+    @property
     def takes_whole_writes(self) -> bool:
         """Whether what is written into parameters inside `whole_parameters`, on every rank alike, stays."""
         return True

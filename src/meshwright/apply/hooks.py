@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__: list[str] = []
@@ -13,19 +13,24 @@ class OwnHook:
 
     Args:
         run: What the hook does.
-        on_copy: Called where the module is copied, before the copy is made; it may refuse.
+        on_copy: Called with what has been copied so far, by id, where the module is copied; it may refuse.
     """
 
-    def __init__(self, run: Callable[..., Any], on_copy: Callable[[], None] | None = None) -> None:
+    def __init__(self, run: Callable[..., Any], on_copy: Callable[[Mapping[int, Any]], None] | None = None) -> None:
         self._run = run
         self._on_copy = on_copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> OwnHook:
+        if self._on_copy is not None:
+            self._on_copy(memo)
+        return OwnHook(do_nothing)
+
     def __reduce__(self) -> Any:
         if self._on_copy is not None:
-            self._on_copy()
+            self._on_copy({})
         return OwnHook, (do_nothing,)
 
 

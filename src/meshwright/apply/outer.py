@@ -57,6 +57,10 @@ class OuterEngine(Engine):
         return self.is_prepared
 
     @property
+    def reads_as_nan(self) -> str:
+        return "" if self._inner is None else self._inner.reads_as_nan
+
+    @property
     def takes_whole_writes(self) -> bool:
         return False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,8 @@ from meshwright.apply.hooks import OwnHook
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+_log = logging.getLogger(__name__)
 
 
 class StateGuard:
@@ -68,7 +71,15 @@ class StateGuard:
                 fix=f"load the state into the module before apply_plan{where}",
             )
 
-    def _refuse_copy(self) -> None:
+    def _refuse_copy(self, copied: Mapping[int, Any]) -> None:
+        # A strategy that looks at a copy of the model puts its own tensors there, before anything is copied.
+        is_ours = all(id(parameter) in copied for parameter in self._engine.module.parameters())
+        if not self._engine.is_prepared and not is_ours:
+            _log.warning(
+                "the module was copied before the plan '%s' has laid it out: the copy is whole, and after the first batch the "
+                "module holds this rank's part; update an average of it inside `with model.whole_parameters():`",
+                self._plan,
+            )
         if self._has_parts():
             raise ApplyError(
                 f"a copy of the module would be of a part of it: under the plan '{self._plan}' a rank holds a part of the "

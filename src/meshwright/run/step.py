@@ -307,7 +307,8 @@ class Stepper:
 
         with engine.whole_parameters():
             finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
-        return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device)
+        guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
+        return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)
 
     def _leave_out(self, snapshot: _Snapshot, error: NonFiniteError) -> None:
         self.engine.leave_out_step()

@@ -85,6 +85,15 @@ class ShardedEngine(DataParallelEngine):
         return any(unit.is_gathered and not unit.is_whole for unit in self.units)
 
     @property
+    def reads_as_nan(self) -> str:
+        if not self.holds_parts:
+            return ""
+        return (
+            "under ZeRO-3 a parameter that was put aside reads as NaN once its layer is over: a loss_fn has to look "
+            "parameters up through the module each time, by module.parameters() for example"
+        )
+
+    @property
     def fixes_memory(self) -> bool:
         return True
 
