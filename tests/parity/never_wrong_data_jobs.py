@@ -165,8 +165,8 @@ class GlobalNorm(torch.optim.Optimizer):
 class Hybrid(torch.optim.Optimizer):
     """Plain for groups without `whole`, by the norm of each matrix for the others, as Muon with Adam is."""
 
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, {"lr": 0.1, "whole": False})
+    def __init__(self, groups: Any, lr: float = 0.1, whole: bool = False) -> None:
+        super().__init__(groups, {"lr": lr, "whole": whole})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -577,3 +577,32 @@ def annealed(plan: str | None) -> tuple[list[float], dict[str, Tensor], list[Any
     run = functools.partial(planned, build_outer, plan) if plan else functools.partial(plain, build_outer)
     losses, state = run(change, loss_fn=loss_fn)
     return losses, state, [*seen, loss_fn.module.inner.calls, hasattr(loss_fn.module.inner, "aux")]
+
+
+# -- recompute -----------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A block with running statistics, a power iteration and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.norm = nn.BatchNorm1d(6)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.norm(self.lin(x))) * (1 + 0.1 * self.calls)
+
+
+def build_normed() -> nn.Module:
+    return nn.Sequential(*(Normed() for _ in range(4)), nn.Linear(6, 4)).double()
+
+
+def normed(plan: str) -> list[Any]:
+    """Return losses, values, buffers and counters of this rank's own part."""
+    with mw.apply_plan(build_normed, plan, loss_fn=square, optimizer=Sgd) as model:
+        losses = [model.step(mw.split_batch(batch, model)).loss for batch in batches(3, 8)]
+        calls = [block.calls for block in model.module if isinstance(block, Normed)]
+        return [losses, calls, list(model.full_state_dict().values())]

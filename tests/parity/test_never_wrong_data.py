@@ -251,3 +251,15 @@ def test_replicas_take_over_attributes_and_give_them_back(plan: str) -> None:
     expected, expected_state, expected_seen = jobs.annealed(None)
     equal((losses, state), (expected, expected_state))
     assert seen == expected_seen == [0, 1, 2, 3, True]
+
+
+# -- recompute -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", ZERO3, "pp=2,micro_batches=2"])
+def test_recompute_changes_no_bit_of_values_buffers_and_counters(plan: str, kind: str) -> None:
+    without = testing.run_ranks(jobs.normed, 2, plan)
+    for found, expected in zip(testing.run_ranks(jobs.normed, 2, f"{plan},recompute={kind}"), without, strict=True):
+        assert found[:2] == expected[:2]
+        assert all(torch.equal(value, other) for value, other in zip(found[2], expected[2], strict=True))

@@ -134,7 +134,7 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
 
 def write_parts(value: Any, parts: Any) -> None:
     """Have a container or an object hold exactly this."""
-    target = value if isinstance(value, _CONTAINERS) else vars(value)
+    target: Any = value if isinstance(value, _CONTAINERS) else vars(value)
     target.clear()
     if isinstance(parts, list):
         target.extend(parts)
