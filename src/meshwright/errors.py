@@ -10,7 +10,8 @@
     ├── LostPeerError             12   a hang, or a peer that is gone
     ├── StorageError              13   a disk or file system failed
     ├── CheckpointError           14   a checkpoint was refused
-    ├── NonFiniteError            15   NaN, Inf or corruption
+    ├── NonFiniteError            15   NaN or Inf
+    ├── CorruptionError           15   ranks hold or compute something else than they must
     ├── DirectoryInUseError       16   another run owns the directory
     ├── InternalError             70   a bug of ours
     └── StoppedOnRequest          75   stopped on request, resumable
@@ -186,6 +187,34 @@ class NonFiniteError(MeshwrightError):
         self.rank = rank
         self.micro_batch = micro_batch
         self.parameter = parameter
+
+
+class CorruptionError(MeshwrightError):
+    """A sentinel found that ranks hold or compute something else than they must; the optimizer has not used it.
+
+    Args:
+        message: What was found where, in words.
+        rank: The rank that it was found on.
+        step: The step, counted from 0 in this process.
+        part: FQN of the module or parameter; a word such as "loss" where it is neither.
+        fix: What to do about it.
+    """
+
+    exit_code = 15
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        part: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(message, fix=fix)
+        self.rank = rank
+        self.step = step
+        self.part = part
 
 
 class DirectoryInUseError(MeshwrightError):

@@ -281,7 +281,7 @@ def circumstances() -> dict[str, Any]:
             resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS)
         ],
         "path": sys.path,
-        "program": [sys.argv[0], sys.argv[2], sys.executable],
+        "program": [*sys.argv, sys.executable],
         "shown": [part for part in Path("/proc/self/cmdline").read_text().split("\0") if part][-1],
         "variables": {name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_RUN")},
         "shown variables": {

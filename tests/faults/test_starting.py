@@ -177,3 +177,22 @@ def test_the_callers_environment_reaches_the_ranks_and_stays_as_it_was() -> None
     before = dict(os.environ)
     assert launch(os.getenv, 2, "MY_OWN", env={"MY_OWN": "7"}) == ["7", "7"]
     assert dict(os.environ) == before
+
+
+def test_a_script_that_reads_its_arguments_at_module_level(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.py"
+    path.write_text(
+        textwrap.dedent("""
+        import argparse, sys
+        from meshwright.comm.launch import launch
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--width", type=int, required=True)
+        arguments = parser.parse_args()
+        def work():
+            return arguments.width, sys.argv[1:]
+        if __name__ == "__main__":
+            print(launch(work, 2))
+        """)
+    )
+    done = run_script(path, str(path), "--width", "7")
+    assert (done.returncode, done.stdout) == (0, f"{[(7, ['--width', '7'])] * 2}\n"), done.stderr

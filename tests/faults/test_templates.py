@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
     template.dismiss()
     for rank in range(2):
         assert forked[rank] == executed[rank]
+        assert executed[rank]["program"] == [*sys.argv, sys.executable]
         assert executed[rank]["shown"] == f"{rank}/2"
         assert executed[rank]["death signal"] == signal.SIGKILL
         assert executed[rank]["variables"]["MY_OWN"] == "7"

@@ -18,6 +18,21 @@ def buffer_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield owner, name
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (FQN, buffer) of those that a checkpoint has; others are caches, whose size a rank's own batch may decide."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def holds_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory for its values; what ZeRO-3 or a pipeline leaves in the place of others' has not."""
+    return tensor.layout != torch.strided or (
+        0 not in tensor.stride() and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    )
+
+
 class BufferSnapshot:
     """The buffers of a module as they were at one moment.
 

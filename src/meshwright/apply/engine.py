@@ -85,6 +85,13 @@ class Engine:
         """Return in what the part differed on this rank; nothing where it was equal or did not run."""
         return ()
 
+    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
+        """Return (ranks, [(FQN, parameter or buffer)]) of what is equal, bit for bit, on those ranks between steps.
+
+        Groups come in one order on all ranks. What the optimizer keeps for a parameter is equal there, too.
+        """
+        return []
+
     @property
     def exchanges_in_backward(self) -> bool:
         """Whether gradients may be on their way before backward has ended."""

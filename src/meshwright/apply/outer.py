@@ -80,6 +80,9 @@ class OuterEngine(Engine):
     def end_inspection(self) -> Sequence[Finding]:
         return self.inner.end_inspection()
 
+    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
+        return self.inner.copies_of_state()
+
     def gradient_tensors(self) -> Sequence[Tensor]:
         return self.inner.gradient_tensors()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+import torch.utils.data
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,6 +40,7 @@ __all__ = [
     "foreach_norm",
     "is_in_backward",
     "run_backward",
+    "set_worker_info",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -95,6 +97,11 @@ DEAR_OPERATORS = frozenset(
     }
 )
 """Matrix products, convolutions and attention: what selective recompute does not do twice."""
+
+
+def set_worker_info(info: Any) -> None:
+    """Have `torch.utils.data.get_worker_info` return this object in this process, a worker of a DataLoader."""
+    torch.utils.data._utils.worker._worker_info = info  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def run_backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:

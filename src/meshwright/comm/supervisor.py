@@ -213,6 +213,7 @@ class Supervisor:
         return {
             "world_size": self.num_ranks,
             "sys_path": list(sys.path),
+            "sys_argv": list(sys.argv),
             "store": store,
             "board": self._descriptors[0],
             "threads": self._threads,

@@ -99,6 +99,9 @@ class Rank:
         faulthandler.enable(all_threads=False)
         faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"], all_threads=False)
         sys.path[:] = self._start["sys_path"]
+        sys.argv[:] = self._start[
+            "sys_argv"
+        ]  # a script that reads its arguments at module level does so in the ranks, too
         threading.Thread(target=self._listen, name="meshwright-channel", daemon=True).start()
 
     def _become_stranger(self) -> None:

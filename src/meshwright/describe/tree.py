@@ -144,6 +144,11 @@ class BatchSplitter:
     def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:
         self._split = split
 
+    @property
+    def splits_by_row(self) -> bool:
+        """Whether batches are cut along dim 0 of every tensor."""
+        return self._split is None
+
     def count(self, batch: Any) -> int:
         """Return the samples of a batch [count]; None is an empty share."""
         if batch is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class TensorDifference:
 
 
 def compare_tensors(
-    candidate: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
+    candidate: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None], noisy: Collection[str] = ()
 ) -> list[TensorDifference]:
     """Compare two named sets of tensors.
 
@@ -43,6 +43,7 @@ def compare_tensors(
     Args:
         candidate: What was computed.
         reference: What it should be.
+        noisy: Names whose tensors are rounding errors of a lower precision and nothing else: relative to *all* tensors, too.
 
     Returns:
         One difference for each name, in the reference's order, then the names that only the candidate has.
@@ -53,7 +54,7 @@ def compare_tensors(
     """
     overall = max((_largest(t) for t in reference.values() if t is not None), default=0.0)
     differences = [
-        _compare(name, candidate[name], expected, overall)
+        _compare(name, candidate[name], expected, overall, is_noisy=name in noisy)
         if name in candidate
         else TensorDifference(name=name, relative=math.inf, note="missing")
         for name, expected in reference.items()
@@ -84,7 +85,9 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _compare(name: str, candidate: Tensor | None, reference: Tensor | None, overall: float) -> TensorDifference:
+def _compare(
+    name: str, candidate: Tensor | None, reference: Tensor | None, overall: float, *, is_noisy: bool
+) -> TensorDifference:
     if candidate is None or reference is None:
         if candidate is reference:
             return TensorDifference(name=name, relative=0.0)
@@ -110,7 +113,7 @@ def _compare(name: str, candidate: Tensor | None, reference: Tensor | None, over
         return TensorDifference(name=name, relative=0.0)
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
     note = f"{float(got.flatten()[worst]):.17g} instead of {float(expected.flatten()[worst]):.17g} at {list(index)}"
-    is_noise = size <= _NOISE_ROUNDINGS * precision * overall
+    is_noise = is_noisy or size <= _NOISE_ROUNDINGS * precision * overall
     scale = overall if is_noise else float(expected.abs().max())
     return TensorDifference(name=name, relative=size / scale if scale > 0 else math.inf, note=note)
 
@@ -129,6 +132,26 @@ class ParameterParity:
     """Largest relative difference of its gradient before the optimizer."""
     value: float
     """Largest relative difference of its value after the update."""
+    note: str = ""
+    """The first step and place where it is outside the bound; empty where it never is."""
+    gradient_bound: float | None = None
+    """The bound of its gradient, where the model's own arithmetic resolves less; None: the report's."""
+    value_bound: float | None = None
+    """The same for its value."""
+
+    def is_within(self, bound: float) -> bool:
+        """Tell whether both are within their bounds, `bound` being the report's."""
+        return self.gradient <= (self.gradient_bound or bound) and self.value <= (self.value_bound or bound)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BufferParity:
+    """How far one buffer, running statistics for example, is from one plain process, over all verified steps."""
+
+    name: str
+    """The buffer's FQN."""
+    value: float
+    """Largest relative difference of its value after a step."""
     note: str = ""
     """The first step and place where it is outside the bound; empty where it never is."""
 
@@ -169,12 +192,24 @@ class ParityReport:
     first_module_difference: float | None = None
     """By how much: relative difference of the sum of its output's squares."""
 
+    buffers: tuple[BufferParity, ...] = ()
+    """One row for each buffer, in the model's order."""
+    computes_in: str | None = None
+    """The lower precision in which the model computes in places, whatever its weights are; None: there is none."""
+    loss_bound: float | None = None
+    """The bound of the losses, where the model's own arithmetic resolves less; None: `bound`."""
+    grad_norm_bound: float | None = None
+    """The same for the gradient norm."""
+
     @property
     def first_difference(self) -> ParameterParity | None:
         """The parameter that is outside the bound first: in the earliest step, then in the model's order; or None."""
-        outside = [row for row in self.parameters if not (row.gradient <= self.bound and row.value <= self.bound)]
+        outside = [row for row in self.parameters if not row.is_within(self.bound)]
         named = [row for row in outside if row.name == self.first_parameter]
         return next(iter(named or outside), None)
+
+    def __str__(self) -> str:
+        return self.to_text()
 
     def to_json(self) -> str:
         """Return the report as JSON; infinities are written as the text "inf"."""
@@ -193,6 +228,7 @@ class ParityReport:
             if version != _VERSION:
                 raise ConfigError(f"a parity report of version {version}; this release reads version {_VERSION}")
             fields["parameters"] = tuple(ParameterParity(**_read_infinities(row)) for row in fields["parameters"])
+            fields["buffers"] = tuple(BufferParity(**_read_infinities(row)) for row in fields.get("buffers", ()))
             fields["losses"] = tuple((float(a), float(b)) for a, b in fields["losses"])
             fields["unequal_ranks"], fields["notes"] = tuple(fields["unequal_ranks"]), tuple(fields["notes"])
             return cls(**_read_infinities(fields))
@@ -207,7 +243,7 @@ class ParityReport:
         """
         verdict = "equal to one process" if self.equal else "NOT equal to one process"
         lines = [
-            f"{self.plan}: {verdict} ({self.num_steps} steps, {self.dtype}, bound {self.bound:.0e} relative)",
+            f"{self.plan}: {verdict} ({self.num_steps} steps, {self.dtype}, {self._bounds_text()})",
             "",
             f"{'step':>4}  {'loss, plan':>24}  {'loss, one process':>24}",
             *(f"{i:>4}  {a:>24.17g}  {b:>24.17g}" for i, (a, b) in enumerate(self.losses)),
@@ -221,8 +257,12 @@ class ParityReport:
         lines += [f"{r.name:<{width}}  {r.gradient:>8.1e}  {r.value:>8.1e}  {r.note}".rstrip() for r in rows]
         if len(self.parameters) > len(rows):
             lines.append(f"... and {len(self.parameters) - len(rows)} parameters that differ no more than these")
-        for kind, difference in (("loss", self.loss_difference), ("gradient norm", self.grad_norm_difference)):
-            if not difference <= self.bound:
+        lines += self._buffer_lines()
+        for kind, difference, bound in (
+            ("loss", self.loss_difference, self.loss_bound),
+            ("gradient norm", self.grad_norm_difference, self.grad_norm_bound),
+        ):
+            if not difference <= (bound or self.bound):
                 lines += ["", f"outside the bound: {kind}, {difference:.1e}"]
         first = self.first_difference
         if first is not None:
@@ -237,6 +277,24 @@ class ParityReport:
             lines += ["", f"ranks that are not bit-identical to rank 0: {list(self.unequal_ranks)}{where}"]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
+
+    def _bounds_text(self) -> str:
+        found = [self.loss_bound, self.grad_norm_bound]
+        found += [bound for row in self.parameters for bound in (row.gradient_bound, row.value_bound)]
+        loosest = max((bound for bound in found if bound is not None), default=self.bound)
+        looser = f", up to {loosest:.0e} where {self.computes_in} bounds it" if loosest > self.bound else ""
+        return f"bound {self.bound:.0e} relative{looser}"
+
+    def _buffer_lines(self) -> list[str]:
+        if not self.buffers:
+            return []
+        worst = max(self.buffers, key=lambda row: row.value)
+        lines = [
+            "",
+            f"buffers: {len(self.buffers)} compared, largest relative difference {worst.value:.1e} ({worst.name})",
+        ]
+        outside = [row for row in self.buffers if row.note]
+        return [*lines, *(f"outside the bound: buffer {row.name}, {row.value:.1e} ({row.note})" for row in outside[:3])]
 
 
 def _write_infinities(value: Any) -> Any:

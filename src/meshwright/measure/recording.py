@@ -21,6 +21,7 @@ from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs,
 from meshwright.measure.outputs import is_readable
 from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.sentinels import DEFAULT_EVERY
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -49,6 +50,8 @@ def plan_steps(
     devices: Sequence[Any] | None = None,
     split: Callable[[Any, int], list[Any]] | None = None,
     with_outputs: bool = False,
+    loss_reasons: list[str] | None = None,
+    sentinel_every: int = DEFAULT_EVERY,
 ) -> list[StepRecord]:
     """Train under a plan and record every step; call it on every rank.
 
@@ -63,6 +66,9 @@ def plan_steps(
         split: As for `apply_plan`.
         with_outputs: Whether to record what modules give in the first step: this rank's share of it. Replicas of one process
             run copies of the modules, and there nothing is found.
+        loss_reasons: Where to put what the plan says of the loss. With it, a loss that parts of a batch do not give is not
+            refused: what comes of it is compared.
+        sentinel_every: As for `apply_plan`.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -80,9 +86,11 @@ def plan_steps(
         max_grad_norm=options.max_grad_norm,
         devices=devices,
         split=split,
+        sentinel_every=sentinel_every,
     )
     try:
         seen = GradientRecorder(model)
+        model.stepper.rule.refuses = loss_reasons is None
         records = []
         for step in range(len(batches) if options.num_steps is None else options.num_steps):
             if options.before_step is not None:
@@ -109,6 +117,8 @@ def plan_steps(
                     outputs=outputs,
                 )
             )
+        if loss_reasons is not None:
+            loss_reasons += model.stepper.rule.reasons
         return records
     finally:
         model.close()

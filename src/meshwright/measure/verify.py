@@ -17,8 +17,15 @@ from meshwright.comm.world import current_world
 from meshwright.errors import ConfigError
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, oracle_steps, to_dtype, whole_batch_loss
 from meshwright.measure.outputs import RankOutputs, first_difference
-from meshwright.measure.parity import ParameterParity, ParityReport, compare_tensors, relative_difference
+from meshwright.measure.parity import BufferParity, ParameterParity, ParityReport, relative_difference
 from meshwright.measure.recording import StepOptions, default_dtype, plan_steps
+from meshwright.measure.resolution import (
+    LowerPrecision,
+    Resolution,
+    find_lower_precision,
+    measure_resolution,
+    pairs_of,
+)
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -79,14 +86,17 @@ def verify_plan(
         bound = _BOUNDS[dtype]
     build = PreparedModel(build_model, dtype)
     with default_dtype(dtype):
-        notes = _explain(build, plan, dtype, batches[0], loss_fn)
+        notes, lower = _explain(build, plan, dtype, batches[0], loss_fn)
     options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
     job = _Job(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
-    records, digests, outputs = _run_job(job)
+    records, digests, outputs, reasons = _run_job(job)
     unequal_ranks = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
     with default_dtype(dtype):
-        reference = oracle_steps(build, batches, loss_fn, **vars(options))
-    report = _compare(job, records, reference, bound)
+        settings = {name: value for name, value in vars(options).items() if name != "before_step"}
+        reference = oracle_steps(build, batches, loss_fn, **settings)
+        resolution = measure_resolution(build, batches, loss_fn, reference, bound=bound, found=lower, **settings)
+    report = _compare(job, records, reference, resolution)
+    notes += (*reasons, *([resolution.note] if resolution.note else []))
     report = dataclasses.replace(
         report,
         equal=report.equal and not unequal_ranks,
@@ -94,7 +104,7 @@ def verify_plan(
         first_unequal=_first_unequal(digests),
         notes=notes,
     )
-    found = None if report.equal else first_difference(outputs, reference[0].outputs, bound)
+    found = None if report.equal else first_difference(outputs, reference[0].outputs, max(bound, resolution.loss))
     if found is not None:
         report = dataclasses.replace(report, first_module=found[0], first_module_difference=found[1])
     return report
@@ -143,9 +153,11 @@ class _Job:
     options: StepOptions
     devices: Sequence[Any] | None
 
-    def run(self) -> list[StepRecord]:
+    def run(self) -> tuple[list[StepRecord], list[str]]:
+        """Return the steps, and what the plan says of the loss."""
+        reasons: list[str] = []
         with default_dtype(self.build.dtype):
-            return plan_steps(
+            records = plan_steps(
                 self.build,
                 self.plan,
                 self.batches,
@@ -153,22 +165,25 @@ class _Job:
                 options=self.options,
                 devices=self.devices,
                 with_outputs=True,
+                loss_reasons=reasons,
+                sentinel_every=0,  # what they would stop at is what the report is to name
             )
+        return records, reasons
 
 
-def _run_job(job: _Job) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs]]:
-    """Return the records of rank 0, or of this rank; digests of each rank's; and what modules gave on each."""
+def _run_job(job: _Job) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs], list[str]]:
+    """Return the records of rank 0, or of this rank; digests of each rank's; what modules gave on each; what the plan says."""
     world = current_world()
     world_size = 1 if world is None else world.world_size
     if job.plan.num_ranks == world_size == 1:
-        records = job.run()
-        return records, [{}], [_rank_outputs(job, 0, records[0].outputs)]
+        records, reasons = job.run()
+        return records, [{}], [_rank_outputs(job, 0, records[0].outputs)], reasons
     if world is None or world_size == 1:
         results = launch(_rank_result, job.plan.num_ranks, job)
-        records, digests = results[0][0], [digest for _, digest, _ in results]
-        outputs = [modules for _, _, modules in results]
+        records, digests = results[0][0], [digest for _, digest, _, _ in results]
+        outputs, reasons = [modules for _, _, modules, _ in results], results[0][3]
     elif world_size == job.plan.num_ranks:
-        records = job.run()
+        records, reasons = job.run()
         digests = world.default_group.all_gather_json(_digests(records))
         told = {name: dataclasses.astuple(numbers) for name, numbers in records[0].outputs.items()}
         outputs = [
@@ -180,7 +195,7 @@ def _run_job(job: _Job) -> tuple[list[StepRecord], list[dict[str, str]], list[Ra
             f"the plan {job.plan} has {job.plan.num_ranks} ranks, this job has {world_size}: they have to be the same",
             fix=f"start {job.plan.num_ranks} ranks, or verify outside of the job",
         )
-    return records, digests, [_rank_outputs(job, rank, modules) for rank, modules in enumerate(outputs)]
+    return records, digests, [_rank_outputs(job, rank, modules) for rank, modules in enumerate(outputs)], reasons
 
 
 def _rank_outputs(job: _Job, rank: int, modules: Mapping[str, ModuleOutputs]) -> RankOutputs:
@@ -188,11 +203,13 @@ def _rank_outputs(job: _Job, rank: int, modules: Mapping[str, ModuleOutputs]) ->
     return RankOutputs(tp_rank=tp_rank, modules=modules)
 
 
-def _rank_result(job: _Job) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs]]:
+def _rank_result(
+    job: _Job,
+) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs], list[str]]:
     # One rank's tensors cross to the parent; of the others digests are enough to see that they are the same bits.
-    records = job.run()
+    records, reasons = job.run()
     world = current_world()
-    return (records if world is None or world.rank == 0 else None), _digests(records), records[0].outputs
+    return (records if world is None or world.rank == 0 else None), _digests(records), records[0].outputs, reasons
 
 
 def _digests(records: Sequence[StepRecord]) -> dict[str, str]:
@@ -228,7 +245,9 @@ def _first_unequal(digests: Sequence[Mapping[str, str]]) -> str | None:
     return None
 
 
-def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, loss_fn: Any) -> tuple[str, ...]:
+def _explain(
+    build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, loss_fn: Any
+) -> tuple[tuple[str, ...], LowerPrecision]:
     original = build.build_model if isinstance(build.build_model, nn.Module) else build.build_model()
     model = copy.deepcopy(original)
     notes = []
@@ -244,7 +263,8 @@ def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, l
             f"batch normalisation ({_some(batch_norms)}): each rank normalises its own micro-batch and the running"
             " statistics follow rank 0, so equality with one device is not to be expected"
         )
-    if _draws_random_numbers(model.to(dtype), to_dtype(batch, dtype), loss_fn):
+    draws, lower = _try_forward(model.to(dtype), to_dtype(batch, dtype), loss_fn, dtype)
+    if draws:
         notes.append(
             "the model or its loss draws random numbers in forward that could not be switched off: every rank draws its own"
         )
@@ -259,15 +279,16 @@ def _explain(build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, l
             f"the plan compresses gradients ({plan.compress}), which changes numbers: "
             "equality with one device is not to be expected"
         )
-    return tuple(notes)
+    return tuple(notes), lower
 
 
-def _draws_random_numbers(model: nn.Module, batch: Any, loss_fn: Any) -> bool:
+def _try_forward(model: nn.Module, batch: Any, loss_fn: Any, dtype: torch.dtype) -> tuple[bool, LowerPrecision]:
+    """Tell whether a forward draws random numbers, and what it computes in less than `dtype`."""
     before = torch.get_rng_state()
     try:
         with torch.no_grad():
-            whole_batch_loss(model, batch, loss_fn)
-        return not torch.equal(before, torch.get_rng_state())
+            lower = find_lower_precision(lambda: whole_batch_loss(model, batch, loss_fn), dtype)
+        return not torch.equal(before, torch.get_rng_state()), lower
     finally:
         torch.set_rng_state(before)
 
@@ -276,34 +297,55 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _compare(job: _Job, records: Sequence[StepRecord], reference: Sequence[StepRecord], bound: float) -> ParityReport:
+def _compare(
+    job: _Job, records: Sequence[StepRecord], reference: Sequence[StepRecord], resolution: Resolution
+) -> ParityReport:
     pairs = list(zip(records, reference, strict=True))
-    gradients: dict[str, float] = {}
-    values: dict[str, float] = {}
-    places: dict[str, str] = {}
+    worst: dict[tuple[str, str], float] = {}
+    places: dict[str, dict[str, str]] = {"gradient": {}, "buffer": {}}
+    places["value"] = places["gradient"]  # in the order in which they are found, of one parameter
     for step, (record, expected) in enumerate(pairs):
-        for kind, worst, got, wanted in (
-            ("gradient", gradients, record.gradients, expected.gradients),
-            ("value", values, record.parameters, expected.parameters),
-        ):
-            for row in compare_tensors(got, wanted):
-                worst[row.name] = max(worst.get(row.name, 0.0), row.relative)
-                if not row.relative <= bound:
-                    places.setdefault(row.name, f"step {step}, {kind}: {row.note}")
+        for kind, got, wanted in pairs_of(record, expected):
+            for row in resolution.compare(kind, got, wanted):
+                worst[kind, row.name] = max(worst.get((kind, row.name), 0.0), row.relative)
+                if not row.relative <= resolution.of(kind, row.name):
+                    places[kind].setdefault(row.name, f"step {step}, {kind}: {row.note}")
     loss = max(relative_difference(a.loss, b.loss) for a, b in pairs)
     norm = max(relative_difference(a.grad_norm, b.grad_norm) for a, b in pairs)
+    bound, found = resolution.bound, resolution.tensors
+    loss_bound, norm_bound = max(bound, resolution.loss), max(bound, resolution.grad_norm)
     return ParityReport(
         plan=str(job.plan),
         num_steps=len(pairs),
-        dtype=str(job.build.dtype).removeprefix("torch."),
+        dtype=_word(job.build.dtype),
         bound=bound,
-        equal=not places and loss <= bound and norm <= bound,
+        equal=not any(places.values()) and loss <= loss_bound and norm <= norm_bound,
         losses=tuple((a.loss, b.loss) for a, b in pairs),
         loss_difference=loss,
         grad_norm_difference=norm,
-        first_parameter=next(iter(places), None),
+        first_parameter=next(iter(places["gradient"]), None),
         parameters=tuple(
-            ParameterParity(name=name, gradient=gradients.get(name, 0.0), value=value, note=places.get(name, ""))
-            for name, value in values.items()
+            ParameterParity(
+                name=name,
+                gradient=worst.get(("gradient", name), 0.0),
+                value=difference,
+                note=places["gradient"].get(name, ""),
+                gradient_bound=found.get(("gradient", name)),
+                value_bound=found.get(("value", name)),
+            )
+            for (kind, name), difference in worst.items()
+            if kind == "value"
         ),
+        buffers=tuple(
+            BufferParity(name=name, value=difference, note=places["buffer"].get(name, ""))
+            for (kind, name), difference in worst.items()
+            if kind == "buffer"
+        ),
+        computes_in=None if resolution.dtype is None else _word(resolution.dtype),
+        loss_bound=loss_bound if loss_bound > bound else None,
+        grad_norm_bound=norm_bound if norm_bound > bound else None,
     )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

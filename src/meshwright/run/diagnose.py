@@ -6,15 +6,17 @@ with the random numbers and parameters of this very step (the optimizer has not 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.apply.buffers import BufferSnapshot
+from meshwright.apply.engine import Engine
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import NonFiniteError
 
@@ -38,6 +40,17 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
+
+
+@contextlib.contextmanager
+def unchanged_draws(engine: Engine) -> Iterator[None]:
+    """Put torch's generators back afterwards: what is computed inside draws nothing of the training's."""
+    devices = {tensor.device for tensor in (*engine.parameters, *engine.module.buffers())} | {engine.device}
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    if indices and engine.num_replicas > 1:
+        indices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=sorted(set(indices))):
+        yield
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,16 +8,30 @@ decides a decision of all ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
+from meshwright.run.circles import NUM_PARTS, Circle
 from meshwright.run.loss import LossTerm
 
 __all__: list[str] = []
+
+_NUM_COUNTS = 6
+"""Numbers of a step's vector that are added up before what ranks must say alike [count]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saying:
+    """Something that the ranks of a circle must say alike."""
+
+    topic: str
+    circle: Circle
+    digest: int
 
 
 class Agreement:
@@ -34,6 +48,8 @@ class Agreement:
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
         copies: Ranks of the group that bring the same share [count].
+        sayings: What ranks must say alike; the same topics in the same order on every rank.
+        on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
     """
 
     def __init__(
@@ -49,14 +65,21 @@ class Agreement:
         broken: ApplyError | None,
         num_passes: int | None = None,
         copies: int = 1,
+        sayings: Sequence[Saying] = (),
+        on_difference: Callable[[list[str]], None] | None = None,
     ) -> None:
         self._group = group
+        self._topics = [saying.topic for saying in sayings]
+        self._on_difference = on_difference
         self._copies = copies
         self._device = device
         self._switched = switched
         self._broken = broken
         flags = (wants_stop, switched is not None, broken is not None)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
+        for saying in sayings:
+            mine += saying.circle.terms(saying.digest)
+        self._num_fixed = len(mine)
         if num_passes is not None:
             # A sum cannot find a maximum: each rank has a place of its own.
             mine += [float(num_passes) if index == group.group_rank else 0.0 for index in range(group.size)]
@@ -72,7 +95,8 @@ class Agreement:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: A rank cannot take the step, or `requires_grad` was switched on some ranks only; on every rank.
+            ApplyError: A rank cannot take the step, `requires_grad` was switched on some ranks only, or ranks that must say the
+                same do not; on every rank.
         """
         if self._total is None:
             self._pending.wait()
@@ -82,6 +106,10 @@ class Agreement:
             if 0 < total[4] < self._group.size:
                 self._raise_switched()
             self._total = total
+            said = zip(self._topics, _in_parts(total[_NUM_COUNTS : self._num_fixed]), strict=True)
+            different = [topic for topic, sums in said if any(sums)]
+            if different and self._on_difference is not None:
+                self._on_difference(different)
         return self._total
 
     def _raise_broken(self) -> NoReturn:
@@ -121,7 +149,7 @@ class Agreement:
     @property
     def num_passes(self) -> int:
         """The most micro-batches that any rank has, where the ranks were asked for it; else 0 [count]."""
-        return int(max(self.wait()[6:], default=0))
+        return int(max(self.wait()[self._num_fixed :], default=0))
 
     @property
     def wants_stop(self) -> bool:
@@ -132,6 +160,10 @@ class Agreement:
     def trainable_changed(self) -> bool:
         """Whether `requires_grad` was switched, on every rank."""
         return self.wait()[4] > 0
+
+
+def _in_parts(numbers: list[float]) -> list[list[float]]:
+    return [numbers[start : start + NUM_PARTS] for start in range(0, len(numbers), NUM_PARTS)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +222,7 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some were sums, or everything weighs nothing.
+            ApplyError: Some losses were means and some were sums, everything weighs nothing, or a weight is not usable.
         """
         if self._pending is None:
             self._group.all_reduce(self._vector)
@@ -202,6 +234,11 @@ class SumExchange:
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "
                 "of one step; their weights cannot be compared",
                 fix="return meshwright.Loss(sum, weight) always, or a mean always",
+            )
+        if math.isnan(weight):
+            raise ApplyError(
+                "loss_fn returned a meshwright.Loss whose weight is negative or NaN, on some rank",
+                fix="return how much was summed as weight, at least 0; the sign of a loss belongs into its sum",
             )
         if weight == 0:
             raise ApplyError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ from torch import nn
 
 from meshwright.describe.tree import BatchSplitter
 from meshwright.errors import ApplyError
+from meshwright.run.weights import IGNORED_LABEL, Counted, Guard, find_uneven_labels, label_paths
 
-__all__: list[str] = []
-
-IGNORED_LABEL = -100
-"""Labels with this value do not count: the default of torch's cross-entropy and of Hugging Face."""
+__all__: list[str] = ["IGNORED_LABEL"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +55,9 @@ class LossTerm:
 class LossRule:
     """Turns what the user's loss returns into a LossTerm.
 
+    What a mean is taken over is tried out on the first batch (`meshwright.run.settle`); until then, and where that showed
+    nothing, a loss of the user's counts samples, and a model's own counts its labels, shifted where its class says so.
+
     Args:
         loss_fn: ``(outputs, batch)`` -> a scalar mean over the samples, or a Loss; None takes the model's own ``.loss``.
         module: The model, whose own loss may count shifted labels.
@@ -66,25 +67,63 @@ class LossRule:
     def __init__(self, loss_fn: Callable[[Any, Any], Any] | None, module: nn.Module, splitter: BatchSplitter) -> None:
         self._loss_fn = loss_fn
         self._splitter = splitter
-        # Hugging Face's causal models drop the first label of each row before they average.
-        kind = str(getattr(module, "loss_type", "") or "") + type(module).__name__
-        self._drops_first_label = "CausalLM" in kind or "LMHeadModel" in kind
+        kinds = " ".join(type(child).__name__ for child in module.modules())
+        self._seems_shifted = "CausalLM" in kinds or "LMHeadModel" in kinds
+        self._counted: Counted | None = Counted() if loss_fn is not None else None
+        self._guards: tuple[Guard, ...] = ()
+        self.is_settled = False
+        """Whether the first batch has been tried."""
+        self.refuses = True
+        """Whether a loss that parts of the batch do not give is an error; else it is a reason."""
+        self.reasons: tuple[str, ...] = ()
+        """What is to be known of the loss, for people."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the loss is the user's, not the model's own."""
+        return self._loss_fn is not None
+
+    def settle(self, counted: Counted | None, *, guards: Sequence[Guard] = (), reasons: Sequence[str] = ()) -> None:
+        """Take note of what the mean is taken over; None leaves it as it was assumed."""
+        self._counted = counted or self._counted
+        self._guards, self.reasons, self.is_settled = tuple(guards), tuple(reasons), True
+
+    def find_uneven(self, parts: Sequence[Any]) -> ApplyError | None:
+        """Return the error where the labels of these micro-batches are not such as the weights hold for."""
+        return find_uneven_labels(self._guards, parts, self._splitter) if self._guards else None
 
     def known_weight(self, batch: Any) -> float:
         """Return the weight of a mean over this micro-batch, before the model has run."""
-        if self._loss_fn is None and isinstance(batch, Mapping):
-            labels = batch.get("labels")
-            if isinstance(labels, torch.Tensor) and not labels.dtype.is_floating_point:
-                counted = labels[..., 1:] if self._drops_first_label and labels.dim() > 1 else labels
-                return float((counted != IGNORED_LABEL).sum())
-        return float(self._splitter.count(batch))
+        counted = self._counted
+        if counted is None:
+            paths = label_paths(batch, self._splitter.count(batch)) if isinstance(batch, Mapping) else []
+            counted = Counted(("labels",), self._seems_shifted) if ("labels",) in paths else Counted()
+        return counted.weigh(batch, self._splitter)
 
     def term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
         """Return the contribution of a micro-batch whose outputs are there; `weight` is its `known_weight`."""
         loss = _own_loss(outputs) if self._loss_fn is None else self._loss_fn(outputs, batch)
         if isinstance(loss, Loss):
-            return LossTerm(_scalar(loss.sum), loss.weight, is_mean=False)
+            return LossTerm(_scalar(loss.sum), _usable(loss.weight), is_mean=False)
         return LossTerm(_scalar(loss), weight, is_mean=True)
+
+
+def _usable(weight: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a weight; NaN, which makes the step fail on every rank, where it is negative."""
+    if not isinstance(weight, torch.Tensor):
+        return weight if weight >= 0 else float("nan")
+    if weight.requires_grad:
+        raise ApplyError(
+            "the weight of a meshwright.Loss has a graph, and gradients are those of sum / weight with the weight held fixed",
+            fix="return meshwright.Loss(sum, weight.detach()); a weight that is trained is not a count",
+        )
+    if weight.numel() != 1:
+        raise ApplyError(
+            f"the weight of a meshwright.Loss must be one number, it is a tensor of shape {tuple(weight.shape)}",
+            fix="pass how much was summed, mask.sum() for example",
+        )
+    weight = weight.reshape(())
+    return torch.where(weight >= 0, weight, torch.nan)  # on its device: to read it would wait for the GPU
 
 
 def _own_loss(outputs: Any) -> Any:

@@ -17,6 +17,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
 from meshwright.describe.tree import BatchSplitter
 from meshwright.errors import ConfigError
+from meshwright.mesh import MeshSpec
 from meshwright.run.build import (
     NamedOptimizerFactory,
     OptimizerFactory,
@@ -28,6 +29,7 @@ from meshwright.run.build import (
 )
 from meshwright.run.loss import LossRule
 from meshwright.run.result import StepResult
+from meshwright.run.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
 
@@ -48,6 +50,8 @@ def apply_plan(
     devices: Sequence[torch.device | str] | None = None,
     split: Callable[[Any, int], list[Any]] | None = None,
     example_batch: Any = None,
+    sentinel_every: int = DEFAULT_EVERY,
+    on_finding: Literal["stop", "warn"] = "stop",
 ) -> ParallelModel:
     """Lay a plain model over devices as the plan says, without changing what it computes.
 
@@ -69,6 +73,10 @@ def apply_plan(
         devices: Devices of this process; default: the visible GPUs, else CPU.
         split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0.
         example_batch: A batch by which tensor parallelism finds out how the model can be cut; None waits for the first one.
+        sentinel_every: Steps between two sentinels, which compare what several ranks hold, and a part of the strategy with one
+            device; batches, learning rates and losses are compared in every step. 0 compares nothing [count].
+        on_finding: What a difference does, before the optimizer: "stop" raises CorruptionError on every rank, "warn" logs it
+            and adds it to the step's result.
 
     Returns:
         The model, ready for `step`.
@@ -81,6 +89,7 @@ def apply_plan(
     if isinstance(plan, str):
         plan = Plan.parse(plan)
     _check_options(max_grad_norm, non_finite)
+    check_sentinels(sentinel_every, on_finding)
     refuse_unbuilt(plan)
     require_world(plan, world)
     chosen = choose_devices(plan, devices, world)
@@ -89,6 +98,15 @@ def apply_plan(
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
+    options = {
+        "seed": seed,
+        "max_grad_norm": max_grad_norm,
+        "non_finite": non_finite,
+        "sentinel_every": sentinel_every,
+        "on_finding": on_finding,
+    }
+    place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
+    sentinels = make_sentinels(engine, place, built, loss_fn, options)
     engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,
@@ -100,6 +118,7 @@ def apply_plan(
         autocast=_AUTOCAST[plan.precision],
         max_grad_norm=max_grad_norm,
         non_finite=non_finite,
+        sentinels=sentinels,
     )
     if recompute is not None:
         recompute.before = engine.before_layer
@@ -143,7 +162,9 @@ class ParallelModel:
     @property
     def plan(self) -> Plan:
         """The plan that was applied; under tensor parallelism with what is cut, and why the rest is not, once that is known."""
-        return self.engine.detail(self._plan)
+        plan = self.engine.detail(self._plan)
+        told = self.stepper.rule.reasons
+        return plan.replace(reasons=(*plan.reasons, *told)) if told else plan
 
     @property
     def module(self) -> nn.Module:
@@ -195,7 +216,9 @@ class ParallelModel:
 
         Raises:
             NonFiniteError: A loss or gradient is NaN or Inf, on any rank; parameters are those of before the step.
-            ApplyError: The model was changed behind the plan's back, or the batch cannot be cut.
+            CorruptionError: Ranks hold or compute something else than they must.
+            ApplyError: The model was changed behind the plan's back, the batch cannot be cut, or ranks that share layers were
+                given different ones.
             LostPeerError: Another rank is gone.
         """
         number = self.num_steps
@@ -212,7 +235,8 @@ class ParallelModel:
 
         The loss of several batches is the mean of their losses, weighted by "weight".
 
-        The module is in eval mode meanwhile; no gradient, random number or buffer of the training is touched by us.
+        The module is in eval mode meanwhile; no gradient or buffer of the training is touched by us, and torch's generators are
+        put back.
 
         Args:
             batch: This rank's share, or None; as for `step`.

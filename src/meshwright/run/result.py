@@ -23,3 +23,5 @@ class StepResult:
     """Time that this rank spent in the step [s]."""
     skipped: bool
     """Whether the optimizer was left out because the gradient was not finite."""
+    findings: tuple[str, ...] = ()
+    """What sentinels found in this step, where they warn."""

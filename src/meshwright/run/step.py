@@ -31,13 +31,15 @@ from meshwright.apply.guard import ModelGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
-from meshwright.errors import NonFiniteError
+from meshwright.errors import CorruptionError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
-from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
+from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite, unchanged_draws
 from meshwright.run.exchange import Agreement, SumExchange, Sums
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
+from meshwright.run.sentinels import Sentinels
+from meshwright.run.settle import settle_loss
 
 __all__: list[str] = []
 
@@ -58,6 +60,7 @@ class Stepper:
         autocast: The dtype that forward runs in, or None for the model's own.
         max_grad_norm: Global norm to clip to, or None.
         non_finite: "stop" raises NonFiniteError before the optimizer; "skip" leaves the step out.
+        sentinels: What compares the ranks with each other.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Stepper:
         autocast: torch.dtype | None,
         max_grad_norm: float | None,
         non_finite: str,
+        sentinels: Sentinels,
     ) -> None:
         self.engine = engine
         self.rule = rule
@@ -82,6 +86,7 @@ class Stepper:
         self.autocast = autocast
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
+        self.sentinels = sentinels
         self.stop_requested = False
         self._guard = ModelGuard(engine.module)
         self._lock = threading.Lock()
@@ -95,7 +100,9 @@ class Stepper:
         parts = self._micro_batches(batch)
         self._prepare(parts)
         weights = [self.rule.known_weight(part) for part in parts]
-        agreement = self._agree(parts, weights, wants_stop=wants_stop)
+        self.sentinels.begin_step()
+        agreement = self._agree(batch, parts, weights, wants_stop=wants_stop)
+        self.sentinels.begin_forward()
         snapshot = _Snapshot(engine, keep_buffers=self.non_finite == "skip")
         engine.begin_step()
         on_phase("forward")
@@ -105,6 +112,7 @@ class Stepper:
         engine.finish_gradients(sums.gradient_scale)
         norm = engine.gradient_norm()
         norm_value = norm.item()
+        self._report_findings(sums.loss, norm_value)
         skipped = not (math.isfinite(norm_value) and math.isfinite(sums.loss))
         if skipped:
             on_phase("diagnose")
@@ -120,6 +128,7 @@ class Stepper:
         if sums.buffers_changed:
             engine.sync_buffers()
         self.stop_requested = agreement.wants_stop
+        findings = self.sentinels.end_step(sums.loss, norm_value)
         return StepResult(
             loss=sums.loss,
             grad_norm=norm_value,
@@ -127,17 +136,31 @@ class Stepper:
             num_tokens=agreement.num_tokens,
             seconds=time.perf_counter() - start,
             skipped=skipped,
+            findings=tuple(findings),
         )
+
+    def _report_findings(self, loss: float, norm: float) -> None:
+        try:
+            self.sentinels.end_backward(loss, norm)
+        except CorruptionError:
+            self.engine.leave_out_step()
+            raise
 
     def prepare(self, batch: Any) -> None:
         """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
         self._prepare(self._micro_batches(batch))
 
     def _prepare(self, parts: list[Any]) -> None:
+        settle_loss(
+            self.rule,
+            self.engine,
+            self.splitter,
+            parts,
+            micro_batches=None if self.micro_batch_size else self.micro_batches,
+        )
         if not self.engine.is_prepared:
-            with _in_training_mode(
-                self.engine.module
-            ):  # an evaluation may come first; what draws, draws while it trains
+            # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
+            with _in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
             self._guard = ModelGuard(self.engine.module)  # a strategy may have taken parameters out
 
@@ -159,8 +182,8 @@ class Stepper:
             num_parts = max(num_parts, math.ceil(num_samples / self.micro_batch_size))
         return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
-    def _agree(self, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
-        broken = self._guard.find_change()
+    def _agree(self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
+        broken = self._guard.find_change() or self.rule.find_uneven(parts)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
@@ -174,7 +197,11 @@ class Stepper:
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
             copies=self.engine.copies,
+            sayings=self.sentinels.sayings(batch),
+            on_difference=self.sentinels.explain,
         )
+        if self.sentinels.needs_agreement_first:
+            agreement.wait()
         if broken is not None or (switched is not None and agreement.trainable_changed):
             agreement.wait()
             self._guard.accept_trainable()
@@ -316,23 +343,9 @@ class Stepper:
         engine.module.eval()
         try:
             weights = [self.rule.known_weight(part) for part in parts]
-            agreement = self._agree(parts, weights, wants_stop=False)
-            with torch.no_grad():
-                engine.begin_forward()
-                if engine.needs_lockstep:
-                    agreement.wait()
-                if isinstance(engine, PipelineEngine):
-                    found = self._run_schedule(engine, parts, weights, lambda _: None)
-                else:
-                    found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
-                agreement.wait()
-                for _ in range(agreement.num_passes - len(parts)):
-                    engine.idle_pass()
-                terms = [term for term in found if term is not None]
-                sums = SumExchange(
-                    engine.loss_group, engine.device, terms, buffers_changed=False, in_background=False
-                ).wait()
-                engine.end_forward()
+            agreement = self._agree(batch, parts, weights, wants_stop=False)
+            with torch.no_grad(), unchanged_draws(engine):
+                sums = self._evaluate(parts, weights, agreement)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -342,6 +355,24 @@ class Stepper:
             "num_samples": agreement.num_samples,
             "num_tokens": agreement.num_tokens,
         }
+
+    def _evaluate(self, parts: list[Any], weights: list[float], agreement: Agreement) -> Sums:
+        engine = self.engine
+        engine.begin_forward()
+        if engine.needs_lockstep:
+            agreement.wait()
+        if isinstance(engine, PipelineEngine):
+            found = self._run_schedule(engine, parts, weights, lambda _: None)
+        else:
+            found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
+        agreement.wait()
+        for _ in range(agreement.num_passes - len(parts)):
+            engine.idle_pass()
+        terms = [term for term in found if term is not None]
+        exchange = SumExchange(engine.loss_group, engine.device, terms, buffers_changed=False, in_background=False)
+        sums = exchange.wait()
+        engine.end_forward()
+        return sums
 
 
 @contextlib.contextmanager

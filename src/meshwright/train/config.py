@@ -138,6 +138,10 @@ class TrainSection(_Section):
     """None: what the plan says, which is fp32 unless it says otherwise."""
     seed: NonNegativeInt = 0
     non_finite: Literal["stop", "skip"] = "stop"
+    sentinel_every: NonNegativeInt = 100
+    """Steps between two comparisons of what ranks must have alike; 0: none."""
+    on_finding: Literal["stop", "warn"] = "stop"
+    """What a difference does, before the optimizer."""
     plan: Annotated[str, Field(min_length=1)] = "auto"
     """A plan's line, a preset, "auto", a plan's JSON file, or a DeepSpeed configuration's."""
     devices: PositiveInt | None = None

@@ -113,6 +113,9 @@ def collate_for_causal_lm(samples: Sequence[tuple[Tensor, Tensor]]) -> dict[str,
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+collate_for_causal_lm.__dict__["deterministic_samples"] = True  # it draws nothing, so a thread may read ahead
+
+
 def stdlib_files(root: Path | None = None) -> list[Path]:
     """Return the standard library's source files, sorted by their path in it, without tests and what is installed."""
     root = root or Path(sysconfig.get_path("stdlib"))

@@ -20,50 +20,87 @@ from meshwright.train.order import mix
 
 __all__: list[str] = []
 
+# Third words of seeds, so that no two things that draw get the same numbers.
+_OF_SAMPLES, OF_COLLATE, _OF_WORKERS, OF_STREAM = 1, 2, 3, 4
+
+
+Share = tuple[int, list[int]]
+"""Where a share begins in its epoch's order [samples], and the indices of its samples."""
+
 
 class SampleReader(Dataset[Any]):
-    """Reads samples by index, and says which one it was where that fails.
+    """Reads shares of batches by the samples' indices, and says which sample it was where one fails.
+
+    What samples draw does not depend on the rank or the worker that reads them, and what `collate` draws depends on the place
+    of the share alone: ranks that share layers get the same batch, whatever is read ahead.
 
     Args:
         dataset: The user's dataset.
         collate: Makes a batch of a list of samples; None: torch's default.
-        rng_key: With it, torch, numpy and random are seeded for every sample from the key and the sample's index, so that an
-            augmentation depends neither on the rank nor on the worker that makes it. Costs about 50 us a sample.
+        key: The seed and the epoch.
+        seeds_samples: Whether to seed torch, numpy and random for every sample, from the key and the sample's index. Costs
+            about 50 us a sample.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Sequence[Any]], Any] | None, rng_key: tuple[int, ...] | None
+        self,
+        dataset: Any,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        key: tuple[int, int],
+        *,
+        seeds_samples: bool,
     ) -> None:
         self.dataset = dataset
         self.collate: Callable[[Any], Any] = collate or default_collate
-        self.rng_key = rng_key
+        self.key = key
+        self.seeds_samples = seeds_samples
+        self.seeds_collate = may_draw(collate)
 
-    def __getitem__(self, index: int) -> Any:
-        if self.rng_key is not None:
-            seed_everything(mix(*self.rng_key, index))
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether it is known that reading takes no random number."""
+        return not self.seeds_collate and not draws_random_numbers(self.dataset)
+
+    def __getitem__(self, share: Share) -> Any:
+        """Return the batch of these samples, or None. The caller's random state is as it was afterwards."""
+        start, indices = share
+        if not indices:
+            return None
+        # Samples that nobody seeds go on drawing from the generators as they are: put back, each batch would draw the same.
+        with isolated_rng() if self.seeds_samples else contextlib.nullcontext():
+            samples = [self._sample(index) for index in indices]
+            return seeded_collate(self.collate, samples, mix(*self.key, OF_COLLATE, start))
+
+    def _sample(self, index: int) -> Any:
+        if self.seeds_samples:
+            seed_everything(mix(*self.key, _OF_SAMPLES, index))
         try:
             return self.dataset[index]
         except Exception as error:
             error.add_note(f"raised by dataset[{index}] of {type(self.dataset).__name__}, while a batch was read")
             raise
 
-    def collate_or_none(self, samples: Sequence[Any]) -> Any:
-        """Return the samples as a batch; None for an empty share."""
-        return self.collate(samples) if samples else None
 
-    def read(self, indices: Sequence[int]) -> Any:
-        """Return the batch of these samples. The caller's random state is as it was afterwards."""
-        if not indices:
-            return None
-        with isolated_rng() if self.rng_key is not None else contextlib.nullcontext():
-            return self.collate([self[index] for index in indices])
+def seeded_collate(collate: Callable[[Any], Any], samples: Sequence[Any], seed: int) -> Any:
+    """Return the batch of these samples; where the function may draw, under a seed of its own."""
+    if not may_draw(collate):
+        return collate(samples)
+    with isolated_rng():
+        seed_everything(seed)
+        return collate(samples)
+
+
+def may_draw(collate: Callable[[Sequence[Any]], Any] | None) -> bool:
+    """Tell whether a collate function may draw random numbers: true unless it is torch's or has `deterministic_samples`."""
+    return collate not in (None, default_collate) and not getattr(collate, "deterministic_samples", False)
 
 
 def draws_random_numbers(dataset: Any) -> bool:
     """Tell whether a dataset's samples may depend on random state: true unless it is known that they do not."""
-    while isinstance(dataset, Subset):
+    while type(dataset) is Subset:
         dataset = dataset.dataset
-    if isinstance(dataset, TensorDataset | list | tuple | range):
+    reads = getattr(type(dataset), "__getitem__", None)
+    if reads in (TensorDataset.__getitem__, list.__getitem__, tuple.__getitem__, range.__getitem__):
         return False
     return not getattr(dataset, "deterministic_samples", False)
 
@@ -89,36 +126,42 @@ def isolated_rng() -> Generator[None]:
 
 
 def read_batches(
-    reader: SampleReader, shares: Sequence[list[int]], *, num_workers: int, prefetch: int
+    reader: SampleReader, shares: Sequence[Share], *, num_workers: int, prefetch: int, rank: int = 0
 ) -> Iterator[Any]:
     """Yield a batch, or None, for each share.
 
     Args:
-        reader: Reads samples.
-        shares: The sample indices of each batch; an empty one yields None.
+        reader: Reads shares.
+        shares: The shares; an empty one yields None.
         num_workers: Worker processes; 0: this process.
         prefetch: Batches read ahead by a thread, or by each worker; 0: none.
+        rank: This rank's number among those with other shares; what workers draw unseeded differs by it.
     """
     if num_workers > 0:
-        return _read_in_workers(reader, shares, num_workers, prefetch)
-    if prefetch > 0 and reader.rng_key is None:
-        return read_ahead(map(reader.read, shares), prefetch)
-    # Seeding in a thread would change the numbers that the model draws meanwhile, dropout for example.
-    return map(reader.read, shares)
+        return _read_in_workers(reader, shares, num_workers, prefetch, rank)
+    if prefetch > 0 and reader.draws_nothing:
+        return read_ahead(map(reader.__getitem__, shares), prefetch)
+    # In a thread, what is drawn would be taken from the numbers that the model draws meanwhile, dropout for example.
+    return map(reader.__getitem__, shares)
 
 
 def _read_in_workers(
-    reader: SampleReader, shares: Sequence[list[int]], num_workers: int, prefetch: int
+    reader: SampleReader, shares: Sequence[Share], num_workers: int, prefetch: int, rank: int
 ) -> Iterator[Any]:
     loader = DataLoader(
         reader,
-        batch_sampler=shares,
+        batch_size=None,
+        sampler=shares,
         num_workers=num_workers,
         prefetch_factor=max(1, prefetch),
-        collate_fn=reader.collate_or_none,
-        # Without one of its own it would take a number from the model's generator.
-        generator=torch.Generator().manual_seed(mix(*(reader.rng_key or ()))),
+        collate_fn=_as_it_is,
+        generator=worker_generator(*reader.key, rank),
     )
+    yield from until_closed(loader)
+
+
+def until_closed(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield what the loader yields, and end its workers with this iterator or its error."""
     batches = iter(loader)
     try:
         yield from batches
@@ -126,6 +169,15 @@ def _read_in_workers(
         shutdown = getattr(batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+
+def worker_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
+    """Return what a DataLoader seeds its workers by, other numbers in each epoch; the model's generator is left alone."""
+    return torch.Generator().manual_seed(mix(seed, epoch, _OF_WORKERS, rank))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def read_ahead(source: Iterator[Any], depth: int) -> Generator[Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.errors import ConfigError
 from meshwright.spec.plan import Plan
-from meshwright.train.fetch import SampleReader, draws_random_numbers, read_batches
+from meshwright.train.fetch import SampleReader, Share, draws_random_numbers, read_batches
 from meshwright.train.order import epoch_order, num_batches, rank_shares
 
 __all__: list[str] = []
@@ -68,7 +68,8 @@ def make_loader(
         dataset: One of
 
             - a dataset with `__len__` and `__getitem__`;
-            - an `IterableDataset` of samples, the same on every rank: each rank reads it whole and keeps its share;
+            - an `IterableDataset` of samples, the same on every rank: each rank reads it whole and keeps its share; of several
+              workers each gives every so many samples, unless the dataset itself asks `get_worker_info` for its part;
             - another iterable, a `DataLoader` for example, of ready-made global batches, the same on every rank;
             - with `rank_local=True`, an iterable of what this rank alone trains on.
         model: What `apply_plan` returned.
@@ -79,7 +80,9 @@ def make_loader(
         drop_last: Leave out an epoch's last batch where it is not full.
         num_workers: Worker processes that read samples for this rank; 0: this process.
         prefetch: Batches read ahead, by a thread where `num_workers` is 0.
-        collate_fn: Makes a batch of a list of samples; None: torch's default.
+        collate_fn: Makes a batch of a list of samples; None: torch's default. Where it draws random numbers (masking, say) they
+            depend on seed, epoch and the share's place alone. One that draws none may say so with an attribute
+            `deterministic_samples = True`: then a thread may read ahead.
         sample_rng: Seed torch, numpy and random for every sample, from seed, epoch and index: an augmentation is then the
             same on every layout, differs from sample to sample and from epoch to epoch, and leaves the model's random
             numbers alone. It costs about 50 us a sample, and without workers nothing is read ahead. None: unless the dataset
@@ -116,6 +119,7 @@ def make_loader(
             num_workers=num_workers,
             prefetch=prefetch,
             collate_fn=collate_fn,
+            seed=seed,
             rank_local=rank_local,
             when_uneven=when_uneven,
         )
@@ -169,6 +173,8 @@ class IndexedLoader:
         self._batch = 0
         self._samples = 0
         self._is_fresh = True
+        self._is_loaded = False
+        self._stays = False
         if len(self) == 0:
             raise ConfigError(
                 f"make_loader: a dataset of {len(dataset)} samples gives no batch of {global_batch_size} "
@@ -180,9 +186,9 @@ class IndexedLoader:
         return num_batches(len(self.dataset), self.global_batch_size, drop_last=self._drop_last)
 
     def __iter__(self) -> Generator[Any]:
-        if not self._is_fresh or self._batch >= len(self):
+        if not self._is_fresh or (self._batch >= len(self) and not self._stays):
             self._begin(self.epoch + 1)
-        self._is_fresh = False
+        self._is_fresh = self._is_loaded = self._stays = False
         order = epoch_order(len(self.dataset), self.seed, self.epoch, shuffle=self._shuffle)
         shares = list(
             rank_shares(
@@ -197,9 +203,15 @@ class IndexedLoader:
         return self._iterate(shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch at the next iteration. Without it each iteration begins the next one by itself."""
+        """Begin this epoch at the next iteration. Without it each iteration begins the next one by itself.
+
+        The epoch of a position that was just loaded is continued there, not begun; where it was at its end, nothing is left.
+        """
         if epoch < 0:
             raise ConfigError(f"set_epoch({epoch}) (rule: at least 0)")
+        self._stays = self._is_loaded and epoch == self.epoch
+        if self._stays:
+            return
         self._begin(epoch)
         self._is_fresh = True
 
@@ -235,7 +247,8 @@ class IndexedLoader:
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._samples = state["samples"]
         self._batch = len(self) if self._is_at_end() else -(-self._samples // self.global_batch_size)
-        self._is_fresh = True
+        self._is_fresh = self._is_loaded = True
+        self._stays = False
 
     def _is_at_end(self) -> bool:
         left = len(self.dataset) - self._samples
@@ -244,11 +257,16 @@ class IndexedLoader:
     def _begin(self, epoch: int) -> None:
         self.epoch, self._batch, self._samples = epoch, 0, 0
 
-    def _iterate(self, shares: list[tuple[int, list[int]]]) -> Generator[Any]:
-        key = (self.seed, self.epoch, 1) if self._sample_rng else None
-        reader = SampleReader(self.dataset, self._collate_fn, key)
-        indices = [share for _, share in shares]
-        batches = read_batches(reader, indices, num_workers=self._num_workers, prefetch=self._prefetch)
+    def _iterate(self, shares: list[tuple[int, Share]]) -> Generator[Any]:
+        key = (self.seed, self.epoch)
+        reader = SampleReader(self.dataset, self._collate_fn, key, seeds_samples=self._sample_rng)
+        batches = read_batches(
+            reader,
+            [share for _, share in shares],
+            num_workers=self._num_workers,
+            prefetch=self._prefetch,
+            rank=self._model.dp_rank,
+        )
         try:
             for (num_samples, _), batch in zip(shares, batches, strict=True):
                 # Counted before it is handed out: whoever asks for the state next has trained on it.

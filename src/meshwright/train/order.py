@@ -50,11 +50,14 @@ def share_bounds(num_samples: int, part: int, parts: int) -> tuple[int, int]:
 
 def rank_shares(
     order: torch.Tensor, start: int, global_batch_size: int, part: int, parts: int, *, drop_last: bool
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield, for each global batch from sample `start` on, its size and this rank's sample indices, perhaps none."""
+) -> Iterator[tuple[int, tuple[int, list[int]]]]:
+    """Yield, for each global batch from sample `start` on, its size and this rank's share.
+
+    A share is where it begins in the order, and its sample indices, perhaps none.
+    """
     for begin in range(start, order.numel(), global_batch_size):
         batch = order[begin : begin + global_batch_size]
         if drop_last and batch.numel() < global_batch_size:
             return
         low, high = share_bounds(batch.numel(), part, parts)
-        yield batch.numel(), batch[low:high].tolist()
+        yield batch.numel(), (begin + low, batch[low:high].tolist())

@@ -81,6 +81,8 @@ class _Session:
             seed=self.config.train.seed,
             max_grad_norm=self.config.train.max_grad_norm,
             non_finite=self.config.train.non_finite,
+            sentinel_every=self.config.train.sentinel_every,
+            on_finding=self.config.train.on_finding,
         )
         with model:
             self._enter("data")

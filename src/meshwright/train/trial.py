@@ -96,6 +96,8 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
         seed=config.train.seed,
         max_grad_norm=config.train.max_grad_norm,
         non_finite=config.train.non_finite,
+        sentinel_every=config.train.sentinel_every,
+        on_finding=config.train.on_finding,
     )
     with model:
         watch = TokenWatch(model.module) if plan.tp > 1 else None

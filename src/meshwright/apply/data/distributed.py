@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.buckets import GradientBuckets
 from meshwright.apply.data.loose import LooseGradients
@@ -57,6 +58,9 @@ class DistributedEngine(DataParallelEngine):
         return GradientBuckets(
             dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap, reducer=self.reducer
         )
+
+    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
+        return [(self.group, [*self.module.named_parameters(), *persistent_buffers(self.module)])]
 
     @property
     def exchanges_in_backward(self) -> bool:

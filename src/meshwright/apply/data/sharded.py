@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.gathering import REDUCE_BYTES, Gathering
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, require_fresh
@@ -160,6 +161,14 @@ class ShardedEngine(DataParallelEngine):
             owner = owner_of.get(id(parameter), self.module)
             members.setdefault(id(owner), (owner, []))[1].append((name, parameter))
         return list(members.values())
+
+    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
+        gathered = {id(parameter) for unit in self.units if unit.is_gathered for parameter in unit.parameters}
+        whole = [(name, p) for name, p in self.module.named_parameters() if id(p) not in gathered]
+        pieces: list[tuple[str, torch.Tensor]] = [
+            (unit.names[piece.span.index], piece.tensor) for unit in self.units for piece in unit.pieces
+        ]
+        return [(self.group, [*whole, *persistent_buffers(self.module)]), (self.sharding.replicas, pieces)]
 
     # -- the step -----------------------------------------------------------------------------------------------
 

@@ -33,6 +33,12 @@ class Draws:
         """Take another seed for what is drawn between layers."""
         self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
 
+    def begin_forward(self) -> None:
+        """Take the seed that the next step will take, for a forward that must not change what training draws."""
+        state = self._generator.get_state()
+        self.begin_step()
+        self._generator.set_state(state)
+
     def between_layers(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """Draw from the common stream of a micro-batch inside."""
         return self._between_layers(micro_batch) if self.apart else _NOTHING

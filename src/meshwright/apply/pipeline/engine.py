@@ -212,6 +212,9 @@ class PipelineEngine(OuterEngine):
         detailed = plan.replace(stages=self.stage_map.stages, reasons=(*plan.reasons, *lines))
         return self._inner.detail(detailed)
 
+    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
+        return [*super().copies_of_state(), *self._tied.copies()]
+
     # -- a schedule's actions -----------------------------------------------------------------------------------
 
     def run_forward(self, stage: int, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool) -> T | None:
@@ -323,7 +326,7 @@ class PipelineEngine(OuterEngine):
 
     def begin_forward(self) -> None:
         self._post.forget()
-        self._draws.begin_step()
+        self._draws.begin_forward()
         self.inner.begin_forward()
 
     def end_forward(self) -> None:

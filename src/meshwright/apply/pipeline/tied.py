@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import holds_values
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -24,13 +25,23 @@ class TiedGradients:
         self.names = tuple(tied)
         """FQNs of all that are tied."""
         self._own: dict[Communicator, list[nn.Parameter]] = {}
-        for group, parameter in tied.values():
+        self._own_names: dict[Communicator, list[str]] = {}
+        for name, (group, parameter) in tied.items():
             if rank in group.ranks and group.size > 1:
                 self._own.setdefault(group, []).append(parameter)
+                self._own_names.setdefault(group, []).append(name)
         self.counted_elsewhere = frozenset(
             id(parameter) for group, parameters in self._own.items() if group.group_rank > 0 for parameter in parameters
         )
         """Ids of the parameters whose gradient another rank counts in the norm."""
+
+    def copies(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
+        """Return (ranks, [(FQN, parameter)]) of what is held whole on several ranks."""
+        found: list[tuple[Communicator, list[tuple[str, torch.Tensor]]]] = []
+        for group, parameters in self._own.items():
+            named = zip(self._own_names[group], parameters, strict=True)
+            found.append((group, [(name, parameter) for name, parameter in named if holds_values(parameter)]))
+        return found
 
     def sum(self) -> None:
         """Give every copy the sum of all copies' gradients; a copy that none has used keeps none."""

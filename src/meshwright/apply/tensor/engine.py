@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.buffers import holds_values, persistent_buffers
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.data.optimizer import acts_per_element
 from meshwright.apply.engine import Engine
@@ -229,6 +230,14 @@ class TensorEngine(OuterEngine):
             self.shards.all_reduce(flat)
             for gradient, total in zip(members, flat.split([g.numel() for g in members]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
+        cut = set() if self.cutting is None else set(self.cutting.layout.cuts)
+        whole = [
+            (name, p) for name, p in self.module.named_parameters() if id(p) not in self._cut_ids and holds_values(p)
+        ]
+        buffers = [(name, buffer) for name, buffer in persistent_buffers(self.module) if name not in cut]
+        return [*super().copies_of_state(), (self.shards, [*whole, *buffers])]
 
     # -- the step -----------------------------------------------------------------------------------------------
 

@@ -179,7 +179,7 @@ class Experiment:
     def asks_sizes(self) -> bool:
         """Tell whether the code of this call compares sizes of tensors, so that other sizes may run other code."""
         module, inputs = self._fresh()
-        with torch.no_grad(), Exact(), AskedSizes() as asked:
+        with torch.no_grad(), Exact(), AskedSizes(inputs) as asked:
             module(*inputs[0], **inputs[1])
         return asked.any
 

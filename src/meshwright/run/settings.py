@@ -1,0 +1,233 @@
+"""Settings that every rank must have alike: compared before the first step, and those that may change again later.
+
+What decides the numbers and is no tensor: options of the optimizer, the loss function, clipping, seeds, classes and plain
+attributes of the modules, torch's own switches. Each becomes a row (name, value as text), so that a difference has a name.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+Rows = list[tuple[str, str]]
+"""(name of a setting, its value as text), in an order that is the same on every rank."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_OF_A_PLACE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu)(:\d+)?|.*[/\\].*", re.DOTALL)
+"""Texts that may differ from rank to rank: a device, a path."""
+_FIRST_ADDRESS = 2**32
+_DEPTH = 4
+_MOST = 1000
+"""A container with more entries is data, not a setting: its length is compared [count]."""
+
+
+def text_of(value: Any, depth: int = 0) -> str | None:
+    """Return a value as text that is equal on two ranks where the value is; None for what cannot be compared so."""
+    if isinstance(value, str) and _OF_A_PLACE.fullmatch(value):
+        return None
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if depth > _DEPTH:
+        return None
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and len(value) > _MOST:
+        return f"{len(value)} entries"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(text_of(item, depth + 1) or '...' for item in value)}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(text_of(item, depth + 1) or '...' for item in value))}}}"
+    if isinstance(value, Mapping):
+        pairs = (f"{text_of(key, depth + 1)}: {text_of(item, depth + 1) or '...'}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if torch.is_tensor(value):
+        return repr(value.item()) if value.numel() == 1 and value.layout == torch.strided else None
+    if isinstance(value, type):
+        return _name(value)
+    return _text_of_callable(value, depth) if callable(value) else None
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _text_of_callable(value: Any, depth: int) -> str | None:
+    if isinstance(value, functools.partial):
+        arguments = text_of([*value.args, value.keywords], depth + 1)
+        return f"{text_of(value.func, depth + 1)} with {arguments}"
+    if isinstance(value, types.MethodType):
+        return f"{_name(value.__func__)} of {text_of(value.__self__, depth + 1) or _name(type(value.__self__))}"
+    if isinstance(value, types.FunctionType):
+        return f"{_name(value)} ({_text_of_code(value, depth)})"
+    if inspect.isbuiltin(value) or isinstance(value, nn.Module):
+        return _name(value)
+    return f"{_name(type(value))} {text_of(_attributes(value), depth + 1)}"
+
+
+def _text_of_code(function: types.FunctionType, depth: int) -> str:
+    """Return a digest of what a function does: its code, its defaults, and the plain values that it closes over."""
+    cells = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            cells.append((name, text_of(cell.cell_contents, depth + 1)))
+        except ValueError:  # not assigned yet
+            cells.append((name, None))
+    parts = [*_code(function.__code__), text_of(function.__defaults__, depth + 1), repr(cells)]
+    parts.append(text_of(function.__kwdefaults__, depth + 1))
+    return hashlib.sha256("\n".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def _code(code: types.CodeType) -> Iterator[str]:
+    yield code.co_code.hex()
+    yield repr(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code(constant)
+        elif isinstance(constant, frozenset):
+            yield repr(sorted(map(repr, constant)))
+        else:
+            yield repr(constant)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return {
+        str(key): item for key, item in sorted(getattr(value, "__dict__", {}).items(), key=lambda pair: str(pair[0]))
+    }
+
+
+def of_modules(module: nn.Module) -> Rows:
+    """Return the classes of all modules and their plain attributes, before a strategy has changed any."""
+    own = set(vars(nn.Module()))
+    rows: Rows = []
+    for name, child in module.named_modules():
+        shown = f"module '{name}'" if name else "the model itself"
+        rows.append((f"the class of {shown}", _name(type(child))))
+        for key, value in _attributes(child).items():
+            is_torchs = (key in own and key != "training") or _is_address(key, value)
+            text = None if is_torchs else text_of(value)
+            if text is not None:
+                rows.append((f"attribute '{key}' of {shown}", text))
+    return rows
+
+
+def _is_address(key: str, value: Any) -> bool:
+    """Whether a private attribute looks like an `id`, as torch.compile keeps on what it wraps."""
+    return key.startswith("_") and type(value) is int and value >= _FIRST_ADDRESS
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> Rows:
+    """Return an optimizer's class and options, and which parameters it has.
+
+    Args:
+        optimizer: The optimizer, before a strategy has given it pieces.
+        names: id of a parameter -> its FQN.
+    """
+    rows: Rows = [("the optimizer's class", "none" if optimizer is None else _name(type(optimizer)))]
+    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        held = ", ".join(names.get(id(parameter), "?") for parameter in group["params"])
+        rows.append((f"the parameters of group {number}", held))
+    return rows + of_options(optimizer)
+
+
+def of_options(optimizer: torch.optim.Optimizer | None) -> Rows:
+    """Return the options of each of an optimizer's groups, which a schedule may change."""
+    rows: Rows = []
+    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for key in sorted(group.keys() - {"params", "param_names"}):
+            shown = "the learning rate" if key == "lr" else f"the optimizer's '{key}'"
+            text = text_of(group[key])
+            if text is not None:
+                rows.append((f"{shown} of group {number}", text))
+    return rows
+
+
+def learning_rates(optimizer: torch.optim.Optimizer | None) -> str:
+    """Return the learning rates as text; those that lie on another device than the host are left out."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    rates = [group.get("lr") for group in groups]
+    on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
+    return repr([float(r) if isinstance(r, torch.Tensor) and r.numel() == 1 else r for r in on_host])
+
+
+def of_torch(device: torch.device) -> Rows:
+    """Return torch's switches that change numbers."""
+    rows = [
+        ("torch's default dtype", repr(torch.get_default_dtype())),
+        ("torch.get_float32_matmul_precision()", torch.get_float32_matmul_precision()),
+        ("torch.are_deterministic_algorithms_enabled()", repr(torch.are_deterministic_algorithms_enabled())),
+        ("torch.is_autocast_enabled()", repr(torch.is_autocast_enabled(device.type))),
+    ]
+    if device.type == "cuda":
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        rows += [
+            ("torch.backends.cudnn.allow_tf32", repr(cudnn.allow_tf32)),
+            ("torch.backends.cudnn.deterministic", repr(cudnn.deterministic)),
+            ("torch.backends.cuda.matmul.allow_tf32", repr(matmul.allow_tf32)),
+        ]
+    return rows
+
+
+def of_loss(loss_fn: Callable[[Any, Any], Any] | None) -> Rows:
+    """Return what the loss is computed by."""
+    return [("the loss function", "the model's own loss" if loss_fn is None else text_of(loss_fn) or _name(loss_fn))]
+
+
+def require_equal_settings(group: Communicator, rows: Rows, device: torch.device) -> None:
+    """Refuse to go on where ranks have other settings.
+
+    Args:
+        group: All ranks.
+        rows: This rank's settings.
+        device: Where exchanges happen.
+
+    Raises:
+        ApplyError: On every rank, naming the first setting that differs, with both values.
+    """
+    if group.size == 1:
+        return
+    digest = hashlib.sha256(repr(rows).encode("utf-8", "surrogatepass")).hexdigest()
+    if len(set(group.all_gather_json(digest, device=device))) > 1:
+        raise_different(group, rows, device)
+
+
+def raise_different(group: Communicator, rows: Rows, device: torch.device) -> None:
+    """Raise ApplyError on every rank where some rank's rows differ from those of the first; every rank calls it."""
+    everyone: Sequence[Rows] = [
+        [(name, value) for name, value in theirs] for theirs in group.all_gather_json(rows, device=device)
+    ]
+    for place, theirs in enumerate(everyone):
+        difference = _first_difference(everyone[0], theirs)
+        if difference is not None:
+            name, first, other = difference
+            raise ApplyError(
+                f"ranks disagree about {name}: it is {first} on rank {group.ranks[0]} and {other} on rank {group.ranks[place]}",
+                fix=f"give every rank the same; {name} must not depend on the rank",
+            )
+
+
+def _first_difference(first: Rows, other: Rows) -> tuple[str, str, str] | None:
+    mine, theirs = dict(first), dict(other)
+    for name in [*mine, *(name for name in theirs if name not in mine)]:
+        if mine.get(name) != theirs.get(name):
+            return name, _shortened(mine.get(name)), _shortened(theirs.get(name))
+    return None
+
+
+def _shortened(value: str | None) -> str:
+    if value is None:
+        return "not there"
+    return value if len(value) <= 120 else f"{value[:117]}..."

@@ -1,0 +1,282 @@
+"""What a loss counts, decided once, on the first batch, by all ranks together; a loss that cannot be cut is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.describe.tree import BatchSplitter, map_tensors, move_to, tensors_in
+from meshwright.errors import ApplyError
+from meshwright.run.batch import call_model
+from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.trials import Evidence, Outcome, Trial, examine, run_trial, second_sample
+from meshwright.run.weights import Counted, Guard
+
+__all__: list[str] = []
+
+_FEW = 2
+_ALIKE = 8.0
+"""What fits this many times worse than the best is another thing [ratio]."""
+_FIX = (
+    "return meshwright.Loss(sum, weight) from loss_fn, where the loss is a sum over whatever it counts; a loss that compares "
+    "the samples of a batch with each other needs the batch whole: dp=1 and micro_batches=1"
+)
+_BRANCHES = (
+    "loss: the model's forward branches on values of its batch, and each rank and micro-batch decides by its own samples: what "
+    "one device would decide by all of them may differ"
+)
+
+
+def settle_loss(
+    rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any], *, micro_batches: int | None
+) -> None:
+    """Find out what the loss is a mean over, by forwards of the first batch and of parts of it; every rank calls this.
+
+    Args:
+        rule: The loss; takes note of the answer.
+        engine: The strategy, before it looks at the model.
+        splitter: How batches are counted and cut.
+        parts: This rank's micro-batches, perhaps none.
+        micro_batches: Parts that a share is cut into; None: as many as its size asks for [count].
+
+    Raises:
+        ApplyError: On every rank: steps would add up losses of parts of a batch, and those do not give the loss of the whole.
+    """
+    if rule.is_settled:
+        return
+    is_cut = engine.group.size * engine.num_replicas * (micro_batches or _FEW) > 1
+    if not is_cut and rule.is_given:
+        rule.settle(None)
+        return
+    evidence = _look(rule, engine, splitter, parts)
+    told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
+    seen = [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
+    decision = _decide(seen, is_given=rule.is_given)
+    if decision.error is not None and is_cut and rule.refuses:
+        raise decision.error
+    reasons = (*decision.reasons, *([decision.error.message] if decision.error is not None else []))
+    rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
+
+
+# -- the trials -----------------------------------------------------------------------------------------------------------
+
+
+def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any]) -> Evidence | None:
+    """Return what this rank's share shows; None where it has no sample."""
+    share = _enough(parts, splitter)
+    module = _uncompiled(engine.module)
+
+    def term(outputs: Any, batch: Any) -> LossTerm:
+        first = next(tensors_in(outputs), None)
+        if first is not None and first.device != engine.device:
+            batch = move_to(batch, first.device)
+        return rule.term(outputs, batch, 1.0)
+
+    if isinstance(engine, PipelineEngine) and engine.is_prepared:
+        return Evidence(obstacle="the pipeline had been laid out before")
+    trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
+    if engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
+        found = _run_in_lockstep(engine, module, trials, term)
+    else:
+        found = _run_alone(engine, module, trials, term)
+    if found is None and parts:
+        return Evidence(obstacle="the first share has one sample only, and split= cuts batches")
+    return found
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
+
+
+def _enough(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
+    """Return at least two samples of this rank's share, or None."""
+    if not parts:
+        return None
+    if splitter.count(parts[0]) >= _FEW:
+        return parts[0]
+    if not splitter.splits_by_row:
+        return None
+    samples = parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])]
+    columns = list(zip(*(tensors_in(sample) for sample in samples), strict=False))
+    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
+        return None
+    joined = iter([torch.cat(column) if column[0].dim() > 0 else column[0] for column in columns])
+    return map_tensors(samples[0], lambda _: next(joined))
+
+
+_Trials = Generator[list[Trial], list[Outcome], Evidence] | None
+_Term = Callable[[Any, Any], LossTerm]
+
+
+def _run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
+    if trials is None:
+        return None
+    wanted = next(trials)
+    while True:
+        try:
+            forward = functools.partial(call_model, module)
+            wanted = trials.send([run_trial(module, engine.device, trial, forward, term) for trial in wanted])
+        except StopIteration as end:
+            return end.value
+
+
+def _run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
+    """Run trials where every rank must run as many forwards as any."""
+
+    def forward(batch: Any) -> Any:
+        return engine.forward_backward(batch, call_model)[0]
+
+    found: Evidence | None = None
+    wanted = [] if trials is None else next(trials)
+    while True:
+        most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
+        if most == 0:
+            return found
+        with torch.no_grad():
+            engine.begin_forward()
+            outcomes = [run_trial(module, engine.device, trial, forward, term) for trial in wanted]
+            for _ in range(most - len(wanted)):
+                engine.idle_pass()
+            engine.end_forward()
+        if trials is not None and wanted:
+            try:
+                wanted = trials.send(outcomes)
+            except StopIteration as end:
+                found, wanted = end.value, []
+
+
+# -- the decision ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Decision:
+    counted: Counted | None = None
+    guards: tuple[Guard, ...] = ()
+    reasons: tuple[str, ...] = ()
+    error: ApplyError | None = None
+
+
+def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision:
+    """Return what the loss counts by all ranks' evidence, which every rank has; so all decide alike."""
+    able = [(rank, evidence) for rank, evidence in seen if evidence.obstacle is None]
+    if not able:
+        why = next((evidence.obstacle for _, evidence in seen), "no rank has a sample")
+        return _Decision(
+            reasons=(f"loss: whether it is a mean over samples could not be tried out on the first batch: {why}",)
+        )
+    if any(evidence.is_sum for _, evidence in able):
+        return _Decision()
+    tolerance = max(evidence.tolerance for _, evidence in able)
+    candidates = _merge(able)
+    plain = {counted: gaps[0] for counted, gaps in candidates.items()}
+    fitting = [counted for counted in candidates if plain[counted] <= tolerance]
+    failing = [evidence for _, evidence in able if all(gap > tolerance for _, gap, _ in evidence.gaps)]
+    if not fitting and failing and all(evidence.culprit == "branches" for evidence in failing):
+        return _Decision(reasons=(_BRANCHES,))
+    if not fitting:
+        return _Decision(error=_refusal(able, is_given=is_given))
+    proven = {counted: max(candidates[counted]) for counted in fitting if max(candidates[counted]) <= tolerance}
+    weighted = next(((rank, evidence) for rank, evidence in able if evidence.has_class_weights), None)
+    if weighted is not None and is_given:
+        return _Decision(error=_class_weights(weighted[0]))
+    if proven:
+        best = min(proven.values())
+        alike = [counted for counted, gap in proven.items() if gap <= max(_ALIKE * best, tolerance / 100)]
+        counted = min(alike, key=lambda counted: _preference(counted, is_given=is_given))
+        by_labels = counted.path is not None and is_given
+        reason = f"loss: a mean over the {counted}, found by trying the first batch in parts" if by_labels else ""
+        return _Decision(counted=counted, reasons=(reason,) if reason else (), guards=_guards(able, only_untried=True))
+    counted = min(fitting, key=lambda counted: _preference(counted, is_given=is_given))
+    return _Decision(counted=counted, guards=_guards(able, only_untried=False))
+
+
+def _preference(counted: Counted, *, is_given: bool) -> tuple[bool, bool]:
+    # Of what fits alike: a user's mean is one over samples, a model's own one over labels.
+    return (counted.path is None) is not is_given, counted.shifted
+
+
+def _merge(able: Sequence[tuple[int, Evidence]]) -> dict[Counted, list[float]]:
+    """Return the largest gaps over the ranks, of each candidate that all have: as it is, then with ignored labels."""
+    merged: dict[Counted, list[float]] = {}
+    for counted, _, _ in able[0][1].gaps:
+        rows = [row for _, evidence in able for row in evidence.gaps if row[0] == counted]
+        if len(rows) == len(able):
+            tried = [gap for _, _, gaps in rows for gap in gaps if gap is not None]
+            merged[counted] = [max(gap for _, gap, _ in rows), *tried]
+    return merged
+
+
+def _guards(able: Sequence[tuple[int, Evidence]], *, only_untried: bool) -> tuple[Guard, ...]:
+    """Return (path, ignored label, how many of a sample) of labels whose number must stay as it was in the first batch."""
+    return tuple(
+        (path, value, each) for path, value, each, is_safe in able[0][1].masked if not (only_untried and is_safe)
+    )
+
+
+def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyError:
+    def worst(evidence: Evidence) -> float:
+        return min((gap for _, gap, _ in evidence.gaps), default=math.inf)
+
+    rank, evidence = max(able, key=lambda entry: worst(entry[1]))
+    whose = "what loss_fn returned" if is_given else "the model's own loss"
+    if evidence.is_total:
+        return ApplyError(
+            f"{whose} is a sum over samples, not their mean: it is {evidence.numbers} (rank {rank}), and this plan takes it "
+            "part by part",
+            fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean",
+        )
+    if evidence.culprit == "model":
+        return ApplyError(
+            f"the model's forward mixes the samples of a batch: the loss is {evidence.numbers} (rank {rank}), so that the parts "
+            "which this plan takes do not give one device's loss",
+            fix="leave the batch whole: dp=1 and micro_batches=1 (tp and pp do); or have the model treat each sample by itself",
+        )
+    return ApplyError(
+        f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "
+        "takes do not give one device's loss",
+        fix=_FIX if is_given else f"pass loss_fn=: {_FIX}",
+    )
+
+
+def _class_weights(rank: int) -> ApplyError:
+    return ApplyError(
+        f"the loss is a cross-entropy with weights of its classes (rank {rank}), which torch divides by the sum of the "
+        "weights of the labels that are there, not by the samples",
+        fix="return meshwright.Loss(F.cross_entropy(..., weight=w, reduction='sum'), w[labels].sum()) from loss_fn",
+    )
+
+
+# -- what travels ---------------------------------------------------------------------------------------------------------
+
+_LARGEST = 1e300
+"""What stands for infinity, which JSON does not have."""
+
+
+def _to_json(evidence: Evidence) -> dict[str, Any]:
+    def number(gap: float | None) -> float | None:
+        return None if gap is None else min(gap, _LARGEST)
+
+    fields = {field.name: getattr(evidence, field.name) for field in dataclasses.fields(evidence)}
+    fields["gaps"] = [
+        [[None if c.path is None else list(c.path), c.shifted, c.ignored], number(gap), [number(g) for g in gaps]]
+        for c, gap, gaps in evidence.gaps
+    ]
+    fields["masked"] = [[list(path), value, each, is_safe] for path, value, each, is_safe in evidence.masked]
+    return fields
+
+
+def _from_json(fields: dict[str, Any]) -> Evidence:
+    def counted(row: list[Any]) -> Counted:
+        return Counted(None if row[0] is None else tuple(row[0]), row[1], row[2])
+
+    gaps = [(counted(row), gap, masked) for row, gap, masked in fields["gaps"]]
+    masked = [(tuple(path), value, each, is_safe) for path, value, each, is_safe in fields["masked"]]
+    return Evidence(**{**fields, "gaps": gaps, "masked": masked})
