@@ -88,7 +88,8 @@ def test_exchanges_are_two_two_and_three_times_the_parameters(num_ranks: int) ->
         wanted = times * 8 * numel * (num_ranks - 1) / num_ranks
         # The room between parameters is sent along when values are gathered; in a model this small it shows.
         assert wanted <= sent <= 1.15 * wanted, (plan, counts)
-        assert counts["all_reduce"][0] <= 4
+        # Under ZeRO-3 the ranks also agree, where forward and backward end, on what one needs once more.
+        assert counts["all_reduce"][0] <= (6 if zero == 3 else 4)
         assert counts["all_reduce"][1] < 1000
 
 

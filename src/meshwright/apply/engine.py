@@ -110,6 +110,41 @@ class Engine:
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take note of the optimizer before anything runs; a strategy that shards gives it this rank's shards."""
 
+    @property
+    def holds_parts(self) -> bool:
+        """Whether what the module's parameters hold now, outside of `whole_parameters`, is a part of their values."""
+        return False
+
+    @property
+    def reads_as_nan(self) -> str:
+        """What a script may have read that this rank has no values of; "" where there is nothing such."""
+        return ""
+
+    @property
+    def takes_whole_writes(self) -> bool:
+        """Whether what is written into parameters inside `whole_parameters`, on every rank alike, stays."""
+        return True
+
+    @property
+    def fixes_memory(self) -> bool:
+        """Whether the parameters' values have to stay in the memory where they are."""
+        return False
+
+    def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
+        """Make an optimizer right whose groups were changed by the user, or return why that cannot be."""
+        if self.everyone.size == 1 and self.num_replicas == 1:
+            return None
+        live = {id(parameter) for parameter in self.module.parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = [tuple(parameter.shape) for parameter in held if id(parameter) not in live]
+        if not strange:
+            return None
+        return ApplyError(
+            f"{len(strange)} of the {len(held)} parameters of {type(optimizer).__name__}, one of shape {strange[0]} for "
+            "example, are not this rank's part of the model: their gradients are not summed over the ranks",
+            fix="add parameters that model.parameters() has now",
+        )
+
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         for parameter in self.parameters:

@@ -1,9 +1,11 @@
-"""Two promises that are checked: all ranks hold one model and one plan, and nobody changes the model afterwards."""
+"""Two promises that are checked: all ranks hold one model and one plan, and nobody changes model or optimizer afterwards."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,47 +87,88 @@ def _row_text(row: list[Any]) -> str:
 
 
 class ModelGuard:
-    """Notices parameters that were replaced, modules that were added, and `requires_grad` that was switched.
+    """Notices, between steps, what a plan cannot follow: replaced, added or reordered parts, moved values, switched gradients.
 
-    One look costs about 0.1 microseconds a module; it is taken at the start of each step.
+    One look costs about 0.1 microseconds a module and a parameter; it is taken at the start of each step.
 
     Args:
         module: The module as it was when the plan was applied.
+        fixes_memory: Whether the values have to stay where they are, since shards or pieces of them are views of that memory.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, fixes_memory: bool = False) -> None:
+        owners = list(module.named_modules())
         self._parameters = [
             (own._parameters, name, parameter, f"{prefix}.{name}" if prefix else name)
-            for prefix, own in module.named_modules()
+            for prefix, own in owners
             for name, parameter in own._parameters.items()
         ]
-        self._counts = [
-            (own._modules, len(own._modules), own._parameters, len(own._parameters), prefix)
-            for prefix, own in module.named_modules()
-        ]
+        self._children = [(own._modules, list(own._modules.items()), prefix) for prefix, own in owners]
+        self._counts = [(own._parameters, len(own._parameters), prefix) for prefix, own in owners]
+        self._dicts = [own._parameters for _, own in owners] + [own._modules for _, own in owners]
+        self._ids = self._read_ids()
         self._trainable = [parameter for _, _, parameter, _ in self._parameters if parameter is not None]
         self._names = [fqn for _, _, parameter, fqn in self._parameters if parameter is not None]
         self._requires_grad = self._read_requires_grad()
+        self._places = self._read_places() if fixes_memory else None
+
+    def _read_ids(self) -> list[int]:
+        # `dict.values` itself: a strategy may watch over look-ups in these.
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._dicts))))
 
     def _read_requires_grad(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._trainable]
 
+    def _read_places(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._trainable]
+
     def find_change(self) -> ApplyError | None:
-        """Return the error where a parameter was replaced or a module or parameter was added or removed, else None."""
+        """Return the error that names a changed part of the module, else None."""
+        if self._read_ids() != self._ids:
+            change = self._find_replaced()
+            if change is not None:
+                return change
+        if self._places is not None and self._places != (now := self._read_places()):
+            moved = [name for name, new, old in zip(self._names, now, self._places, strict=True) if new != old]
+            return ApplyError(
+                f"the values of {len(moved)} parameter(s), '{moved[0]}' for example, were put elsewhere after the plan was "
+                "applied (by an assignment to .data, vector_to_parameters or module.to); its optimizer updates the memory "
+                "of then, and the new values would be lost",
+                fix="change values in place: parameter.data.copy_(...) under torch.no_grad()",
+            )
+        return None
+
+    def _find_replaced(self) -> ApplyError | None:
         for owner, name, parameter, fqn in self._parameters:
-            if owner.get(name) is not parameter:
+            if dict.get(owner, name) is not parameter:
                 return ApplyError(
                     f"parameter '{fqn}' was replaced after the plan was applied; the new one would not be trained",
                     fix="change its values in place (parameter.data.copy_(...)), or apply the plan again",
                 )
-        for modules, num_modules, parameters, num_parameters, prefix in self._counts:
-            if len(modules) != num_modules or len(parameters) != num_parameters:
+        for (modules, children, prefix), (parameters, num_parameters, _) in zip(
+            self._children, self._counts, strict=True
+        ):
+            if len(modules) != len(children) or len(parameters) != num_parameters:
                 return ApplyError(
-                    f"module '{prefix or '(the model itself)'}' had {num_modules} children and {num_parameters} "
+                    f"module '{prefix or '(the model itself)'}' had {len(children)} children and {num_parameters} "
                     f"parameters when the plan was applied, and has {len(modules)} and {len(parameters)} now",
                     fix="change the model before apply_plan, or apply the plan again",
                 )
+            for (name, child), (name_now, child_now) in zip(children, modules.items(), strict=True):
+                if child is not child_now:
+                    fqn = f"{prefix}.{name_now}" if prefix else name_now
+                    what = "moved" if any(child_now is other for _, other in children) else "replaced"
+                    return ApplyError(
+                        f"module '{fqn}' ({type(child).__name__} '{name}' when the plan was applied) was {what}; its "
+                        "parameters would be neither equal on the ranks nor trained by this plan",
+                        fix="change the model before apply_plan, or apply the plan again",
+                    )
         return None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter is to get a gradient, as far as was accepted."""
+        return any(self._requires_grad)
 
     def find_switched(self) -> str | None:
         """Return the FQN of a parameter whose `requires_grad` was switched since the last `accept_trainable`, or None."""
@@ -138,3 +181,54 @@ class ModelGuard:
         """Take the present `requires_grad` of each parameter as the new state, and return it."""
         self._requires_grad = self._read_requires_grad()
         return self._requires_grad
+
+
+class OptimizerGuard:
+    """Notices that the optimizer's groups hold other parameters than a strategy has given them.
+
+    Args:
+        optimizer: The optimizer, after the strategy has adopted it; None has no groups.
+        accept: Called with the optimizer where they do: it makes them right, or returns the error that says why not.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        accept: Callable[[torch.optim.Optimizer], ApplyError | None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._accept = accept
+        self._ids = self._read_ids()
+
+    def _read_ids(self) -> list[int]:
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return [id(parameter) for group in groups for parameter in group["params"]]
+
+    def find_change(self) -> ApplyError | None:
+        """Return why this rank's groups cannot be trained, or None."""
+        if self._optimizer is None or self._read_ids() == self._ids:
+            return None
+        error = self._accept(self._optimizer)
+        if error is None:
+            self._ids = self._read_ids()
+        return error
+
+
+def refuse_shared_memory(module: nn.Module, plan: str) -> None:
+    """Raise ApplyError where two parameters of a module lie in the same memory: it would be two memories under the plan."""
+    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.layout == torch.strided and parameter.numel():
+            extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = parameter.data_ptr()
+            end = begin + (extent + 1) * parameter.element_size()
+            spans.setdefault(parameter.device, []).append((begin, end, name))
+    for found in spans.values():
+        found.sort()
+        for (_, end, name), (begin, _, other) in itertools.pairwise(found):
+            if begin < end:
+                raise ApplyError(
+                    f"parameters '{name}' and '{other}' share their memory (one was made of the other's .data), and are two "
+                    f"parameters with two gradients; the plan '{plan}' would give each its own memory",
+                    fix="tie them as one parameter (head.weight = embedding.weight), or give one a copy (.data.clone())",
+                )

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apply.balance import balance_layers
 from meshwright.apply.engine import Engine
+from meshwright.apply.hooks import OwnHook
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.layers import ChainDescription, describe_chain, find_layers
 from meshwright.describe.tree import map_tensors
@@ -66,8 +67,8 @@ class LayersEngine(Engine):
 
     def _attach(self) -> None:
         self._hooks = [
-            self.module.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True),
-            self.module.register_forward_hook(self._leave_model, always_call=True),
+            self.module.register_forward_pre_hook(OwnHook(self._enter_model), with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(OwnHook(self._leave_model), always_call=True),
         ]
         for name, layer in self.layers.items():
             if layer is not self.module:
@@ -144,7 +145,10 @@ class LayersEngine(Engine):
             self._stage_now = self._return_after[name]
             return self._bring(outputs, self._stage_now)
 
-        return [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
+        return [
+            layer.register_forward_pre_hook(OwnHook(enter), with_kwargs=True),
+            layer.register_forward_hook(OwnHook(leave)),
+        ]
 
     def _enter_model(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -52,6 +52,25 @@ class OuterEngine(Engine):
     def is_prepared(self) -> bool:
         return self._inner is not None
 
+    @property
+    def holds_parts(self) -> bool:
+        return self.is_prepared
+
+    @property
+    def reads_as_nan(self) -> str:
+        return "" if self._inner is None else self._inner.reads_as_nan
+
+    @property
+    def takes_whole_writes(self) -> bool:
+        return False
+
+    @property
+    def fixes_memory(self) -> bool:
+        return self.is_prepared
+
+    def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
+        return super().accept_groups(optimizer) if self._inner is None else self._inner.accept_groups(optimizer)
+
     def begin_step(self) -> None:
         self.inner.begin_step()
 

@@ -4,11 +4,15 @@ Chen et al. 2016, arXiv:1604.06174; selective recompute after Korthikanti et al.
 and convolutions give is kept, since it is dear to compute, and all else is computed again; layers that write over such
 results in place (recurrent ones, `inplace=True`) are recomputed whole. The engine is torch's own
 non-reentrant checkpoint, which sets the random generators back, so that dropout draws the same mask.
+
+The repetition sees the layer's buffers and attributes as they were before the first forward and leaves no trace of its own:
+running statistics, power iterations, counters and what a layer keeps for its loss are those of one forward.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.apply.attributes import Attributes, Moment
 from meshwright.apply.subclass import with_forward
 from meshwright.comm._torch_private import DEAR_OPERATORS
 from meshwright.describe.layers import find_layers
@@ -40,11 +45,19 @@ class Recompute:
         pieces = [layer for _, layer in find_layers(module)]
         # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
+        self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for layer in layers:
             contexts = selective_contexts if kind == "selective" and not _writes_in_place(layer) else None
             self._changed.append((layer, type(layer)))
             layer.__class__ = _recomputed(type(layer), self, contexts)
+
+    def attributes_of(self, layer: nn.Module) -> Attributes:
+        """Return what a forward may change on a layer, or on a copy of one."""
+        found = self._attributes.get(layer)
+        if found is None:
+            found = self._attributes[layer] = Attributes(layer)
+        return found
 
     def close(self) -> None:
         """Give the layers their own classes back."""
@@ -73,6 +86,8 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
         run = functools.partial(_run, original, owner, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # there torch puts side effects in order by itself
+            run = _Twice(run, owner.attributes_of(self))
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
     recomputed = with_forward(original, forward)
@@ -95,6 +110,29 @@ def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callabl
         return repeat(with_forward(original, make(module)))
     finally:
         module.__class__ = present
+
+
+class _Twice:
+    """A forward that is run, and run again in backward from where the layer stood before.
+
+    Args:
+        run: The forward.
+        attributes: What it may change on its layer.
+    """
+
+    def __init__(self, run: Callable[..., Any], attributes: Attributes) -> None:
+        self._run = run
+        self._attributes = attributes
+        self._before: Moment | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            with self._attributes.as_of(self._before):
+                return self._run(*args, **kwargs)
+        self._before = self._attributes.take()
+        result = self._run(*args, **kwargs)
+        self._attributes.forward_is_over(self._before)
+        return result
 
 
 def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.engine import Engine
+from meshwright.apply.mirror import LeftByForward, Mirror
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.limits import usable_cores
 from meshwright.describe.tree import BatchSplitter, join_samples, move_to
@@ -35,9 +35,10 @@ class Replica:
         module: The user's module.
         device: Where the copy lives.
         owns_buffers: Whether what it writes into buffers is the module's (the first replica's is, as in nn.DataParallel).
+        left: The attributes that forwards leave, common to all replicas.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, owns_buffers: bool, left: LeftByForward) -> None:
         self.device = device
         self.originals = list(module.parameters())
         self.leaves = [_make_leaf(parameter, device) for parameter in self.originals]
@@ -51,9 +52,10 @@ class Replica:
                 f"data_parallel needs a copy of the model per device, and copy.deepcopy failed: {error!r}",
                 fix="use the plan 'distributed', which builds the model once per process",
             ) from error
-        self._pairs = list(zip(module.modules(), self.module.modules(), strict=True))
-        twins = dict(self._pairs)
-        self._buffers = [(owner, twins[owner], name) for owner, name in buffer_slots(module)]
+        pairs = list(zip(module.modules(), self.module.modules(), strict=True))
+        self.mirror = Mirror(pairs, left)
+        left.mirrors.append(self.mirror)
+        self._pairs = pairs
 
     def refresh(self) -> None:
         """Take over the module's values, its train/eval switches and what is trainable; forget gradients."""
@@ -65,8 +67,8 @@ class Replica:
                 leaf.data.copy_(original.data, non_blocking=True)
             elif leaf.data_ptr() != original.data_ptr():
                 leaf.data = original.data
-        for owner, twin, name in self._buffers:
-            original, mine = owner._buffers[name], twin._buffers[name]
+        for owner, twin, name in self._buffer_slots():
+            original, mine = owner._buffers[name], twin._buffers.get(name)
             if self.owns_buffers or original is None:
                 twin._buffers[name] = original
             elif mine is not None and mine.shape == original.shape and mine.dtype == original.dtype:
@@ -76,10 +78,15 @@ class Replica:
         for original, mine in self._pairs:
             mine.training = original.training
 
+    def _buffer_slots(self) -> list[tuple[nn.Module, nn.Module, str]]:
+        return [(owner, twin, name) for owner, twin in self._pairs for name in owner._buffers]
+
     def give_buffers_back(self) -> None:
         """Let the module have the tensors that its forward assigned to buffers on this replica."""
-        for owner, twin, name in self._buffers:
-            owner._buffers[name] = twin._buffers[name]
+        for owner, twin in self._pairs:
+            if twin._buffers:
+                owner._buffers.update(twin._buffers)
+                owner._non_persistent_buffers_set.update(twin._non_persistent_buffers_set)
 
 
 def _make_leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -105,7 +112,10 @@ class ReplicasEngine(Engine):
         self, module: nn.Module, group: Communicator, devices: Sequence[torch.device], *, splitter: BatchSplitter
     ) -> None:
         super().__init__(module, group, devices[0])
-        self.replicas = [Replica(module, device, owns_buffers=index == 0) for index, device in enumerate(devices)]
+        self._left = LeftByForward()
+        self.replicas = [
+            Replica(module, device, owns_buffers=index == 0, left=self._left) for index, device in enumerate(devices)
+        ]
         self.num_replicas = len(devices)
         self._splitter = splitter
         threads = max(1, usable_cores() // len(devices))
@@ -119,6 +129,7 @@ class ReplicasEngine(Engine):
         self.begin_forward()
 
     def begin_forward(self) -> None:
+        self._left.refresh()
         for replica in self.replicas:
             replica.refresh()
 
@@ -129,7 +140,8 @@ class ReplicasEngine(Engine):
         grad_enabled = torch.is_grad_enabled()  # a property of the thread, as is autocast, which `compute` sets itself
 
         def work(replica: Replica, chunk: Any) -> T:
-            with torch.set_grad_enabled(grad_enabled), _on_device(replica.device):
+            reading = self._left.reading(replica.mirror)
+            with torch.set_grad_enabled(grad_enabled), _on_device(replica.device), reading:
                 return compute(replica.module, move_to(chunk, replica.device))
 
         jobs = [self._pool.submit(work, r, c) for r, c in zip(self.replicas, chunks, strict=False)]
@@ -169,6 +181,7 @@ class ReplicasEngine(Engine):
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._left.close()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.apply.norm import clip_, total_norm
-from meshwright.errors import ConfigError
+from meshwright.errors import ApplyError, ConfigError
+from meshwright.run.gate import plan_over
 from meshwright.run.loss import Loss
 
 __all__: list[str] = []
@@ -35,6 +36,7 @@ class GradientAccumulation:
 
     Raises:
         ConfigError: `accumulation_steps` is below 1.
+        ApplyError: The model is under a plan whose ranks or replicas exchange gradients in `ParallelModel.step` alone.
     """
 
     def __init__(
@@ -48,6 +50,13 @@ class GradientAccumulation:
         if accumulation_steps < 1:
             raise ConfigError(
                 f"accumulation_steps must be at least 1, it is {accumulation_steps}", fix="pass 1 to step each time"
+            )
+        plan = plan_over(getattr(model, "module", model)) or plan_over(model)
+        if plan is not None:
+            raise ApplyError(
+                f"GradientAccumulation was given a model under the plan '{plan}', whose gradients are summed over its devices "
+                "in model.step() alone",
+                fix=f"add micro_batches={accumulation_steps} to the plan and call model.step(batch)",
             )
         self.model = model
         self.optimizer = optimizer

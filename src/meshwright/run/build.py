@@ -10,9 +10,10 @@ from torch import nn
 
 from meshwright.apply.data.distributed import DistributedEngine
 from meshwright.apply.data.gathering import REDUCE_BYTES
-from meshwright.apply.data.sharded import WHOLE_BELOW_BYTES, ShardedEngine, Sharding
+from meshwright.apply.data.sharded import ShardedEngine
+from meshwright.apply.data.sharding import WHOLE_BELOW_BYTES, Sharding
 from meshwright.apply.engine import Engine
-from meshwright.apply.guard import require_equal_on_ranks
+from meshwright.apply.guard import refuse_shared_memory, require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.replicas import ReplicasEngine
@@ -132,6 +133,9 @@ def build_engine(
 ) -> Engine:
     """Return the engine of the plan's strategy, with the module on its devices and equal on all ranks."""
     require_equal_on_ranks(world.default_group, module, plan.to_json(), devices[0])
+    if plan.tp > 1 or plan.pp > 1 or (plan.zero and plan.dp > 1):
+        refuse_shared_memory(module, str(plan))
+    refuse_embeddings_that_count(module, plan)
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))
     device = _place(module, plan, devices[0])
@@ -143,6 +147,26 @@ def build_engine(
     if plan.tp > 1:
         return _tensor_engine(module, plan, world, group, device)
     return _data_engine(module, plan, world, group, device)
+
+
+def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
+    """Raise ApplyError where an embedding does with the ids of a part of the batch what one device does with those of all."""
+    shares = plan.num_devices if plan.mode == "data_parallel" else plan.dp
+    for name, child in module.named_modules():
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if child.scale_grad_by_freq and (shares * plan.micro_batches > 1 or plan.micro_batch_size):
+            raise ApplyError(
+                f"embedding '{name}' divides gradients by how often an id is in the batch (scale_grad_by_freq), and the plan "
+                f"'{plan}' cuts the batch into parts that count for themselves",
+                fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
+            )
+        if child.max_norm is not None and shares > 1:
+            raise ApplyError(
+                f"embedding '{name}' renormalises in place the rows that a batch looks up (max_norm={child.max_norm}), and "
+                f"the plan '{plan}' shows each of {shares} copies other rows: they would drift apart",
+                fix="renormalise all rows between steps instead (max_norm=None), or use a plan with dp=1",
+            )
 
 
 def _place(module: nn.Module, plan: Plan, device: torch.device) -> torch.device:

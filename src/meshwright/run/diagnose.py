@@ -106,9 +106,18 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def explain_non_finite(
-    group: Communicator, finding: Finding | None, *, loss: float, norm: float, device: torch.device
+    group: Communicator,
+    finding: Finding | None,
+    *,
+    loss: float,
+    norm: float,
+    device: torch.device,
+    guess: str = "a hook or a random number of its own outside torch's generators?",
 ) -> NonFiniteError:
-    """Return the error that names the first rank, micro-batch and parameter; the same on every rank."""
+    """Return the error that names the first rank, micro-batch and parameter; the same on every rank.
+
+    `guess` is what may be the cause where nothing is found.
+    """
     mine = None if finding is None else [finding.micro_batch, repr(finding.loss), finding.parameter]
     found = [
         (rank, *entry) for rank, entry in enumerate(group.all_gather_json(mine, device=device)) if entry is not None
@@ -117,7 +126,7 @@ def explain_non_finite(
     if not found:
         return NonFiniteError(
             f"the gradient norm is {norm} and the loss {loss}, and running the micro-batches again did not show where "
-            "it came from (a hook or a random number of its own outside torch's generators?)",
+            f"it came from ({guess})",
             fix=fix,
         )
     rank, micro_batch, rank_loss, parameter = found[0]

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
 from meshwright.run.circles import NUM_PARTS, Circle
@@ -50,6 +51,7 @@ class Agreement:
         copies: Ranks of the group that bring the same share [count].
         sayings: What ranks must say alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
+        held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Agreement:
         copies: int = 1,
         sayings: Sequence[Saying] = (),
         on_difference: Callable[[list[str]], None] | None = None,
+        held: Callable[[], dict[str, bool]] | None = None,
     ) -> None:
         self._group = group
         self._topics = [saying.topic for saying in sayings]
@@ -75,6 +78,7 @@ class Agreement:
         self._device = device
         self._switched = switched
         self._broken = broken
+        self._held = held
         flags = (wants_stop, switched is not None, broken is not None)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         for saying in sayings:
@@ -104,7 +108,7 @@ class Agreement:
             if total[5]:
                 self._raise_broken()
             if 0 < total[4] < self._group.size:
-                self._raise_switched()
+                self._refuse_switched()
             self._total = total
             said = zip(self._topics, _in_parts(total[_NUM_COUNTS : self._num_fixed]), strict=True)
             different = [topic for topic, sums in said if any(sums)]
@@ -122,7 +126,12 @@ class Agreement:
             fix="change the model before apply_plan, on every rank",
         )
 
-    def _raise_switched(self) -> NoReturn:
+    def _refuse_switched(self) -> None:
+        if self._held is not None:
+            states: dict[str, bool] = {}
+            rows = self._group.all_gather_json(self._held(), device=self._device)
+            if all(states.setdefault(name, state) == state for row in rows for name, state in row.items()):
+                return  # all ranks that hold it agree
         names = self._group.all_gather_json(self._switched, device=self._device)
         ranks = [self._group.ranks[index] for index, name in enumerate(names) if name is not None]
         name = next(name for name in names if name is not None)
@@ -196,6 +205,8 @@ class SumExchange:
         terms: The losses of this rank's micro-batches.
         buffers_changed: Whether a forward wrote into a buffer on this rank.
         in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
+        is_trained: Whether a parameter of this rank is to get a gradient.
+        failure: Why this rank has no losses, where it failed on the way; the others hear of it here.
     """
 
     def __init__(
@@ -206,15 +217,21 @@ class SumExchange:
         *,
         buffers_changed: bool,
         in_background: bool,
+        is_trained: bool = False,
+        failure: Exception | None = None,
     ) -> None:
         num_means = sum(term.is_mean for term in terms)
-        counts = torch.tensor([len(terms) - num_means, num_means, buffers_changed], dtype=torch.float64, device=device)
+        num_graphs = sum(term.value.requires_grad for term in terms)
+        changed = math.inf if failure is not None else float(buffers_changed)
+        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained]
+        counts = torch.tensor(counts, dtype=torch.float64, device=device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
         for term in terms:
             loss_sum += term.total().to(device)
             weight += torch.as_tensor(term.weight).to(device)
         self._group = group
+        self._failure = failure
         self._vector = torch.cat([torch.stack([loss_sum, weight]), counts])
         self._pending = group.all_reduce(self._vector, async_op=True) if in_background else None
 
@@ -222,13 +239,17 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some were sums, everything weighs nothing, or a weight is not usable.
+            ApplyError: Some losses were means and some were sums, everything weighs nothing, a weight is not usable, no loss has
+                a graph, or another rank has failed.
+            Exception: The failure of this rank.
         """
         if self._pending is None:
             self._group.all_reduce(self._vector)
         else:
             self._pending.wait()
-        loss_sum, weight, num_sums, num_means, changed = self._vector.tolist()
+        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained = self._vector.tolist()
+        if math.isinf(changed):
+            self._raise_failure()
         if num_sums and num_means:
             raise ApplyError(
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "
@@ -245,4 +266,26 @@ class SumExchange:
                 "the weights of all micro-batches on all ranks add up to 0, so the loss of this step is 0 / 0",
                 fix="leave out batches in which nothing counts (all labels ignored, say)",
             )
+        if num_trained and not num_graphs:
+            raise ApplyError(
+                "no loss of this step has a graph, on any rank, while parameters require gradients: nothing would be trained",
+                fix="compute the loss from the outputs themselves, without .detach(), .item() or torch.no_grad()",
+            )
         return Sums(loss_sum, weight, bool(num_sums), bool(changed))
+
+    def _raise_failure(self) -> NoReturn:
+        error = self._failure
+        fix = error.fix if isinstance(error, ApplyError) else None
+        mine = error and [
+            isinstance(error, OtherStageError),
+            f"{getattr(error, 'message', error)}",
+            type(error).__name__,
+            fix,
+        ]
+        told = self._group.all_gather_json(mine, device=self._vector.device)
+        if error is not None and not isinstance(error, OtherStageError):
+            raise error
+        failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
+        _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
+        name = "" if kind in ("ApplyError", "OtherStageError") else f"{kind}: "
+        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error

@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.engine import Engine
 from meshwright.apply.recompute import Recompute
+from meshwright.apply.state_guard import StateGuard
 from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
@@ -27,6 +29,7 @@ from meshwright.run.build import (
     choose_devices,
     require_world,
 )
+from meshwright.run.gate import OptimizerGate, without_backward
 from meshwright.run.loss import LossRule
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
@@ -107,6 +110,9 @@ def apply_plan(
     }
     place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
     sentinels = make_sentinels(engine, place, built, loss_fn, options)
+    if built is not None and (plan.pp > 1 or (plan.zero and plan.dp > 1)):
+        refuse_coupled(built, str(plan))
+    gate = OptimizerGate(built)
     engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,
@@ -119,12 +125,16 @@ def apply_plan(
         max_grad_norm=max_grad_norm,
         non_finite=non_finite,
         sentinels=sentinels,
+        gate=gate,
     )
     if recompute is not None:
         recompute.before = engine.before_layer
     if example_batch is not None:
         stepper.prepare(example_batch)
-    return ParallelModel(plan, world, engine, stepper, recompute)
+    if engine.everyone.size > 1 or engine.num_replicas > 1:
+        gate.shut(module, str(plan))
+    guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
+    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard)
 
 
 def _memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -148,7 +158,14 @@ class ParallelModel:
     """
 
     def __init__(
-        self, plan: Plan, world: World, engine: Engine, stepper: Stepper, recompute: Recompute | None = None
+        self,
+        plan: Plan,
+        world: World,
+        engine: Engine,
+        stepper: Stepper,
+        recompute: Recompute | None = None,
+        *,
+        state_guard: StateGuard | None = None,
     ) -> None:
         self._plan = plan
         self.world = world
@@ -156,6 +173,7 @@ class ParallelModel:
         self.engine = engine
         self.stepper = stepper
         self._recompute = recompute
+        self._state_guard = state_guard
         self.num_steps = 0
         """Calls of `step` so far [count]."""
 
@@ -247,15 +265,20 @@ class ParallelModel:
         """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'.
 
         Under tensor parallelism the ranks that share layers call this together, with the same inputs; under ZeRO-3 all do.
+
+        It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
         """
-        return self.engine.forward(args, kwargs)
+        outputs = self.engine.forward(args, kwargs)
+        has_graph = self._plan.pp == 1 and (self._plan.zero < 2 or self._plan.dp == 1)
+        is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
+        return outputs if has_graph or not is_trained else without_backward(outputs, str(self._plan))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the plain model's state dict: its own FQNs, full CPU tensors, copies; on every rank."""
         module = self.module
         if type(module).__name__ == "OptimizedModule":  # torch.compile's wrapper is not the user's model
             module = module.get_submodule("_orig_mod")
-        with self.engine.whole_parameters():
+        with self.whole_parameters():
             return {
                 name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in module.state_dict().items()
@@ -269,9 +292,18 @@ class ParallelModel:
         """
         return self.engine.full_gradients()
 
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Have every parameter of the module hold its whole value inside; every rank enters it. For reading, not for writing."""
-        return self.engine.whole_parameters()
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Have every parameter of the module hold its whole value inside; every rank enters it.
+
+        For reading and copying. What is written inside, alike on every rank, stays under data parallelism and ZeRO; under
+        tensor and pipeline parallelism it is lost.
+        """
+        with (
+            self.engine.whole_parameters(),
+            contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
+        ):
+            yield
 
     def held_bytes(self) -> dict[str, int]:
         """Return the memory that this rank holds for "parameters", "gradients" and "optimizer" state, as it is now [bytes].
@@ -309,6 +341,9 @@ class ParallelModel:
 
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
+        self.stepper.gate.close()
+        if self._state_guard is not None:
+            self._state_guard.close()
         self.engine.close()
         if self._recompute is not None:
             self._recompute.close()

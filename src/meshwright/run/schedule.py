@@ -40,6 +40,7 @@ class ScheduleExecutor:
 
     def run(self) -> list[LossTerm]:
         """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
+        self._engine.begin_schedule(self._num_parts)
         if not self._num_parts:
             return []
         schedule = self._engine.schedule(self._num_parts)

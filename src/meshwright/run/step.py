@@ -27,14 +27,15 @@ from torch import nn
 
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
-from meshwright.apply.guard import ModelGuard
+from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
-from meshwright.errors import CorruptionError, NonFiniteError
+from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite, unchanged_draws
 from meshwright.run.exchange import Agreement, SumExchange, Sums
+from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
@@ -61,6 +62,7 @@ class Stepper:
         max_grad_norm: Global norm to clip to, or None.
         non_finite: "stop" raises NonFiniteError before the optimizer; "skip" leaves the step out.
         sentinels: What compares the ranks with each other.
+        gate: What lets the optimizer step here alone; None where it may step anywhere.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Stepper:
         max_grad_norm: float | None,
         non_finite: str,
         sentinels: Sentinels,
+        gate: OptimizerGate | None = None,
     ) -> None:
         self.engine = engine
         self.rule = rule
@@ -88,7 +91,8 @@ class Stepper:
         self.non_finite = non_finite
         self.sentinels = sentinels
         self.stop_requested = False
-        self._guard = ModelGuard(engine.module)
+        self.gate = OptimizerGate(None) if gate is None else gate
+        self._watch()
         self._lock = threading.Lock()
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -123,7 +127,8 @@ class Stepper:
                 clip_(engine.gradient_tensors(), norm, self.max_grad_norm)
             on_phase("optimizer")
             if self.optimizer is not None:
-                self.optimizer.step()
+                with self.gate.opened():
+                    self.optimizer.step()
                 engine.finish_step()
         if sums.buffers_changed:
             engine.sync_buffers()
@@ -162,7 +167,12 @@ class Stepper:
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with _in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
-            self._guard = ModelGuard(self.engine.module)  # a strategy may have taken parameters out
+            self._watch()  # a strategy may have taken parameters out
+
+    def _watch(self) -> None:
+        engine = self.engine
+        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
+        self._optimizer_guard = OptimizerGuard(self.optimizer, engine.accept_groups)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -183,7 +193,7 @@ class Stepper:
         return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
     def _agree(self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
-        broken = self._guard.find_change() or self.rule.find_uneven(parts)
+        broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
@@ -199,10 +209,12 @@ class Stepper:
             copies=self.engine.copies,
             sayings=self.sentinels.sayings(batch),
             on_difference=self.sentinels.explain,
+            held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
         )
         if self.sentinels.needs_agreement_first:
             agreement.wait()
-        if broken is not None or (switched is not None and agreement.trainable_changed):
+        may_be_told = switched is not None or isinstance(self.engine, PipelineEngine)
+        if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()
@@ -223,7 +235,12 @@ class Stepper:
             later = engine.group.shares_memory and not engine.exchanges_in_backward
             changed = engine.buffers_changed()
             return SumExchange(
-                engine.loss_group, engine.device, terms, buffers_changed=changed, in_background=not later
+                engine.loss_group,
+                engine.device,
+                terms,
+                buffers_changed=changed,
+                in_background=not later,
+                is_trained=self._guard.is_trained,
             )
 
         lockstep = engine.needs_lockstep
@@ -273,7 +290,16 @@ class Stepper:
         def term_of(module: nn.Module, index: int) -> LossTerm | None:
             return self._loss_term(module, parts[index], weights[index]) if weights[index] else None
 
-        return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+        try:
+            return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
+        except LostPeerError:
+            raise
+        except Exception as error:
+            engine.tell_failure(len(parts))
+            SumExchange(
+                engine.loss_group, engine.device, [], buffers_changed=False, in_background=False, failure=error
+            ).wait()
+            raise
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         kind = self.engine.device.type
@@ -322,7 +348,8 @@ class Stepper:
 
         with engine.whole_parameters():
             finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
-        return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device)
+        guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
+        return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)
 
     def _leave_out(self, snapshot: _Snapshot, error: NonFiniteError) -> None:
         self.engine.leave_out_step()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.pipeline.functions import METADATA, writes_to
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import FAKE_MODE, Meta, Value, make_fake, mark, value_of, values_in
-from meshwright.apply.pipeline.walk import METADATA, writes_to
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.comm._torch_private import PlainCheckpoints

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from torch import nn
 from meshwright.apply.engine import Engine
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
+from meshwright.errors import ApplyError
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -84,7 +88,9 @@ class DataParallelEngine(Engine):
         all_indices = torch.cat(self.group.all_gather_uneven(indices.contiguous()))
         all_values = torch.cat(self.group.all_gather_uneven(values))
         if int(present):
-            summed = torch.sparse_coo_tensor(all_indices.t(), all_values * scale, parameter.shape)
+            summed = torch.sparse_coo_tensor(
+                all_indices.t(), all_values * scale, parameter.shape, check_invariants=False
+            )
             parameter.grad = summed.coalesce()
 
     def sparse_values(self) -> list[torch.Tensor]:
@@ -98,9 +104,54 @@ class DataParallelEngine(Engine):
         return self._read_buffer_versions() != self._buffer_versions
 
     def sync_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, as DDP does: running statistics follow rank 0."""
-        make_copies_equal(self.module.buffers(), self.group)
+        """Copy rank 0's buffers to all ranks, as DDP does: running statistics follow rank 0.
+
+        A buffer that is in no state dict may have another shape on each rank, as a cache of its own batch has: it stays.
+
+        Raises:
+            ApplyError: A buffer of the state dict differs in shape or dtype between ranks, or is on some alone.
+        """
+        make_copies_equal(self._common_buffers(), self.group)
         self._buffer_versions = self._read_buffer_versions()
+
+    def _common_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that all ranks have alike."""
+        kinds = describe_buffers(self.module)
+        if self.group.size > 1:
+            digest = int.from_bytes(hashlib.blake2b(json.dumps(kinds).encode(), digest_size=7).digest())
+            extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+            self.group.all_reduce(extremes, "max")
+            highest, lowest = extremes.tolist()
+            if highest != -lowest:
+                return self._agree_on_buffers(kinds)
+        return list(self.module.buffers())
+
+    def _agree_on_buffers(self, kinds: dict[str, list[Any]]) -> list[torch.Tensor]:
+        everyone = self.group.all_gather_json(kinds, device=self.device)
+        names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+        unequal = [name for name in names if any(theirs.get(name) != everyone[0].get(name) for theirs in everyone)]
+        for name in unequal:
+            if any(theirs[name][2] for theirs in everyone if name in theirs):
+                sizes = "; ".join(
+                    f"rank {rank}: {theirs[name][:2] if name in theirs else 'none'}"
+                    for rank, theirs in zip(self.group.ranks, everyone, strict=True)
+                )
+                raise ApplyError(
+                    f"buffer '{name}' is part of the state dict and differs between the ranks of a batch ({sizes}); buffers "
+                    "follow rank 0",
+                    fix="give it one shape on all ranks, or register it with persistent=False where each may have its own",
+                )
+        return [buffer for name, buffer in self.module.named_buffers() if name not in unequal]
+
+
+def describe_buffers(module: nn.Module) -> dict[str, list[Any]]:
+    """Return FQN -> [shape, dtype, whether it is part of the state dict] of each buffer."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in module.named_modules()
+        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
+    }
+    return {name: [list(b.shape), str(b.dtype), name in kept] for name, b in module.named_buffers()}
 
 
 def names_with_sparse_gradients(module: nn.Module) -> set[str]:

@@ -51,10 +51,10 @@ class DistributedEngine(DataParallelEngine):
         self._overlap = overlap
         self._buckets = self._make_buckets()
 
-    def _make_buckets(self, *, may_be_loose: bool = True) -> GradientBuckets | LooseGradients:
+    def _make_buckets(self) -> GradientBuckets | LooseGradients:
         dense = [(name, parameter) for name, parameter in self.dense_parameters() if parameter.requires_grad]
-        if may_be_loose and self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
-            return LooseGradients([parameter for _, parameter in dense], self.group)
+        if self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
+            return LooseGradients(dense, self.group)
         return GradientBuckets(
             dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap, reducer=self.reducer
         )
@@ -76,8 +76,6 @@ class DistributedEngine(DataParallelEngine):
 
     def begin_step(self) -> None:
         super().begin_step()
-        if isinstance(self._buckets, LooseGradients) and self._buckets.has_hooks:
-            self._buckets = self._make_buckets(may_be_loose=False)  # whose own hooks notice what others do
         self._buckets.begin_step()
 
     def arm(self) -> None:

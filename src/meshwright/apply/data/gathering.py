@@ -11,7 +11,8 @@ one is needed. The first forward is played in the order of registration, the fir
 on the first rank with samples, and afterwards everything as that rank did it in the first step.
 
 A unit is needed when its module is called, or when one of its parameters is looked up anywhere (a tied head, a
-weight that another module multiplies by); in backward, when autograd takes up a tensor that it saved of it.
+weight that another module multiplies by); in backward, when autograd takes up a tensor that it saved of it. Where a rank
+needs one again that it has let go of, the ranks agree on it at the end of the phase: see `requests.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.apply.data.requests import Requests, spare_bytes
 from meshwright.apply.data.score import GATHER, REDUCE, Action, Uses, backward_score, complete, forward_score
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.apply.data.watch import WatchedParameters
+from meshwright.apply.hooks import OwnHook
 from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
@@ -80,10 +82,13 @@ class Gathering:
         self._missing = [0] * len(units)
         # Learned in the first step, then the same on all ranks.
         self._is_learning = True
-        self._keeps_all = self._gathered_bytes() <= _spare_bytes(group, device)
+        self._keeps_all = self._gathered_bytes() <= spare_bytes(group, device)
         self._events: dict[str, list[Action]] = {"forward": [], "backward": []}
         """What this rank did in each phase of the first step, in its order."""
         self._is_over: set[int] = set()
+        self._requests = Requests(group)
+        self._keeps_now = False
+        """Whether this forward goes another way than the score: then nothing is let go of before its end."""
         self.keeps_until_end: set[int] = set()
         """Units that are needed again after their module's forward: they stay whole until the pass is over."""
         order = range(len(self._units))
@@ -109,16 +114,16 @@ class Gathering:
             needed = {name: unit_of[id(p)] for name, p in child._parameters.items() if id(p) in unit_of}
             if needed:
                 self._dicts.append((child, child._parameters))
-                child._parameters = WatchedParameters(child._parameters, needed, self.need)
+                child._parameters = WatchedParameters(
+                    child._parameters, needed, self.need, self._need_all, self._refuse_copy
+                )
         by_owner: dict[int, tuple[nn.Module, list[int]]] = {}
         for index in sorted(self._gathered):
             by_owner.setdefault(id(owners[index]), (owners[index], []))[1].append(index)
         self._units_of = {key: indices for key, (_, indices) in by_owner.items()}
         for owner, indices in by_owner.values():
-            self._hooks.append(owner.register_forward_pre_hook(self._before(indices)))
-            self._hooks.append(owner.register_forward_hook(self._after(indices)))
-        if by_owner:
-            self._hooks.append(self._module.register_state_dict_pre_hook(self._refuse_state_dict))
+            self._hooks.append(owner.register_forward_pre_hook(OwnHook(self._before(indices))))
+            self._hooks.append(owner.register_forward_hook(OwnHook(self._after(indices))))
         for index in sorted(self._trainable - self._gathered):
             for parameter in self._units[index].parameters:
                 if parameter.requires_grad:
@@ -144,7 +149,7 @@ class Gathering:
             if self._is_learning and self._keeps_all:
                 return
             for index in indices:
-                if index not in self.keeps_until_end and not self._aliases(index, outputs):
+                if index not in self.keeps_until_end and not self._keeps_now and not self._aliases(index, outputs):
                     self._let_go(index)
 
         return hook
@@ -153,12 +158,18 @@ class Gathering:
         """Tell whether an output is a view of the unit's own memory, which somebody may read when the unit is gone."""
         return any(self._at_address.get(tensor.untyped_storage().data_ptr()) == index for tensor in tensors_in(outputs))
 
-    def _refuse_state_dict(self, *_: Any) -> None:
+    def _refuse_copy(self) -> None:
         if not self._everything_whole:
             raise ApplyError(
-                "state_dict() of the module would hold no values: under ZeRO-3 a rank has its shards alone",
-                fix="call full_state_dict() of the model that apply_plan returned, on every rank",
+                "a copy of the module would hold no values: under ZeRO-3 a rank has its shards alone",
+                fix="copy it inside `with model.whole_parameters():`, which every rank enters",
             )
+
+    def _need_all(self, indices: Sequence[int]) -> None:
+        """Somebody goes through a module's parameters: in a forward (a penalty in the loss) that is to read their values."""
+        if self._phase == "forward":
+            for index in indices:
+                self.need(index)
 
     def _on_gradient(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -213,9 +224,22 @@ class Gathering:
             while not self._units[index].is_whole and self._place < len(self._score):
                 self._play_next()
             if not self._units[index].is_whole:
-                # Once more after it was let go of: the other ranks do so in the same place, unless their data decides.
-                self._make_whole(index)
+                self._keeps_now = True
+            while not self._units[index].is_whole:
+                self._serve(self._requests.agree(index))
             self._fetch_next()
+
+    def _serve(self, index: int | None) -> None:
+        if index is not None:
+            self.keeps_until_end.add(index)
+            self._make_whole(index)
+
+    def _end_phase(self) -> None:
+        """Play what is left, and then what other ranks ask for."""
+        self._play_rest()
+        while self._gathered and (wanted := self._requests.agree(None)) is not None:
+            self._serve(wanted)
+            self._let_all_go()
 
     def _fetch_next(self) -> None:
         """Start the next gather while this rank computes. It is the next in the score, so the order stays everyone's.
@@ -306,11 +330,12 @@ class Gathering:
         self._let_all_go()  # where the pass before ended in an error
         self._phase, self._score, self._place = "forward", self._scores["forward"], 0
         self._is_over = set()
+        self._keeps_now = False
         self._uses = Uses()
 
     def begin_backward(self) -> None:
         """The forward is over, and its backward begins."""
-        self._play_rest()
+        self._end_phase()
         if self._backward_is_guessed:
             self._learn_backward()
         self._phase, self._score, self._place = "backward", self._scores["backward"], 0
@@ -323,7 +348,7 @@ class Gathering:
         """A micro-batch is over. What this rank did not need is played now, a whole backward too where it ran none."""
         if self._phase == "forward" and torch.is_grad_enabled():
             self.begin_backward()
-        self._play_rest()
+        self._end_phase()
         self._phase = "none"
 
     def seen_gradients(self) -> list[list[bool]]:
@@ -363,6 +388,8 @@ class Gathering:
             yield
         finally:
             self._everything_whole = before
+            for index in self._gathered:
+                self._units[index].keep_changes()
             self._let_all_go()
 
     def close(self) -> None:
@@ -371,14 +398,3 @@ class Gathering:
             hook.remove()
         for owner, plain in self._dicts:
             owner._parameters = plain
-
-
-def _spare_bytes(group: Communicator, device: torch.device) -> int:
-    """Return how much memory every rank can spare for the time of one step: a quarter of what is free [bytes]."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available // group.size
-    least = torch.tensor([free // 4], dtype=torch.int64, device=device)
-    group.all_reduce(least, "min")
-    return int(least)

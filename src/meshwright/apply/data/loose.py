@@ -8,13 +8,16 @@ Python hook for each parameter. The census of `buckets.py` travels with the grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from meshwright.comm._torch_private import foreach_mul_, foreach_norm
 from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -23,25 +26,31 @@ class LooseGradients:
     """The gradients of all trainable parameters of one module, summed in place.
 
     Args:
-        parameters: Those that get dense gradients, in registration order, each once.
+        named_parameters: (FQN, parameter) pairs that get dense gradients, in registration order, each once.
         group: The ranks that hold copies of these parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Communicator) -> None:
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], group: Communicator) -> None:
         self.group = group
-        self.parameters = list(parameters)
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
         self._norm: torch.Tensor | None = None
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether somebody's hook sees gradients before they are summed; such a hook may take one away unseen."""
-        return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
+        self._watched: dict[int, Any] = {}
+        self._taken: set[int] = set()
 
     def begin_step(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.parameters:
+        """Forget the gradients, and watch those that somebody's hook sees before they are summed: it may take one away."""
+        for index, parameter in enumerate(self.parameters):
             parameter.grad = None
+            if getattr(parameter, "_post_accumulate_grad_hooks", None) and index not in self._watched:
+                watch = functools.partial(self._notice, index)
+                self._watched[index] = parameter.register_post_accumulate_grad_hook(watch)
+        self._taken.clear()
         self._norm = None
+
+    def _notice(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            self._taken.add(index)
 
     def arm(self) -> None:
         """Nothing happens before backward has ended."""
@@ -57,9 +66,12 @@ class LooseGradients:
             for parameter, grad in zip(self.parameters, grads, strict=True)
         ]
         # A sum of zeros and ones, exact in every floating dtype as long as there are fewer than 256 ranks.
-        census = torch.tensor(present, dtype=full[0].dtype)
+        census = torch.tensor([*present, bool(self._taken)], dtype=full[0].dtype)
         self.group.all_reduce_together([*(torch.view_as_real(g) if g.is_complex() else g for g in full), _real(census)])
-        used = present if all(present) else [count != 0 for count in census.tolist()]
+        *counts, num_takers = census.tolist()
+        if num_takers:
+            self._raise_taken()
+        used = [count != 0 for count in counts]
         for parameter, grad, was_here, is_used in zip(self.parameters, full, present, used, strict=True):
             if was_here != is_used:
                 parameter.grad = grad if is_used else None
@@ -67,6 +79,15 @@ class LooseGradients:
         if scale != 1.0 and there:
             with torch.no_grad():
                 foreach_mul_(there, scale)
+
+    def _raise_taken(self) -> NoReturn:
+        found = self.group.all_gather_json(sorted(self._taken), device=torch.device("cpu"))
+        rank, index = next((rank, taken[0]) for rank, taken in enumerate(found) if taken)
+        raise ApplyError(
+            f"a hook took the gradient of '{self.names[index]}' away on rank {self.group.ranks[rank]} before the ranks had "
+            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share alone)",
+            fix="remove the hook and pass the optimizer to apply_plan",
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""
@@ -84,7 +105,9 @@ class LooseGradients:
         return [squares.sqrt().to(tensors[0].dtype.to_real() if tensors else torch.float32)]
 
     def close(self) -> None:
-        """Nothing was put on the module."""
+        """Take the hooks off the parameters."""
+        for hook in self._watched.values():
+            hook.remove()
 
 
 def _real(census: torch.Tensor) -> torch.Tensor:

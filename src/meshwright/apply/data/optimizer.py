@@ -1,11 +1,18 @@
-"""Which optimizers may work on pieces of parameters, and giving them the pieces."""
+"""Which optimizers may work on pieces of parameters, or on some of them alone, and giving them the pieces.
+
+torch's own are known. Any other is tried on small parameters, for each group with that group's options: one matrix whole and in
+two pieces, and two parameters in one optimizer against each in one of its own.
+"""
 
 from __future__ import annotations
 
+import collections
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import ApplyError
 
@@ -24,40 +31,153 @@ _PER_ELEMENT = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+_PER_PARAMETER = (*_PER_ELEMENT, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+
+# Gradients of a trial are multiplied by these: a limit on their norm shows at one size or the other, slow statistics in time.
+_SCALES = (1.0, 1e-3, 1e3, 1.0, 1e5, 1.0, 0.1, 10.0) * 2
+_TOLERANCE = (
+    1e-9  # relative; what parameters have to do with each other shows at far more, another order of sums at far less
+)
 
 
 def acts_per_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer treats each element by itself, so that it computes the same on pieces.
-
-    torch's own are known; any other is tried on a small matrix, whole and in two flat pieces.
-    """
+    """Tell whether an optimizer treats each element by itself, in every group, so that it computes the same on pieces."""
     if type(optimizer) in _PER_ELEMENT:
         return True
     try:
-        whole, pieces = _updates(optimizer, cut=False), _updates(optimizer, cut=True)
+        return all(_is_cut_alike(optimizer, group) for group in optimizer.param_groups) and not _couples(optimizer)
     except Exception:  # noqa: BLE001 - somebody's class, which may want anything: then it gets whole matrices
         return False
+
+
+def refuse_coupled(optimizer: torch.optim.Optimizer, plan: str) -> None:
+    """Raise ApplyError where a parameter's update depends on other parameters, of which ranks hold some alone.
+
+    Args:
+        optimizer: The optimizer, before its parameters are dealt out.
+        plan: The plan, for the error.
+    """
+    name = type(optimizer).__name__
+    fix = "use a plan in which each rank holds all parameters (dp, tp with zero=0), or an optimizer without such a statistic"
+    if type(optimizer) in _PER_PARAMETER:
+        return
+    try:
+        is_coupled = _couples(optimizer)
+    except Exception as error:
+        raise ApplyError(
+            f"{name} could not be tried on small parameters ({type(error).__name__}: {error}), and the plan '{plan}' gives "
+            "each rank some of the parameters alone: whether that changes its updates is not known",
+            fix=fix,
+        ) from error
+    if is_coupled:
+        raise ApplyError(
+            f"{name} updates two parameters in one optimizer otherwise than in two (a norm or another statistic over all of "
+            f"them), and the plan '{plan}' gives each rank some of the parameters alone",
+            fix=fix,
+        )
+
+
+def _couples(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a parameter's update depends on what else is in the optimizer: in its group, or in another one."""
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    for group in groups:
+        together, apart = _update(optimizer, [(group, 2)]), []
+        for index in range(2):
+            apart += _update(optimizer, [(group, 2)], only=index)
+        if not _are_close(together, apart):
+            return True
+    if len(groups) < 2:
+        return False
+    together = _update(optimizer, [(group, 1) for group in groups])
+    apart = [t for index in range(len(groups)) for t in _update(optimizer, [(g, 1) for g in groups], only=index)]
+    return not _are_close(together, apart)
+
+
+def _is_cut_alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    whole = torch.cat([t.reshape(-1) for t in _update(optimizer, [(group, 1)])])
+    pieces = torch.cat([t.reshape(-1) for t in _update(optimizer, [(group, 1)], cut=7)])
     return torch.equal(whole, pieces)
 
 
-def _updates(optimizer: torch.optim.Optimizer, *, cut: bool) -> torch.Tensor:
-    """Return a [6, 4] matrix after three steps of such an optimizer."""
+def _are_close(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _update(
+    optimizer: torch.optim.Optimizer,
+    wanted: Sequence[tuple[Mapping[str, Any], int]],
+    *,
+    only: int | None = None,
+    cut: int | None = None,
+) -> list[Tensor]:
+    """Return small parameters after some steps of such an optimizer.
+
+    Args:
+        optimizer: Whose class, options and attributes are used; it is not changed.
+        wanted: Groups, and the number of parameters in each.
+        only: The one parameter, counted over all groups, that there is; None for all of them.
+        cut: Where parameters are cut, flat, into two pieces; None for whole ones.
+    """
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(6, 4, dtype=torch.float64, generator=generator)
-    gradients = [torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
-    flat = matrix.reshape(-1)
-    parts = [flat[:7], flat[7:]] if cut else [matrix]
-    parameters = [nn.Parameter(part) for part in parts]
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
-    twin = type(optimizer)(parameters, **{key: options[key] for key in optimizer.defaults if key in options})
-    for gradient in gradients:
-        flat_gradient = gradient.reshape(-1)
-        for parameter, part in zip(
-            parameters, [flat_gradient[:7], flat_gradient[7:]] if cut else [gradient], strict=True
-        ):
-            parameter.grad = part.clone()
+    groups, gradients, tensors, number = [], [], [], 0
+    for options, count in wanted:
+        members = []
+        for _ in range(count):
+            values, trend, *noise = torch.randn(2 + len(_SCALES), 6, 4, dtype=torch.float64, generator=generator)
+            number += 1
+            if only is not None and only != number - 1:
+                continue
+            pieces = [values] if cut is None else [values.reshape(-1)[:cut], values.reshape(-1)[cut:]]
+            tensors += pieces
+            members += [nn.Parameter(piece) for piece in pieces]
+            # They have a direction in common, as gradients do: some optimizers look for that.
+            steps = [scale * number * (trend + 0.3 * part) for scale, part in zip(_SCALES, noise, strict=True)]
+            if cut is None:
+                gradients.append(steps)
+            else:
+                gradients += [[g.reshape(-1)[:cut] for g in steps], [g.reshape(-1)[cut:] for g in steps]]
+        if members:
+            groups.append({**_options(options), "params": members})
+    before = [tensor.clone() for tensor in tensors]
+    twin = _twin(optimizer, groups)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for step in range(len(_SCALES)):
+        for parameter, steps in zip(parameters, gradients, strict=True):
+            parameter.grad = steps[step].clone()
         twin.step()
-    return matrix
+    if any(torch.equal(old, new) for old, new in zip(before, parameters, strict=True)):
+        raise RuntimeError("step() left parameters as they were; it may work on others than those of its groups")
+    return [parameter.detach() for parameter in parameters]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: _copy(value, {}) for key, value in group.items() if key not in ("params", "param_names")}
+    if "lr" in found and not found["lr"]:
+        found["lr"] = 1e-3  # the first of a warm-up, which would show nothing
+    return found
+
+
+def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class, options and attributes over other parameters, without state or hooks."""
+    twin = object.__new__(type(optimizer))
+    hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+    for name, value in vars(optimizer).items():
+        if name in hooks:
+            twin.__dict__[name] = type(value)()
+        elif name not in ("state", "param_groups", "step"):  # learning rate schedulers put a `step` of their own there
+            twin.__dict__[name] = _copy(value, {id(optimizer): twin})
+    twin.state = collections.defaultdict(dict)
+    twin.param_groups = groups
+    return twin
+
+
+def _copy(value: Any, known: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, known)
+    except Exception:  # noqa: BLE001 - whatever an attribute's own copying raises; it is then shared
+        return value
 
 
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
@@ -85,6 +205,23 @@ def hand_over_pieces(optimizer: torch.optim.Optimizer, pieces: Mapping[int, Sequ
         group["params"][:] = [piece for piece, _ in kept]
         if "param_names" in group:
             group["param_names"][:] = [name for _, name in kept]
+
+
+def refuse_other_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ApplyError where an optimizer's loaded state is of other pieces than those that this rank holds.
+
+    Known of torch's own alone: what they keep is a number, or of the parameter's shape.
+    """
+    if type(optimizer) not in _PER_ELEMENT:
+        return
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ApplyError(
+                    f"the state that was loaded has '{name}' of shape {tuple(value.shape)}, and this rank's piece of that "
+                    f"parameter has {tuple(parameter.shape)}: it was saved under another plan or by another rank",
+                    fix="load a state that this rank's model.optimizer.state_dict() gave under the same plan",
+                )
 
 
 def _names(group: Mapping[str, list[str]]) -> Sequence[str]:

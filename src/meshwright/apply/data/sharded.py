@@ -10,18 +10,18 @@ micro-batches, or one that takes another branch, plays its part with zeros. See 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.data.base import DataParallelEngine
-from meshwright.apply.data.gathering import REDUCE_BYTES, Gathering
-from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, require_fresh
+from meshwright.apply.data.gathering import Gathering
+from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
+from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.comm._torch_private import foreach_norm
 from meshwright.comm.communicator import Communicator
@@ -33,38 +33,6 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 T = TypeVar("T")
-
-WHOLE_BELOW_BYTES = 64 * 2**10
-"""A layer with fewer parameters than this stays whole under ZeRO-3: to gather it would take longer than it saves [bytes].
-Norms, biases and small heads; DeepSpeed keeps parameters below 1e5 elements (its stage3_param_persistence_threshold)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """What is sharded, and over whom.
-
-    Args:
-        zero: 1, 2 or 3.
-        shards: The ranks that hold one copy of the model between them.
-        replicas: The ranks that hold the same segment as this one.
-        prefetches: Whether the next unit may be gathered while this one computes.
-        whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
-        offload: Whether the optimizer works in the host's memory.
-        compress: What gradients are sent as: between replicas where there are any, else between shards.
-        per_step: Whether values are gathered once before a step's first micro-batch and gradients reduced once after its last:
-            in a pipeline forwards and backwards of several micro-batches take turns.
-        reduce_bytes: Gradients of layers that are always whole are summed when so many are there [bytes].
-    """
-
-    zero: int
-    shards: Communicator
-    replicas: Communicator
-    prefetches: bool = True
-    whole_below: int = WHOLE_BELOW_BYTES
-    offload: bool = False
-    compress: str = "none"
-    per_step: bool = False
-    reduce_bytes: int = REDUCE_BYTES
 
 
 class ShardedEngine(DataParallelEngine):
@@ -87,6 +55,8 @@ class ShardedEngine(DataParallelEngine):
         self.units: list[FlatUnit] = []
         self._owners: list[nn.Module] = []
         self._gathering: Gathering | None = None
+        self._keep_whole = False
+        self._hooks: list[Any] = []
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut the parameters into units that suit the optimizer, and give it this rank's pieces.
@@ -94,17 +64,65 @@ class ShardedEngine(DataParallelEngine):
         Raises:
             ApplyError: The optimizer has state already.
         """
-        keep_whole = False
+        self._keep_whole = False
         if optimizer is not None:
             require_fresh(optimizer)
-            keep_whole = not acts_per_element(optimizer)
-        self._make_units(keep_whole=keep_whole)
+            self._keep_whole = not acts_per_element(optimizer)
+        self._make_units(keep_whole=self._keep_whole)
         if optimizer is not None:
-            held = {id(p): [] for unit in self.units for p in unit.parameters}
-            for unit in self.units:
-                for piece in unit.pieces:
-                    held[id(unit.parameters[piece.span.index])].append(piece.tensor)
-            hand_over_pieces(optimizer, held)
+            hand_over_pieces(optimizer, self._held_pieces())
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
+
+    def _held_pieces(self) -> dict[int, list[nn.Parameter]]:
+        held: dict[int, list[nn.Parameter]] = {id(p): [] for unit in self.units for p in unit.parameters}
+        for unit in self.units:
+            for piece in unit.pieces:
+                held[id(unit.parameters[piece.span.index])].append(piece.tensor)
+        return held
+
+    @property
+    def holds_parts(self) -> bool:
+        return any(unit.is_gathered and not unit.is_whole for unit in self.units)
+
+    @property
+    def reads_as_nan(self) -> str:
+        if not self.holds_parts:
+            return ""
+        return (
+            "under ZeRO-3 a parameter that was put aside reads as NaN once its layer is over: a loss_fn has to look "
+            "parameters up through the module each time, by module.parameters() for example"
+        )
+
+    @property
+    def fixes_memory(self) -> bool:
+        return True
+
+    def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
+        """Give groups that were added with whole parameters this rank's pieces of them."""
+        held = self._held_pieces()
+        if not self._keep_whole and not acts_per_element(optimizer):
+            return ApplyError(
+                f"a group of {type(optimizer).__name__} was added or changed whose options need whole matrices, and "
+                f"zero={self.sharding.zero} has cut them, as the groups that were there allowed it",
+                fix="give apply_plan an optimizer that has this group from the start",
+            )
+        hand_over_pieces(optimizer, held)
+        own = {id(piece) for pieces in held.values() for piece in pieces} | {id(p) for p in self._sparse}
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if len({id(parameter) for parameter in params}) < len(params):
+            return ApplyError(
+                f"a group of {type(optimizer).__name__} was added with parameters that another group holds already",
+                fix="add each parameter once",
+            )
+        strange = [parameter for parameter in params if id(parameter) not in own]
+        if not strange:
+            return None
+        return ApplyError(
+            f"{len(strange)} parameters of {type(optimizer).__name__}, one of shape {tuple(strange[0].shape)} for example, are "
+            f"not of this model, and zero={self.sharding.zero} sums no gradients for them",
+            fix="add parameters that model.parameters() has",
+        )
 
     def _make_units(self, *, keep_whole: bool) -> None:
         zero = self.sharding.zero
@@ -183,6 +201,7 @@ class ShardedEngine(DataParallelEngine):
     def begin_step(self) -> None:
         super().begin_step()
         for unit in self.units:
+            unit.take_writes()
             unit.begin_step()
         self._gather_for_step()
 
@@ -275,9 +294,12 @@ class ShardedEngine(DataParallelEngine):
             seen = gathering.seen_gradients()
             present = [[a or b for a, b in zip(*pair, strict=True)] for pair in zip(present, seen, strict=True)]
         flags = [flag for unit in present for flag in unit]
-        census = torch.tensor([*flags, *late, *keeps], dtype=torch.float32, device=self.device)
+        recast = next((name for unit in self.units if (name := unit.find_recast()) is not None), None)
+        census = torch.tensor([*flags, *late, *keeps, recast is not None], dtype=torch.float32, device=self.device)
         self.group.all_reduce(census)
-        found = [count > 0 for count in census.tolist()]
+        *found, is_recast = [count > 0 for count in census.tolist()]
+        if is_recast:
+            self._raise_recast(recast)
         if gathering is not None:
             for unit, is_late in zip(self.units, found[len(flags) :], strict=False):
                 if is_late:
@@ -287,6 +309,15 @@ class ShardedEngine(DataParallelEngine):
                     gathering.keeps_until_end.add(index)
             gathering.learn()
         return found[: len(flags)]
+
+    def _raise_recast(self, mine: str | None) -> NoReturn:
+        names = self.group.all_gather_json(mine, device=self.device)
+        name = next(name for name in names if name is not None)
+        raise ApplyError(
+            f"a forward changed the dtype of parameter '{name}' (module.to(...) inside of it, say), and "
+            f"zero={self.sharding.zero} keeps values and gradients in the memory that they had when the plan was applied",
+            fix="build the model with that parameter in the dtype that its forward wants, or use zero=0",
+        )
 
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
         return self._piece_gradients() + self.sparse_values()
@@ -363,6 +394,8 @@ class ShardedEngine(DataParallelEngine):
         return held
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
         if self._gathering is not None:
             self._gathering.close()
 

@@ -76,6 +76,8 @@ class FlatUnit:
         """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
         self._whole_gradients: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
+        self.recast: str | None = None
+        """A parameter whose gradient came in another dtype than its own was when the plan was applied."""
         self._settling: Exchange | None = None
         self._coming: tuple[torch.Tensor, Pending] | None = None
         self.expect([True] * len(self.parameters))
@@ -111,6 +113,14 @@ class FlatUnit:
         if keep_whole:
             values = values.as_strided(self._shapes[span.index], self._strides[span.index])
         return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
+
+    def find_recast(self) -> str | None:
+        """Return a parameter whose gradient has another dtype than the unit, or None."""
+        dtype = self.segment.dtype
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if (grad := parameter.grad) is not None and grad.dtype != dtype:
+                return name
+        return self.recast
 
     @property
     def is_trainable(self) -> bool:
@@ -148,6 +158,25 @@ class FlatUnit:
         self.flat = self._coming = None
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
+
+    def keep_changes(self) -> None:
+        """Take over what was written into whole values of a gathered unit: this rank's segment of it."""
+        if self.flat is not None and self.is_gathered:
+            begin = self.group.group_rank * self.layout.segment_numel
+            own = self.flat[begin : begin + self.layout.segment_numel]
+            if not torch.equal(own, self.segment):
+                with torch.no_grad():
+                    self.segment.copy_(own)
+                    self.master.copy_(self.segment)
+
+    def take_writes(self) -> None:
+        """With `offload`, take over what was written into the values since the optimizer's last step."""
+        if not self.offload or self.is_gathered or self.segment.data_ptr() == self.master.data_ptr():
+            return
+        here = self.segment if self.segment.device == self.master.device else self.segment.to("cpu")
+        if not torch.equal(here, self.master):
+            with torch.no_grad():
+                self.master.copy_(here)
 
     def spread(self) -> None:
         """After the optimizer: give every rank the new values of all segments."""
@@ -203,6 +232,9 @@ class FlatUnit:
         if grad is None:
             return torch.zeros(numel, dtype=self.segment.dtype, device=self.segment.device)
         grad = grad.detach()
+        if grad.dtype != self.segment.dtype:
+            self.recast = self.names[index]  # refused once all ranks know; until then the exchange must not differ
+            grad = grad.to(self.segment.dtype)
         if grad.stride() != tuple(self._strides[index]) and numel > 0:
             ordered = grad.new_empty(numel).as_strided(self._shapes[index], self._strides[index])
             grad = ordered.copy_(grad)

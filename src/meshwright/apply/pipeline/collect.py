@@ -29,7 +29,7 @@ class Collector:
     def tensor(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the pipe's rank `source`; elsewhere one, fake perhaps, of the same shape and dtype is given."""
         if source == self._pipe.group_rank:
-            result = tensor.detach().contiguous()
+            result = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
             result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
         if result.numel():

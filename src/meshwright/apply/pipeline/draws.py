@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
 __all__: list[str] = []
 
-_State = tuple[torch.Tensor, torch.Tensor | None]
 _NOTHING = contextlib.nullcontext()
 
 
@@ -19,15 +21,19 @@ class Draws:
     Args:
         seed: Equal on all ranks of a pipeline, another for another share of the batch.
         device: Whose generator layers may draw from, beside the CPU's.
-        apart: Whether code between layers draws at all; else nothing is done here.
+        apart: Whether the code between layers is known to draw; else its draws are noticed one by one.
+        python: Whether it draws from Python's or NumPy's generator, too.
     """
 
-    def __init__(self, seed: int, device: torch.device, *, apart: bool) -> None:
+    def __init__(self, seed: int, device: torch.device, *, apart: bool, python: bool = False) -> None:
         self._generator = torch.Generator().manual_seed(seed % 2**63)
-        self._device = device
+        self.device = device
         self.apart = apart
+        self._python = python
         self._step_seed = 0
-        self._own: _State | None = None
+        self._micro_batch = 0
+        self._own: Any = None
+        self._common: Any = None
 
     def begin_step(self) -> None:
         """Take another seed for what is drawn between layers."""
@@ -41,16 +47,40 @@ class Draws:
 
     def between_layers(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """Draw from the common stream of a micro-batch inside."""
-        return self._between_layers(micro_batch) if self.apart else _NOTHING
+        self._micro_batch, self._common = micro_batch, None
+        return self._between_layers() if self.apart or self._python else _NOTHING
 
     def inside_layer(self) -> contextlib.AbstractContextManager[None]:
         """Draw from this rank's own stream inside, which a forward that is under way has put aside."""
         return _NOTHING if self._own is None else self._inside_layer(self._own)
 
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function between layers that draws, where nobody knew that it would: from the common stream."""
+        if self.apart or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        own = self._read_torch()
+        if self._common is None:
+            torch.manual_seed(self._seed)
+        else:
+            self._set_torch(self._common)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._common = self._read_torch()
+            self._set_torch(own)
+
+    @property
+    def _seed(self) -> int:
+        return (self._step_seed + 0x9E3779B97F4A7C15 * (self._micro_batch + 1)) % 2**63
+
     @contextlib.contextmanager
-    def _between_layers(self, micro_batch: int) -> Iterator[None]:
+    def _between_layers(self) -> Iterator[None]:
         self._own = self._read()
-        torch.manual_seed((self._step_seed + 0x9E3779B97F4A7C15 * (micro_batch + 1)) % 2**63)
+        if self.apart:
+            torch.manual_seed(self._seed)
+        if self._python:
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
         try:
             yield
         finally:
@@ -58,7 +88,7 @@ class Draws:
             self._own = None
 
     @contextlib.contextmanager
-    def _inside_layer(self, own: _State) -> Iterator[None]:
+    def _inside_layer(self, own: Any) -> Iterator[None]:
         common = self._read()
         self._set(own)
         try:
@@ -67,10 +97,33 @@ class Draws:
             self._own = self._read()
             self._set(common)
 
-    def _read(self) -> _State:
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+    def _read(self) -> Any:
+        return self._read_torch() if self.apart else None, read_python() if self._python else None
 
-    def _set(self, state: _State) -> None:
+    def _set(self, state: Any) -> None:
+        of_torch, of_python = state
+        if of_torch is not None:
+            self._set_torch(of_torch)
+        if of_python is not None:
+            random.setstate(of_python[0])
+            np.random.set_state(of_python[1])
+
+    def _read_torch(self) -> Any:
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+    def _set_torch(self, state: Any) -> None:
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
+            torch.cuda.set_rng_state(state[1], self.device)
+
+
+def read_python() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's global generators."""
+    return random.getstate(), np.random.get_state(legacy=True)
+
+
+def python_moved(before: tuple[Any, Any]) -> bool:
+    """Tell whether Python's or NumPy's generator has drawn since `read_python` gave this."""
+    now = read_python()
+    (_, keys, place, *_), (_, old_keys, old_place, *_) = now[1], before[1]
+    return now[0] != before[0] or place != old_place or not np.array_equal(keys, old_keys)

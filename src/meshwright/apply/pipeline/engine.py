@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,19 +13,25 @@ from torch import Tensor, nn
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
+from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.outer import OuterEngine
 from meshwright.apply.pipeline import stages
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.flow import Flow, observe
+from meshwright.apply.pipeline.early_copies import EarlyCopies
+from meshwright.apply.pipeline.flow import Flow
 from meshwright.apply.pipeline.holding import Holding, keep_only
-from meshwright.apply.pipeline.interception import Interception, UnderWay
+from meshwright.apply.pipeline.interception import Interception, UnderWay, refuse_compiled
+from meshwright.apply.pipeline.observation import observe
+from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post
+from meshwright.apply.pipeline.scene import Scene
 from meshwright.apply.pipeline.shapes import Shapes, make_twins
-from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.pipeline.stage import Stage, boundary_name
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
+from meshwright.apply.pipeline.values import value_of
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
@@ -37,6 +44,9 @@ from meshwright.spec import Plan
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+_LIVES = itertools.count()
+"""Pipelines of this process so far; rank 0's number is that of all ranks."""
 
 
 class PipelineEngine(OuterEngine):
@@ -79,6 +89,7 @@ class PipelineEngine(OuterEngine):
             everyone,
             f"pp={pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
         )
+        refuse_compiled(module)
         self.pipe = pipe
         self._loss_group = loss_group
         self._plan = plan
@@ -94,9 +105,13 @@ class PipelineEngine(OuterEngine):
         self._draws: Draws
         self._tied: TiedGradients
         self._under_way = UnderWay()
+        self._copies_before = EarlyCopies(module)
         self._stages: dict[int, Stage] = {}
+        self._shapes: Shapes
+        self._own_state: OwnState | None = None
         self.stage_map: stages.StageMap
-        self._post = Post(pipe, self.schedule(1).rank_of_stage, plan.num_stages)
+        schedule = self.schedule(1)
+        self._post = Post(pipe, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pipe.group_rank))
         if tensor is None:
             make_copies_equal(self.parameters, everyone)
             make_copies_equal(module.buffers(), everyone)
@@ -134,21 +149,19 @@ class PipelineEngine(OuterEngine):
         closed = set[str]() if layout is None else closed_units(layout)
         told = tell_everyone(self._everyone, self.device, run, lambda run: self._observe(run, closed).to_json())
         flow = Flow.from_json(told)
-        if flow.reads:
-            raise ApplyError(
-                f"the forward reads numbers between its layers: {'; '.join(flow.reads[:3])}; every stage would need them before "
-                "they are computed",
-                fix="decide by the inputs, or inside a layer; or use pp=1",
-            )
+        flow.refuse()
+        self._copies_before.end()
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
     def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
-        buffers = BufferSnapshot(self.module)
+        # Buffers, and what the forward counts or collects in attributes: no rank may be ahead of the others.
+        buffers, attributes = BufferSnapshot(self.module), Scene((), {}, self.module.named_modules())
         # What is cut afterwards must not have a graph, which knows parameters' shapes.
         module = self.module if self._tensor is None else copy_module(self.module, Tensor.detach)
         try:
             return observe(module, run, num_stages=self._plan.num_stages, closed=closed)
         finally:
+            attributes.restore()
             buffers.restore()
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
@@ -158,18 +171,23 @@ class PipelineEngine(OuterEngine):
         stage_map = stages.cut(self.module, flow, ranks, self._plan.stages, together)
         self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
-        shapes = Shapes({} if layout is None else make_twins(self.module, flow.units))
-        seed = self.pipe.all_gather_json(torch.initial_seed(), device=self.device)[0]
-        self._draws = Draws(seed, self.device, apart=flow.draws)
+        around = _modules_around(self.module, flow.units)
+        twins = {} if layout is None else make_twins(self.module, flow.units)
+        self._shapes = Shapes(twins, lambda _: around)
+        seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
+        self._post.life = life
+        self._draws = Draws(seed, self.device, apart=flow.draws, python=flow.draws_python)
+        self._own_state = OwnState([module for _, module in around]) if len(own) > 1 else None
         self._stages = {
             index: Stage(
                 index,
                 self.module,
                 stage_map,
-                shapes=shapes,
+                shapes=self._shapes,
                 post=self._post,
                 draws=self._draws,
                 under_way=self._under_way,
+                own_state=self._own_state,
             )
             for index in own
         }
@@ -197,7 +215,7 @@ class PipelineEngine(OuterEngine):
             self._tensor.adopt_optimizer(self._optimizer)
             self._tensor.cut(restrict(layout, stage_map, own, tensors))
             self._inner = self._tensor
-        self._interception = Interception(self.module, flow.units, self._under_way)
+        self._interception = Interception(self.module, flow.units, [child for _, child in around], self._under_way)
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with the stage of each layer, and each stage's share of the work."""
@@ -247,10 +265,36 @@ class PipelineEngine(OuterEngine):
                 self._tensor.set_streams(self._streams.pop((stage, micro_batch)))
             self._stages[stage].backward(micro_batch, root)
 
+    def begin_schedule(self, num_micro_batches: int) -> None:
+        """Make sure that all ranks of the pipeline have as many micro-batches; a later stage would wait for ever else.
+
+        Raises:
+            ApplyError: They have not.
+        """
+        if self._post.has_notes(self.device):
+            self._post.compare_counts(num_micro_batches)
+        self._copies_before.refuse_used()
+
+    def tell_failure(self, num_micro_batches: int) -> None:
+        """Tell the other stages that this rank has failed: they may wait for it. What is under way belongs to another life."""
+        if self._post.has_notes(self.device):
+            self._post.fail(num_micro_batches)
+        self._post.forget()
+        self._post.life += 1
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
+
+    def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
+        if not self.is_prepared:
+            return super().accept_groups(optimizer)
+        return ApplyError(
+            f"groups of {type(optimizer).__name__} were changed, and pp={self.pipe.size} has dealt the parameters out: "
+            "module.parameters() has this rank's alone, and which ones a script means by their place is not known",
+            fix="give apply_plan all groups from the start, and switch requires_grad or lr of a group between steps",
+        )
 
     def begin_step(self) -> None:
         self._post.forget()
@@ -258,6 +302,8 @@ class PipelineEngine(OuterEngine):
         for stage in self._stages.values():
             stage.forget()
         self._draws.begin_step()
+        if self._own_state is not None:
+            self._own_state.begin_step()
         self.inner.begin_step()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,6 +334,8 @@ class PipelineEngine(OuterEngine):
 
     def finish_gradients(self, scale: float) -> None:
         self._post.finish()
+        if self._own_state is not None:
+            self._own_state.end_step()
         if self._plan.zero and self._plan.dp > 1:  # there a rank is left with pieces
             self._tied.sum()
             self.inner.finish_gradients(scale)
@@ -299,6 +347,26 @@ class PipelineEngine(OuterEngine):
         squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
         self.pipe.all_reduce(squares)
         return squares
+
+    # -- inspections --------------------------------------------------------------------------------------------
+
+    def begin_inspection(self, number: int) -> str | None:
+        """Have the inputs of one stage checked for what was sent, or a part of the engine inside; they take turns."""
+        inner = self.inner.begin_inspection(number // 2) if number % 2 == 0 else None
+        if inner is not None or not self._post.has_notes(self.device):
+            return inner
+        inspected = 1 + number // 2 % (self._plan.num_stages - 1)
+        for stage in self._stages.values():
+            stage.inspects = inspected
+        return boundary_name(inspected)
+
+    def end_inspection(self) -> Sequence[Finding]:
+        found = list(self.inner.end_inspection())
+        for stage in self._stages.values():
+            stage.inspects = -1
+            found += stage.findings
+            stage.findings = []
+        return found
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -313,13 +381,44 @@ class PipelineEngine(OuterEngine):
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
 
+    def refresh_trainable(self) -> None:
+        """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""
+        told: dict[str, bool] = {}
+        for states in self.pipe.all_gather_json(self.trainable_states(), device=self.device):
+            told |= states
+        self._holding.set_trainable(told)
+        self._shapes.forget(told)
+        self.inner.refresh_trainable()
+
+    def trainable_states(self) -> dict[str, bool]:
+        """Return `requires_grad` of each parameter that this rank holds, by FQN."""
+        return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
+
     def _spread_buffers(self) -> None:
-        """Give every rank each unit's buffers as the rank has them that runs its last call."""
+        """Give every rank each buffer as that rank has it which writes it last: a unit's, the one of its last call."""
         schedule = self.schedule(1)
+        for name, child in _modules_around(self.module, tuple(self.stage_map.calls)):
+            for key in [key for key, buffer in child._buffers.items() if buffer is not None]:
+                self._spread_own_buffer(name, key)
         for name, calls in self.stage_map.calls.items():
             for buffer in self.module.get_submodule(name).buffers():
                 if buffer.numel():
                     buffer.copy_(self._collector.tensor(buffer, schedule.rank_of_stage(calls[-1])))
+
+    def _spread_own_buffer(self, name: str, key: str) -> None:
+        """Give every rank a buffer of the model's own forward, as the stage has it that computes it."""
+        buffers = self.module.get_submodule(name)._buffers
+        buffer = buffers[key]
+        value = None if buffer is None else value_of(buffer)
+        if buffer is None or value is None or value.home is None or not buffer.numel():
+            return
+        if self._own_state is not None and value.home in self._stages:
+            self._own_state.enter(value.home)
+            buffer = buffers[key] if buffers[key] is not None else buffer
+        with torch.no_grad():
+            new = self._collector.tensor(buffer, self.schedule(1).rank_of_stage(value.home))
+            if value.home not in self._stages:
+                buffer.copy_(new)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         return self._collector.gradients(self._holding.all, self.inner.full_gradients())
@@ -327,10 +426,14 @@ class PipelineEngine(OuterEngine):
     def begin_forward(self) -> None:
         self._post.forget()
         self._draws.begin_forward()
+        if self._own_state is not None:
+            self._own_state.begin_step()
         self.inner.begin_forward()
 
     def end_forward(self) -> None:
         self._post.finish()
+        if self._own_state is not None:
+            self._own_state.end_step()
         self.inner.end_forward()
 
     def close(self) -> None:
@@ -338,3 +441,9 @@ class PipelineEngine(OuterEngine):
             self._interception.close()
             self._inner.close()
             self._holding.close()
+
+
+def _modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are no part of a unit: their code runs on every stage."""
+    inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
+    return [(name, child) for name, child in module.named_modules() if id(child) not in inside]

@@ -65,6 +65,12 @@ class Holding:
             owner._parameters.clear()
             owner._parameters.update(parameters)
 
+    def set_trainable(self, states: Mapping[str, bool]) -> None:
+        """Have `requires_grad` of the parameters that this rank does not hold as the ranks have it that do."""
+        for name, parameter in self.absent.items():
+            parameter.requires_grad_(states.get(name, parameter.requires_grad))
+            mark(parameter, Value(None, None, None, StandIn(Meta.of(parameter))))
+
     @contextlib.contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Have the module whole inside, with these values for what this rank does not hold."""

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.apply.pipeline.frames import COUNT, FAILED, FRAME_BYTES, Note, read_note
 from meshwright.apply.pipeline.values import Meta
 from meshwright.comm.communicator import Communicator, Pending
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+_LIFE = 2**20
+"""Tags of one life of a pipeline: what an error left behind is not taken for a message of the next [count]."""
+_OTHER_WAY_FIX = (
+    "let nothing but the batch decide which layers run, equally on all ranks; pass an example_batch= that takes every branch; "
+    "or use pp=1"
+)
+
+
+class OtherStageError(ApplyError):
+    """Another stage has failed, and this one waited for it."""
 
 
 class Post:
@@ -24,48 +38,188 @@ class Post:
         group: The ranks of one pipeline.
         rank_of_stage: Stage -> the group's rank that holds it.
         num_stages: Stages [count].
+        own: The stages of this rank.
     """
 
-    def __init__(self, group: Communicator, rank_of_stage: Callable[[int], int], num_stages: int) -> None:
+    def __init__(
+        self, group: Communicator, rank_of_stage: Callable[[int], int], num_stages: int, own: tuple[int, ...]
+    ) -> None:
         self.group = group
+        self.life = 0
+        """Number of this pipeline among those of its ranks, and of its failures: equal on all of them."""
+        self.own = own
         self._rank_of = [rank_of_stage(stage) for stage in range(num_stages)]
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
+        self._notes: deque[tuple[Any, Tensor]] = deque()
         self._boxes: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+
+    def has_notes(self, device: torch.device) -> bool:
+        """Tell whether notes travel beside tensors: on a GPU they would make the host wait for each of them."""
+        return device.type == "cpu" and self.group.size > 1
+
+    def is_elsewhere(self, stage: int) -> bool:
+        """Tell whether a stage is on another rank."""
+        return self._rank_of[stage] != self.group.group_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages [count]."""
+        return len(self._rank_of)
 
     def _tag(self, source: int, target: int, micro_batch: int, *, is_gradient: bool) -> int:
         num = len(self._rank_of)
-        return (((micro_batch * num) + source) * num + target) * 2 + is_gradient
+        place = (((micro_batch * num) + source) * num + target) * 2 + is_gradient
+        return (self.life % 1024) * _LIFE + place % _LIFE
 
     def send(self, tensor: Tensor, *, source: int, target: int, micro_batch: int, is_gradient: bool) -> None:
         """Start to send a tensor from a stage of this rank to another."""
         tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
         rank = self._rank_of[target]
         if rank == self.group.group_rank:
-            self._boxes[tag].append(tensor)
+            self._boxes[tag].append(tensor if is_gradient else tensor.clone())  # the stage may write over it
             return
-        tensor = tensor.contiguous()
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if tensor.numel():
             self._under_way.append((self.group.send(tensor, rank, tag), tensor))
         while self._under_way and self._under_way[0][0].is_done:
             self._under_way.popleft()
 
     def receive(self, meta: Meta, *, source: int, target: int, micro_batch: int, is_gradient: bool) -> Tensor:
-        """Return the next tensor that another stage sends to one of this rank: contiguous, or the sender's own."""
+        """Return the next tensor that another stage sends to one of this rank: contiguous, and of its own memory.
+
+        Raises:
+            OtherStageError: The other stage has failed.
+            ApplyError: It has sent something else.
+        """
         tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
         rank = self._rank_of[source]
         if rank == self.group.group_rank:
             return self._boxes[tag].popleft()
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
-        if tensor.numel():
+        if not tensor.numel():
+            return tensor
+        try:
             self.group.receive(tensor, rank, tag)
+        except RuntimeError as error:
+            if "bytes with tag" not in str(error):
+                raise
+            raise _unexpected(error, meta, source, target, micro_batch, is_gradient=is_gradient) from error
+        if tensor.nbytes >= FRAME_BYTES and tensor.device.type == "cpu" and not self._refuses_lengths(tensor.nbytes):
+            note = read_note(tensor.view(-1).view(torch.uint8))
+            if note is not None:
+                raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
         return tensor
+
+    def _refuses_lengths(self, num_bytes: int) -> bool:
+        """Tell whether a note in place of so many bytes would have been an error already."""
+        return self.group.shares_memory and num_bytes != FRAME_BYTES
+
+    # -- notes --------------------------------------------------------------------------------------------------
+
+    def send_note(self, note: Note, *, source: int, target: int, micro_batch: int, is_gradient: bool = False) -> None:
+        """Send a note to a stage on another rank, behind what went there before. The ledger counts tensors alone."""
+        group = self.group.process_group
+        if group is None:
+            return
+        tensor = note.to_tensor()
+        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
+        self._notes.append((group.send([tensor], self._rank_of[target], tag), tensor))
+        while self._notes and self._notes[0][0].is_completed():
+            self._notes.popleft()
+
+    def receive_note(self, *, source: int, target: int, micro_batch: int) -> Note | None:
+        """Return the note that comes next from a stage on another rank; None where a tensor came."""
+        group = self.group.process_group
+        if group is None:
+            return None
+        tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        tag = self._tag(source, target, micro_batch, is_gradient=False)
+        try:
+            self.group.run_waiting("receive", lambda: group.recv([tensor], self._rank_of[source], tag).wait())
+        except RuntimeError as error:
+            if "bytes with tag" not in str(error):
+                raise
+            return None
+        note = read_note(tensor)
+        if note is not None and note.kind == FAILED:
+            raise OtherStageError(f"stage {source} has failed, and stage {target} waited for it")
+        return note
+
+    def compare_counts(self, num_micro_batches: int) -> None:
+        """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
+
+        Raises:
+            ApplyError: They differ.
+        """
+        group, rank = self.group.process_group, self.group.group_rank
+        if group is None:
+            return
+        tag = (self.life % 1024) * _LIFE + _LIFE - 1
+        if rank + 1 < self.group.size:
+            tensor = Note(COUNT, 0, num_micro_batches).to_tensor()
+            self._notes.append((group.send([tensor], rank + 1, tag), tensor))
+        if rank > 0:
+            tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
+            note = read_note(tensor)
+            if note is None or note.num_calls != num_micro_batches:
+                theirs = "another number of" if note is None else note.num_calls
+                raise ApplyError(
+                    f"rank {self.group.ranks[rank - 1]} has {theirs} micro-batches and rank {self.group.ranks[rank]} has "
+                    f"{num_micro_batches}: all ranks of a pipeline take the same share of a batch",
+                    fix="give them the same batch: meshwright.split_batch(batch, model), or make_loader",
+                )
+
+    def fail(self, num_micro_batches: int) -> None:
+        """Tell all stages of other ranks, wherever they may wait for one of this rank, that it will not come."""
+        for micro_batch in range(max(num_micro_batches, 1)):
+            for source in self.own:
+                for target in range(self.num_stages):
+                    if self.is_elsewhere(target):
+                        note = Note(FAILED, 0)
+                        self.send_note(
+                            note, source=source, target=target, micro_batch=micro_batch, is_gradient=target < source
+                        )
+
+    def finish_tensors(self) -> None:
+        """Return when the tensors that were sent have left."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
 
     def finish(self) -> None:
         """Return when everything that was sent has left."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        self.finish_tensors()
+        while self._notes:
+            self._notes.popleft()[0].wait()
 
     def forget(self) -> None:
         """Forget what a step that ended in an error has left behind."""
         self._under_way.clear()
+        self._notes.clear()
         self._boxes.clear()
+
+
+def _unexpected(
+    error: RuntimeError | None, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
+) -> ApplyError:
+    what = "the gradient of a tensor" if is_gradient else "a tensor"
+    if error is None or f"sent {FRAME_BYTES} bytes" in str(error):
+        return OtherStageError(
+            f"stage {target} waits for {what} of shape {list(meta.shape)} of stage {source} in micro-batch {micro_batch}, which "
+            "has ended its forward without sending one, or failed",
+            fix=_OTHER_WAY_FIX,
+        )
+    return ApplyError(
+        f"stage {target} waits for {what} of shape {list(meta.shape)}, {meta.dtype}, of stage {source} in micro-batch "
+        f"{micro_batch}, and something else came ({error}): the stages took different ways through the forward",
+        fix=_OTHER_WAY_FIX,
+    )
+
+
+def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str) -> ApplyError:
+    """Return the error of two stages whose forwards of one micro-batch were not the same."""
+    return ApplyError(
+        f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
+        f"called {theirs}, stage {stage} {mine}, or the code between them used other tensors",
+        fix=_OTHER_WAY_FIX,
+    )

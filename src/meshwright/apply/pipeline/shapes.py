@@ -1,21 +1,24 @@
-"""What calls give that this stage does not run: shapes, found by running them without numbers, once for each kind of call."""
+"""Shapes of what calls give that other stages run, found by running them without numbers, once for each kind of call."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.apply.buffers import buffer_slots
-from meshwright.apply.pipeline.values import FAKE_MODE, Meta, StandIn, describe, make_fake, replace_tensors, value_of
+from meshwright.apply.pipeline.remembered import Encoder, Known
+from meshwright.apply.pipeline.scene import Scene, substitute_call
+from meshwright.apply.pipeline.values import FAKE_MODE, Meta, describe, make_fake, replace_tensors, value_of
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.comm._torch_private import FakeTensorError
-from meshwright.describe.tree import tensors_in
+from meshwright.describe.tree import LEAVES, tensors_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -36,62 +39,88 @@ class Shapes:
     """Results of calls, without their values.
 
     A call whose code needs numbers is run for real, on zeros in place of what other stages compute: masks and lengths that come
-    of the inputs alone are what they are.
+    of the inputs alone are what they are. The numbers of these decide shapes then, and are part of what is remembered.
 
     Args:
         twins: Unit's name -> a copy without values that is run in its place: the unit itself may be cut, and exchange.
+        scope: Unit's name -> (name, module) whose attributes a call of it may write, beside the unit's own.
     """
 
-    def __init__(self, twins: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, twins: Mapping[str, nn.Module], scope: Callable[[str], Sequence[tuple[str, nn.Module]]] = lambda _: ()
+    ) -> None:
         self._twins = twins
+        self._scope = scope
         self._known: dict[Any, Known] = {}
-        self._needs_numbers: set[str] = set()
+        self._needs_numbers: set[Any] = set()
+
+    def forget(self, trainable: Mapping[str, bool]) -> None:
+        """Forget everything that was found: `requires_grad` of parameters, by FQN, is another now."""
+        self._known.clear()
+        for name, twin in self._twins.items():
+            for own, parameter in twin.named_parameters():
+                fqn = f"{name}.{own}" if name else own
+                parameter.requires_grad_(trainable.get(fqn, parameter.requires_grad))
 
     def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Return what is known of such a call of a unit, without running anything."""
-        return self._look_up(self._key(name, module, args, kwargs))
+        return self._look_up(self._key_of_unit(name, module, args, kwargs))
 
     def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Known:
         """Run a call of a unit on tensors without values, or on zeros where its code needs numbers, and remember what it gave."""
-        is_training = module.training
+        key = self._key_of_unit(name, module, args, kwargs)
         twin = self._twins.get(name)
-        if twin is not None:
-            module, forward = twin.train(is_training), type(twin).forward
+        scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
+        if twin is None:
+            scope += self._scope(name)
+        else:
+            twin.train(module.training)
+            module, forward = twin, type(twin).forward
+            scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
+        scene = Scene(args, kwargs, scope)
         run = functools.partial(forward, module)
         if name not in self._needs_numbers:
             try:
-                found = _run_fake(run, args, kwargs, module)
+                return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
             except _NeedsNumbersError:
                 self._needs_numbers.add(name)
-            else:
-                return self._remember(self._key(name, module, args, kwargs), found)
-        return self._remember(self._key(name, module, args, kwargs), _run_on_zeros(run, args, kwargs, module))
+                key = self._key_of_unit(name, module, args, kwargs)
+        return self._remember(key, _run_watched(scene, run, (args, kwargs), module, _zeros))
 
-    def _key(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (name, module.training, torch.is_grad_enabled(), describe(args), describe(kwargs))
-        if name not in self._needs_numbers:
-            return key
-        numbers = _small_integers((args, kwargs))
-        return None if numbers is None else (key, numbers)
+        return self._with_numbers(key, name, args, kwargs)
+
+    def _with_numbers(self, key: Any, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = numbers_in((args, kwargs), most=_SMALL if what in self._needs_numbers else 1)
+        if numbers is None:
+            return None
+        return (key, numbers) if numbers else key
 
     def of_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
     ) -> Known:
         """Return the results of a torch function."""
         key = (func, torch.is_grad_enabled(), describe(args), describe(kwargs))
-        known = self._look_up(key)
-        return known if known is not None else self._remember(key, _find_of_function(func, args, kwargs, home))
+        full = self._with_numbers(key, func, args, kwargs)
+        known = self._look_up(full)
+        if known is not None:
+            return known
+        results, needs_numbers = _find_of_function(func, args, kwargs, home)
+        if needs_numbers and func not in self._needs_numbers:
+            self._needs_numbers.add(func)
+            full = self._with_numbers(key, func, args, kwargs)
+        return self._remember(full, Known(replace_tensors(results, Meta.of)))
 
     def _look_up(self, key: Any) -> Known | None:
         try:
-            return self._known.get(key)
+            return self._known.get(key) if key is not None else None
         except TypeError:  # an argument that cannot be hashed
             return None
 
-    def _remember(self, key: Any, results: Any) -> Known:
-        known = Known(replace_tensors(results, Meta.of))
+    def _remember(self, key: Any, known: Known) -> Known:
         if key is not None:
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
@@ -100,43 +129,18 @@ class Shapes:
         return known
 
 
-class Known:
-    """Results of a call, with a description in place of each tensor."""
-
-    __slots__ = ("_tree",)
-
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-
-    def make(self, tensor_of: Callable[[Meta], Tensor]) -> Any:
-        """Return the results with tensors made of their descriptions, in containers of their own."""
-        return _with_tensors(self._tree, tensor_of)
-
-
-def _with_tensors(tree: Any, tensor_of: Callable[[Meta], Tensor]) -> Any:
-    if isinstance(tree, Meta):
-        return tensor_of(tree)
-    if isinstance(tree, dict):
-        values = {key: _with_tensors(item, tensor_of) for key, item in tree.items()}
-        return values if type(tree) is dict else type(tree)(**values)
-    if isinstance(tree, (list, tuple)):
-        items = [_with_tensors(item, tensor_of) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in dataclasses.fields(tree) if field.init]
-        return dataclasses.replace(tree, **{name: _with_tensors(getattr(tree, name), tensor_of) for name in names})
-    return tree
-
-
-def _find_of_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None) -> Any:
+def _find_of_function(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
+) -> tuple[Any, bool]:
+    """Return the results of a torch function, and whether they follow the numbers that it is given."""
     if func is torch.autograd.grad:
-        return _like_inputs(*args, **kwargs)
+        return _like_inputs(*args, **kwargs), False
     try:
-        return _run_fake(func, args, kwargs)
+        return _run_fake(func, *_with_stand_ins((args, kwargs), make_fake)), False
     except _NeedsNumbersError as error:
-        results = _run_on_zeros(func, args, kwargs)
+        results = _run_plain(func, *_with_stand_ins((args, kwargs), _zeros))
         if any(True for _ in tensors_in(results)):
-            return results
+            return results, True
         raise ReadsValueError(
             f"the code between the layers calls {getattr(func, '__name__', func)}() on a tensor that stage {home} "
             f"computes, and every other stage would need its numbers ({error})",
@@ -157,33 +161,20 @@ def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def _runnable(module: nn.Module | None, make: Callable[[Meta], Tensor]) -> Iterator[None]:
-    """Have a module run on copies of its buffers, and on something made for each stand-in that it keeps.
+def _own_buffers(module: nn.Module) -> Iterator[None]:
+    """Have a module run on copies of its buffers.
 
     Running statistics count their batches, fake or not. They are not even written back: a backward of the same rank's own may
-    still need them untouched. A hook may have computed a weight (weight_norm) of parameters that are not here.
+    still need them untouched.
     """
-    if module is None:
-        yield
-        return
     buffers = [(owner, name, getattr(owner, name)) for owner, name in buffer_slots(module)]
-    kept = [
-        (vars(owner), name, value)
-        for owner in module.modules()
-        for name, value in vars(owner).items()
-        if isinstance(value, StandIn)
-    ]
     for owner, name, tensor in buffers:
         owner._buffers[name] = tensor.clone()
-    for attributes, name, value in kept:
-        attributes[name] = make(Meta.of(value))
     try:
         yield
     finally:
         for owner, name, tensor in buffers:
             owner._buffers[name] = tensor
-        for attributes, name, value in kept:
-            attributes[name] = value
 
 
 def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
@@ -196,12 +187,61 @@ def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
     return replace_tensors(tree, stand_in)
 
 
-def _run_fake(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
-) -> Any:
-    args, kwargs = _with_stand_ins((args, kwargs), make_fake)
+def _run_watched(
+    scene: Scene,
+    run: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    module: nn.Module,
+    make: Callable[[Meta], Tensor],
+) -> Known:
+    """Run a call on what `make` gives for other stages' tensors, and leave everything as it was."""
+    made: dict[int, Tensor] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        if value is None and isinstance(tensor, nn.Parameter):
+            return tensor
+        if id(tensor) not in made:
+            if value is not None or make is make_fake:
+                made[id(tensor)] = make(Meta.of(tensor if value is None else value.any))
+            else:
+                made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
     try:
-        with _runnable(module, make_fake), FAKE_MODE:
+        scene.replace(stand_in)
+        new_args, new_kwargs = substitute_call(*call, stand_in)
+        given = [stand_in(tensor) for tensor in scene.given]
+        versions = [tensor._version for tensor in given]
+        with _own_buffers(module):
+            results = (_run_fake if make is make_fake else _run_plain)(run, new_args, new_kwargs)
+        encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
+        writes = [
+            (place, Meta.of(tensor))
+            for place, (tensor, version) in enumerate(zip(given, versions, strict=True))
+            if tensor._version != version
+        ]
+        return Known(encoder.results(results), tuple(scene.effects(encoder.written)), tuple(writes))
+    finally:
+        scene.restore()
+
+
+_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a call that fails on fake tensors: it is run on zeros then."""
+    was_disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        _FAKE_LOGGER.disabled = was_disabled
+
+
+def _run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        with FAKE_MODE, _quiet():
             return func(*args, **kwargs)
     except FakeTensorError as error:
         raise _NeedsNumbersError(type(error).__name__) from error
@@ -209,6 +249,12 @@ def _run_fake(
         if "data is not allocated" in str(error):  # C++ code that reads a tensor's numbers
             raise _NeedsNumbersError("data is not allocated") from error
         raise
+
+
+def _run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        return func(*args, **kwargs)
 
 
 def _like_inputs(_outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> tuple[Tensor, ...]:
@@ -224,24 +270,47 @@ _SMALL = 4096
 """Integers that are compared to tell whether two calls are alike [count]."""
 
 
-def _small_integers(tree: Any) -> tuple[Any, ...] | None:
-    """Return the numbers in the integer tensors that every stage has: lengths, offsets; None where they are too many."""
-    own = [tensor for tensor in tensors_in(tree) if value_of(tensor) is None]
-    exact = [tensor for tensor in own if not tensor.is_floating_point() and not tensor.is_complex()]
-    if sum(tensor.numel() for tensor in exact) > _SMALL:
+def numbers_in(tree: Any, most: int) -> tuple[Any, ...] | None:
+    """Return the numbers in the integer tensors that every stage has: lengths, offsets; None where they are too many.
+
+    Args:
+        tree: Arguments.
+        most: Tensors of more elements are left out where this is 1: what is no single number decides no size by itself.
+    """
+    found: list[Tensor] = []
+    _find_integers(tree, found)
+    if not found:
+        return ()
+    if most == 1:
+        found = [tensor for tensor in found if tensor.numel() == 1]
+    elif sum(tensor.numel() for tensor in found) > most:
         return None
-    return tuple(str(tensor.tolist()) for tensor in exact)
+    return tuple(str(tensor.tolist()) for tensor in found)
+
+
+def _find_integers(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        is_exact = not tree.dtype.is_floating_point and not tree.dtype.is_complex
+        if is_exact and value_of(tree) is None:
+            found.append(tree)
+    elif type(tree) in (tuple, list):
+        for item in tree:
+            _find_integers(item, found)
+    elif type(tree) is dict:
+        for item in tree.values():
+            _find_integers(item, found)
+    elif type(tree) is slice:
+        _find_integers((tree.start, tree.stop, tree.step), found)
+    elif type(tree) not in LEAVES:
+        found += [t for t in tensors_in(tree) if value_of(t) is None and t.dtype in _EXACT]
+
+
+_EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def _zeros(meta: Meta) -> Tensor:
     zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-    return zeros.requires_grad_() if meta.requires_grad else zeros
-
-
-def _run_on_zeros(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
-) -> Any:
-    args, kwargs = _with_stand_ins((args, kwargs), _zeros)
-    devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
-    with _runnable(module, _zeros), torch.random.fork_rng(devices):
-        return func(*args, **kwargs)
+    if not meta.requires_grad:
+        return zeros
+    with torch.enable_grad():
+        return zeros.requires_grad_().clone()  # no leaf: code may write over it

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
+from meshwright.apply.finding import Finding
 from meshwright.apply.pipeline.draws import Draws
+from meshwright.apply.pipeline.frames import DIGEST, END, Note, digest_of
 from meshwright.apply.pipeline.interception import UnderWay
-from meshwright.apply.pipeline.post import Post
+from meshwright.apply.pipeline.own_state import OwnState
+from meshwright.apply.pipeline.post import Post, other_way
 from meshwright.apply.pipeline.shapes import ReadsValueError, Shapes
 from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import Meta, value_of
 from meshwright.apply.pipeline.walk import Walk
+from meshwright.apply.pipeline.way import Way
 
 __all__: list[str] = []
 
@@ -28,9 +33,10 @@ T = TypeVar("T")
 class _Passed:
     """What the forward of a micro-batch leaves for its backward."""
 
-    sent: list[tuple[Tensor, int]]
+    sent: list[tuple[GradientEdge, Meta, int]]
     received: list[tuple[Tensor, int]]
     split: SplitBackward | None
+    way: Way
 
 
 class Stage:
@@ -44,6 +50,7 @@ class Stage:
         post: The way to the other stages.
         draws: Random numbers.
         under_way: Where to say which forward is under way.
+        own_state: State of the code between layers, where several stages of this rank walk it; else None.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Stage:
         post: Post,
         draws: Draws,
         under_way: UnderWay,
+        own_state: OwnState | None = None,
     ) -> None:
         self.index = index
         self._module = module
@@ -66,6 +74,12 @@ class Stage:
         self._passed: dict[int, _Passed] = {}
         self._rest: dict[int, list[Rest]] = {}
         self._under_way = under_way
+        self._own_state = own_state
+        self._has_notes = post.has_notes(draws.device)
+        self.inspects = -1
+        """The stage whose inputs are checked for what was sent, or -1."""
+        self.findings: list[Finding] = []
+        """What was found in the inputs of this one."""
 
     def forward(self, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool = False) -> T | None:
         """Run this stage's part of a forward; tensors of other stages are fake in what is returned.
@@ -73,10 +87,13 @@ class Stage:
         None where the loss reads numbers that other stages have, and needs nothing of this one. `in_halves` says how its
         backward will be run.
         """
-        mail = _Mail(self._post, self.index, micro_batch)
-        walk = Walk(self.index, self._map.stage_of, self._shapes, mail, self._draws)
+        mail = _Mail(self, self._post, micro_batch)
+        way = Way(micro_batch, is_training=self._module.training)
+        walk = Walk(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk
         split = SplitBackward() if in_halves and torch.is_grad_enabled() else None
+        if self._own_state is not None:
+            self._own_state.enter(self.index)
         try:
             with self._draws.between_layers(micro_batch), split or contextlib.nullcontext(), walk:
                 result = run(self._module)
@@ -86,13 +103,42 @@ class Stage:
             result = None
         finally:
             self._under_way.walk = None
+        walk.settle_buffers()
+        self._end_forward(micro_batch, way)
         if torch.is_grad_enabled():
             self._passed[micro_batch] = _Passed(
-                [(tensor, stage) for tensor, stage in walk.sent if tensor.requires_grad],
-                [(leaf, stage) for leaf, stage in walk.received if leaf.requires_grad],
-                split,
+                walk.sent, [(leaf, stage) for leaf, stage in walk.received if leaf.requires_grad], split, way
             )
+        else:
+            self._check_way(micro_batch, way)
         return result
+
+    def _end_forward(self, micro_batch: int, way: Way) -> None:
+        """Tell the later stages which way the forward took; one that waits for more learns that it will not come."""
+        if not self._has_notes:
+            return
+        note = Note(END, way.digest, way.num_calls, way.last)
+        for target in range(self.index + 1, self._map.num_stages):
+            if self._post.is_elsewhere(target):
+                self._post.send_note(note, source=self.index, target=target, micro_batch=micro_batch)
+
+    def _check_way(self, micro_batch: int, way: Way) -> None:
+        """Refuse a forward that took another way on another stage.
+
+        Raises:
+            ApplyError: It did.
+        """
+        if not self._has_notes:
+            return
+        names = list(self._map.calls)
+        for source in range(self.index):
+            if not self._post.is_elsewhere(source):
+                continue
+            note = self._post.receive_note(source=source, target=self.index, micro_batch=micro_batch)
+            if note is None or note.digest != way.note_digest:
+                mine = _way_text(way.num_calls, way.last, names)
+                theirs = "more" if note is None else _way_text(note.num_calls, note.last, names)
+                raise other_way(self.index, source, micro_batch, mine, theirs)
 
     def home_of(self, tensor: Tensor) -> int:
         """Return the stage that computes a tensor which `forward` returned; for what every stage has the last one."""
@@ -107,6 +153,7 @@ class Stage:
             root: The loss and its gradient, on the stage that computes it.
         """
         passed = self._passed.pop(micro_batch)
+        self._check_way(micro_batch, passed.way)
         roots, gradients = self._gather_gradients(passed, micro_batch)
         if root is not None:
             roots.append(root[0])
@@ -116,24 +163,24 @@ class Stage:
         elif roots and passed.split is not None:
             self._rest[micro_batch] = passed.split.backward(roots, gradients)
         for leaf, stage in passed.received:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradient = leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad
             self._post.send(gradient, source=self.index, target=stage, micro_batch=micro_batch, is_gradient=True)
 
     def run_rest(self, micro_batch: int) -> None:
         """Run the half of a backward that nobody waits for."""
         run_rest(self._rest.pop(micro_batch, []))
 
-    def _gather_gradients(self, passed: _Passed, micro_batch: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _gather_gradients(self, passed: _Passed, micro_batch: int) -> tuple[list[Any], list[Tensor]]:
         """Return each tensor that went to other stages, once, and the sum of the gradients that came back for it."""
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
-        for tensor, stage in passed.sent:
-            meta = Meta.of(tensor)
+        sums: dict[tuple[int, int], tuple[GradientEdge, Tensor]] = {}
+        for edge, meta, stage in passed.sent:
             gradient = self._post.receive(
                 meta, source=stage, target=self.index, micro_batch=micro_batch, is_gradient=True
             )
-            known = sums.get(id(tensor))
-            sums[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
-        return [tensor for tensor, _ in sums.values()], [gradient for _, gradient in sums.values()]
+            key = (id(edge.node), edge.output_nr)
+            known = sums.get(key)
+            sums[key] = (edge, gradient if known is None else known[1] + gradient)
+        return [edge for edge, _ in sums.values()], [gradient for _, gradient in sums.values()]
 
     def forget(self) -> None:
         """Forget what a step that ended in an error has left behind."""
@@ -141,20 +188,52 @@ class Stage:
         self._rest.clear()
 
 
+def _way_text(num_calls: int, last: int, names: list[str]) -> str:
+    if not num_calls:
+        return "no layer"
+    name = f", the last one '{names[last]}'" if 0 <= last < len(names) else ""
+    return f"{num_calls} layers{name}"
+
+
 class _Mail:
     """The post of one stage for one micro-batch's forward."""
 
     __slots__ = ("_micro_batch", "_post", "_stage")
 
-    def __init__(self, post: Post, stage: int, micro_batch: int) -> None:
-        self._post = post
+    def __init__(self, stage: Stage, post: Post, micro_batch: int) -> None:
         self._stage = stage
+        self._post = post
         self._micro_batch = micro_batch
 
     def send(self, tensor: Tensor, stage: int) -> None:
-        self._post.send(tensor, source=self._stage, target=stage, micro_batch=self._micro_batch, is_gradient=False)
+        source, micro_batch = self._stage.index, self._micro_batch
+        self._post.send(tensor, source=source, target=stage, micro_batch=micro_batch, is_gradient=False)
+        if stage == self._stage.inspects and self._post.is_elsewhere(stage):
+            note = Note(DIGEST, digest_of(tensor))
+            self._post.send_note(note, source=source, target=stage, micro_batch=micro_batch)
 
     def receive(self, meta: Meta, stage: int) -> Tensor:
-        return self._post.receive(
-            meta, source=stage, target=self._stage, micro_batch=self._micro_batch, is_gradient=False
-        )
+        target, micro_batch = self._stage.index, self._micro_batch
+        tensor = self._post.receive(meta, source=stage, target=target, micro_batch=micro_batch, is_gradient=False)
+        if target == self._stage.inspects and self._post.is_elsewhere(stage):
+            note = self._post.receive_note(source=stage, target=target, micro_batch=micro_batch)
+            if tensor.numel() and (note is None or note.digest != digest_of(tensor)):
+                self._stage.findings.append(
+                    Finding(
+                        part=boundary_name(target),
+                        difference=1.0,
+                        tolerance=0.0,
+                        text=f"bytes of a tensor of shape {list(tensor.shape)} that stage {stage} sent in micro-batch "
+                        f"{micro_batch}, by a digest, with what stage {target} has received",
+                    )
+                )
+        return tensor
+
+    def flush(self) -> None:
+        """Return when what was sent has left, and may be written over."""
+        self._post.finish_tensors()
+
+
+def boundary_name(stage: int) -> str:
+    """Return the name of the inputs that a stage gets of others, as a part that can be inspected."""
+    return f"boundary of stage {stage}"

@@ -24,12 +24,26 @@ class StageMap:
         calls: Unit's name -> the stage of its first, second, ... call; one that was not called lies with its neighbour.
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
+        leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
+        takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
+        opens: Units whose calls use tensors inside of objects that they are given.
+        numbers: Unit's name -> its number among the units.
     """
 
     num_stages: int
     calls: Mapping[str, tuple[int, ...]]
     holders: Mapping[str, tuple[int, ...]]
     shares: tuple[float, ...]
+    leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    opens: frozenset[str] = frozenset()
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def number_of(self, unit: str) -> int:
+        """Return a unit's number, equal on all ranks."""
+        if not self.numbers:
+            self.numbers.update((name, number) for number, name in enumerate(self.calls))
+        return self.numbers[unit]
 
     def stage_of(self, unit: str, before: int) -> int:
         """Return the stage of a unit's call, `before` of which came before; a call more than was seen runs with the last."""
@@ -113,6 +127,9 @@ def cut(
         calls={name: tuple(found) for name, found in by_unit.items()},
         holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
+        leaves=flow.leaves,
+        takes=flow.takes,
+        opens=frozenset(flow.opens),
     )
 
 

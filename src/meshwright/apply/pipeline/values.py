@@ -8,9 +8,12 @@ stage runs the same forward.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +36,7 @@ class Value:
         stand_in: What the user's code holds in its place, where it is not; it may have been received since.
     """
 
-    __slots__ = ("home", "owner", "real", "sent_to", "stand_in")
+    __slots__ = ("heir", "home", "is_stale", "owner", "real", "sent_to", "stand_in")
 
     def __init__(self, owner: object, home: int | None, real: Tensor | None, stand_in: Tensor | None) -> None:
         self.owner = owner
@@ -41,6 +44,10 @@ class Value:
         self.real = real
         self.stand_in = stand_in
         self.sent_to: set[int] = set()
+        self.heir: Value | None = None
+        """What a later forward knows of the same tensor."""
+        self.is_stale = False
+        """Whether its memory was written over under another name, after a stage got a copy."""
 
     @property
     def any(self) -> Tensor:
@@ -170,10 +177,16 @@ FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def make_fake(meta: Meta) -> Tensor:
-    """Return a leaf of this description on which torch's functions can be run, to see what description their results have."""
+    """Return a tensor of this description on which torch's functions can be run, to see what description their results have.
+
+    It is no leaf where it requires a gradient: code may write over it.
+    """
     with FAKE_MODE:
         tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-    return tensor.requires_grad_() if meta.requires_grad else tensor
+        if meta.requires_grad:
+            with torch.enable_grad():
+                tensor = tensor.requires_grad_().clone()
+    return tensor
 
 
 def describe(tree: Any) -> Any:
@@ -196,4 +209,25 @@ def describe(tree: Any) -> Any:
         return ("slice", describe(tree.start), describe(tree.stop), describe(tree.step))
     if dataclasses.is_dataclass(kind):
         return (kind, *[describe(getattr(tree, field.name, None)) for field in dataclasses.fields(tree)])
-    return kind
+    return (kind, _describe_object(tree))
+
+
+_NUMBERS = (numbers.Number, np.generic, enum.Enum, str, range, frozenset)
+
+
+def _describe_object(item: Any) -> Any:
+    """Return what tells apart two objects of one class: their value, or the plain attributes that they have."""
+    if isinstance(item, _NUMBERS):
+        return item
+    if isinstance(item, (np.ndarray, set)):
+        return str(item)
+    if callable(item):
+        return item
+    attributes = getattr(item, "__dict__", None)
+    if not attributes:
+        return None
+    return tuple((key, describe(value)) for key, value in attributes.items() if _is_plain(value))
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, Tensor) or type(item) in LEAVES or type(item) in (list, tuple)

@@ -12,124 +12,37 @@ and branches that the inputs decide need nothing of their own.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.apply.pipeline.bookkeeping import Bookkeeping, Mail
 from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.shapes import Known, Shapes
+from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
+from meshwright.apply.pipeline.remembered import Known
+from meshwright.apply.pipeline.scene import places_of_call, substitute, substitute_call, tensors_of_call
+from meshwright.apply.pipeline.shapes import Shapes
+from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import (
     Meta,
     StandIn,
-    StrayValueError,
     Value,
     mark,
     replace_tensors,
     value_of,
     values_in,
 )
-from meshwright.apply.tensor.slices import make_whole
+from meshwright.apply.pipeline.way import Way
+from meshwright.apply.pipeline.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
-from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-
-class Mail(Protocol):
-    """How a stage sends and receives."""
-
-    def send(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor to another stage."""
-        ...
-
-    def receive(self, meta: Meta, stage: int) -> Tensor:
-        """Return the next tensor from another stage."""
-        ...
-
-
-_METADATA = {
-    "dim",
-    "size",
-    "stride",
-    "numel",
-    "nelement",
-    "element_size",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "is_signed",
-    "storage_offset",
-    "get_device",
-    "__len__",
-    "__hash__",
-    "__repr__",
-    "__format__",
-    "requires_grad_",
-    "register_hook",
-}
-METADATA = frozenset(
-    {
-        *(getattr(torch.Tensor, name) for name in _METADATA),
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "ndim",
-                "requires_grad",
-                "layout",
-                "is_cuda",
-                "is_cpu",
-                "is_meta",
-                "is_sparse",
-                "is_nested",
-                "is_quantized",
-                "is_mkldnn",
-                "is_leaf",
-                "itemsize",
-                "nbytes",
-                "output_nr",
-                "_version",
-            )
-        ),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
-"""What a tensor tells without its values: nothing is exchanged for it."""
-
-
-_AUGMENTED = frozenset(
-    f"__{name}__"
-    for name in (
-        "setitem",
-        "set",
-        *(f"i{kind}" for kind in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
-        *(f"i{kind}" for kind in ("and", "or", "xor", "lshift", "rshift")),
-    )
-)
-
-
-def writes_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a function writes over; None for one that makes a new tensor."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    is_in_place = (
-        name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
-    )
-    if is_in_place and args and isinstance(args[0], Tensor):
-        return args[0]
-    return None
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -140,32 +53,29 @@ def _holds_tensors(module: nn.Module) -> bool:
     )
 
 
-class Walk(TorchFunctionMode):
+class Walk(Bookkeeping):
     """A stage's forward of one micro-batch, under way. The forward runs inside.
 
     Args:
         stage: The stage.
-        stage_of: (unit's name, how many calls of it came before) -> the stage that runs the call.
+        stage_map: Which stage runs what.
         shapes: What calls give, of which only the shapes are wanted.
         mail: How to reach the other stages.
         draws: What layers draw from, apart from the code between them.
+        module: The model.
+        way: Where the forward's way is noted.
     """
 
     def __init__(
-        self, stage: int, stage_of: Callable[[str, int], int], shapes: Shapes, mail: Mail, draws: Draws
+        self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
     ) -> None:
-        super().__init__()
-        self.stage = stage
-        self.sent: list[tuple[Tensor, int]] = []
-        """(tensor with its graph, stage it went to), in the order of sending."""
-        self.received: list[tuple[Tensor, int]] = []
-        """(leaf, stage it came from), in the order of receipt."""
+        super().__init__(stage, mail, module)
         self.outputs: Any = None
         """What the model has returned, once it has; after that the loss is computed."""
-        self._stage_of = stage_of
+        self._stage_map = stage_map
         self._shapes = shapes
-        self._mail = mail
         self._draws = draws
+        self._way = way
         self._calls: Counter[str] = Counter()
         self.is_paused = False
         self._checkpoints = 0  # of the user's own, around what runs now
@@ -182,6 +92,15 @@ class Walk(TorchFunctionMode):
     def _note_checkpoint(self, enters: bool) -> None:
         # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
         self._checkpoints += 1 if enters else -1
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Run a user's hook inside: on one rank alone, maybe."""
+        self._way.in_hook += 1
+        try:
+            yield
+        finally:
+            self._way.in_hook -= 1
 
     def paused(self) -> _Paused:
         """Run what is inside as if nobody watched."""
@@ -208,41 +127,110 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         """Run one call of a unit, or stand in for it."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            values = self._own_values(args, kwargs)
+            places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
+            given = tensors_of_call(args, kwargs, places)
+            taken = self._stage_map.takes.get(name)
+            if taken:
+                places = [*places, *places_of_slots(self._module, taken)]
+                given = tensors_of_call(args, kwargs, places)
+            values = self._own_values(given, {})
             stage = self._place_of_call(name, module, values)
+            self._way.call(self._stage_map.number_of(name), stage, values)
             if stage != self.stage:
                 self._send_all(values, stage)
-                known = self._shapes.of_unit(name, module, args, kwargs)
+                known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
             else:
                 known = None
                 if any(value.stand_in is not None for value in values):
-                    args, kwargs = replace_tensors((args, kwargs), self._real_if_known)
-        if known is not None:
-            return self._stand_in(known, stage)
-        if stage != self.stage:
+                    for value in values:
+                        self.real(value)  # in the order in which they are sent
+                    substitute(places, self._real_if_known)
+                    args, kwargs = substitute_call(args, kwargs, self._real_if_known)
+                    given = [self._real_if_known(tensor) for tensor in given]
+                if any(value.sent_to for value in values):
+                    self._mail.flush()  # the layer may write over it
+        if stage == self.stage:
+            return self._run_unit(name, module, forward, (args, kwargs), given)
+        if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
-            return self._stand_in(known, stage)
+        return self._repeat_unit(name, known, stage, (args, kwargs))
+
+    def _run_unit(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        given: list[Tensor],
+    ) -> Any:
+        args, kwargs = call
+        with without_function_modes():
+            given = [*given, *tensors_of_call(args, kwargs, places_of_call(args, kwargs))]
+            versions = [_version_of(tensor) for tensor in given]
         with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
                 outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
             else:
                 outputs = forward(module, *args, **kwargs)
-        return self._mark_own(outputs) if isinstance(outputs, Tensor) else map_tensors(outputs, self._mark_own)
+        with without_function_modes():
+            for tensor, version in zip(given, versions, strict=True):
+                if _version_of(tensor) != version:
+                    self._note_written(tensor, self.stage)
+            old, held = {id(tensor) for tensor in given}, {id(place) for _, place in places_of_call(args, kwargs)}
+            for tensor in written_tensors(call, self._module, self._stage_map.leaves.get(name, ())):
+                known = value_of(tensor)
+                if id(tensor) not in old and (known is None or known.owner is not self):
+                    self._mark_own(tensor)
+            return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
+
+    def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
+        with without_function_modes():
+            given: list[Tensor] = []
+            if known.writes or known.effects:
+                given = tensors_of_call(*call, places_of_call(*call))
+            for place, meta in known.writes:
+                self._write_remote(given[place], meta, stage)
+        if known.effects:
+            refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
+
+        def make(meta: Meta) -> Tensor:
+            tensor = StandIn(meta)
+            return mark(tensor, Value(self, stage, None, tensor))
+
+        return known.repeat(make, given, call, self._module.get_submodule)
+
+    def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
+        """Mark a result of a layer; one that was there before, an input or a buffer, gets a name of its own."""
+        if tensor.grad_fn is None or id(tensor) in given or value_of(tensor) is not None:
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+            tensor = tensor.view_as(tensor) if is_plain else tensor
+        return self._mark_own(tensor)
 
     def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
         """Return the stage of the next call of a unit, which takes these."""
-        stage = self._stage_of(name, self._calls[name])
+        stage = self._stage_map.stage_of(name, self._calls[name])
         self._calls[name] += 1
         latest = max((value.home for value in values if value.home is not None), default=stage)
         if (latest > stage or self._draws.apart) and not _holds_tensors(module):
             return latest  # a dropout that serves several layers, of which chance may have left some out this time
+        if latest > stage and latest in self._stage_map.calls[name] and not any(True for _ in module.buffers()):
+            return (
+                latest  # it lies there, too, for another of its calls; this batch makes others than the first one did
+            )
         if latest > stage:
             raise ApplyError(
                 f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
-                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run",
+                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
+                "example_batch= to apply_plan with which every layer runs as often as it ever will",
             )
         return stage
+
+    def end_model(self, outputs: Any) -> None:
+        """Take note of what the model has returned; now comes the loss."""
+        self.outputs = outputs
+        self._way.is_over = True
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
@@ -262,12 +250,13 @@ class Walk(TorchFunctionMode):
             return func(*args, **kwargs)
         values = self._own_values(args, kwargs)
         if not values:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
         home = max((value.home for value in values if value.home is not None), default=None)
+        self._way.between(home, values)
+        if func in DIFFERENTIATES:
+            refuse_gradient(func, args, kwargs)
         target = writes_to(func, args, kwargs)
         if home == self.stage or (home is None and all(value.real is not None for value in values)):
-            if target is not None:
-                self._make_writable(target)
             given: Any = (args, kwargs)
             if any(value.stand_in is not None for value in values):
                 given = replace_tensors(given, self._real_if_known)
@@ -281,72 +270,27 @@ class Walk(TorchFunctionMode):
     def _run_here(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
     ) -> Any:
-        result = func(*args, **kwargs)
         if target is None:
+            result = func(*args, **kwargs)
             return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
         known = value_of(target)
-        if known is None or known.owner is not self:
-            mark(target, Value(self, home, target, None))
-        else:
-            known.home, known.sent_to = home, set()
+        if known is not None and known.sent_to:
+            self._mail.flush()
+        result = func(*args, **kwargs)
+        self._note_written(target, home)
         return target if isinstance(result, Tensor) else result
-
-    def _make_writable(self, target: Tensor) -> None:
-        """Give a received tensor, which is a leaf, a copy that may be written over."""
-        value = value_of(target)
-        if value is not None and value.owner is self and value.home != self.stage:
-            value.real = self.real(value).clone()
 
     def _write_elsewhere(self, func: Callable[..., Any], target: Tensor, values: list[Value], home: int | None) -> Any:
         value = value_of(target)
-        if value is None or value.owner is not self:
-            value = Value(self, home, None, None)
-            values.append(value)
-            template = Meta.of(target)
-        else:
-            template = Meta.of(value.any)
+        template = Meta.of(target if value is None or value.owner is not self else value.any)
         needs_grad = torch.is_grad_enabled() and any(
             known.any.requires_grad for known in values if known.real is not None or known.stand_in is not None
         )
-        stand_in = StandIn(Meta(template.shape, template.stride, template.dtype, template.device, needs_grad))
-        value.home, value.real, value.stand_in, value.sent_to = home, None, stand_in, set()
-        mark(target, value)
+        meta = Meta(template.shape, template.stride, template.dtype, template.device, needs_grad)
+        self._write_remote(target, meta, home)
         return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
 
     # -- values -------------------------------------------------------------------------------------------------
-
-    def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
-        """Return the values of this forward, and those of parameters that are not here."""
-        found = values_in(*args, kwargs) if kwargs else values_in(*args)
-        return [value for value in found if value.owner is self or value.home is None]
-
-    def real(self, value: Value) -> Tensor:
-        """Return a value's tensor, which is received where another stage computes it."""
-        if value.real is None:
-            if value.home is None or value.stand_in is None:
-                raise ApplyError(
-                    f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
-                    "the batch by which the stages were cut",
-                    fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
-                )
-            meta = Meta.of(value.stand_in)
-            leaf = self._mail.receive(meta, value.home)
-            if meta.requires_grad and torch.is_grad_enabled():
-                leaf.requires_grad_()
-            value.real = mark(leaf, value)
-            self.received.append((leaf, value.home))
-        return value.real
-
-    def _real_if_known(self, tensor: Tensor) -> Tensor:
-        value = value_of(tensor)
-        if value is not None and (value.owner is self or value.home is None):
-            return self.real(value)
-        if isinstance(tensor, StandIn):
-            raise StrayValueError(f"stage {self.stage}")
-        return tensor
-
-    def _mark_own(self, tensor: Tensor) -> Tensor:
-        return mark(tensor, Value(self, self.stage, tensor, None))
 
     def _stand_in(self, known: Known, home: int | None) -> Any:
         """Return stand-ins for the results of a call."""
@@ -357,13 +301,9 @@ class Walk(TorchFunctionMode):
 
         return known.make(make)
 
-    def _send_all(self, values: list[Value], stage: int) -> None:
-        for value in values:
-            if value.home == self.stage and stage not in value.sent_to:
-                value.sent_to.add(stage)
-                tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
-                self.sent.append((tensor, stage))
-                self._mail.send(tensor.detach(), stage)
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Paused:

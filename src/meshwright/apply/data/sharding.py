@@ -1,0 +1,42 @@
+"""What ZeRO shards, and over whom."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshwright.apply.data.gathering import REDUCE_BYTES
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+WHOLE_BELOW_BYTES = 64 * 2**10
+"""A layer with fewer parameters than this stays whole under ZeRO-3: to gather it would take longer than it saves [bytes].
+Norms, biases and small heads; DeepSpeed keeps parameters below 1e5 elements (its stage3_param_persistence_threshold)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What is sharded, and over whom.
+
+    Args:
+        zero: 1, 2 or 3.
+        shards: The ranks that hold one copy of the model between them.
+        replicas: The ranks that hold the same segment as this one.
+        prefetches: Whether the next unit may be gathered while this one computes.
+        whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
+        offload: Whether the optimizer works in the host's memory.
+        compress: What gradients are sent as: between replicas where there are any, else between shards.
+        per_step: Whether values are gathered once before a step's first micro-batch and gradients reduced once after its last:
+            in a pipeline forwards and backwards of several micro-batches take turns.
+        reduce_bytes: Gradients of layers that are always whole are summed when so many are there [bytes].
+    """
+
+    zero: int
+    shards: Communicator
+    replicas: Communicator
+    prefetches: bool = True
+    whole_below: int = WHOLE_BELOW_BYTES
+    offload: bool = False
+    compress: str = "none"
+    per_step: bool = False
+    reduce_bytes: int = REDUCE_BYTES

@@ -1,0 +1,38 @@
+"""Hooks on the user's module that stay behind where the module is copied or pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__: list[str] = []
+
+
+class OwnHook:
+    """A hook of ours. A copy of the module gets one that does nothing: it is a plain module, in no plan.
+
+    Args:
+        run: What the hook does.
+        on_copy: Called with what has been copied so far, by id, where the module is copied; it may refuse.
+    """
+
+    def __init__(self, run: Callable[..., Any], on_copy: Callable[[Mapping[int, Any]], None] | None = None) -> None:
+        self._run = run
+        self._on_copy = on_copy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> OwnHook:
+        if self._on_copy is not None:
+            self._on_copy(memo)
+        return OwnHook(do_nothing)
+
+    def __reduce__(self) -> Any:
+        if self._on_copy is not None:
+            self._on_copy({})
+        return OwnHook, (do_nothing,)
+
+
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Leave a module's call as it is."""

@@ -1,0 +1,87 @@
+"""Copies of a model that were made before it was cut: their parameters do not pair with those that a rank holds afterwards."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+class EarlyCopies:
+    """The copies of a model that are made from now on, until it is cut.
+
+    Args:
+        module: The model; it notices that it is copied.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._original = type(module)
+        self._made: list[weakref.ref[nn.Module]] = []
+        self._is_over = False
+        made, original = self._made, self._original
+
+        def deepcopy(child: nn.Module, memo: dict[int, Any]) -> nn.Module:
+            noticing = type(child)
+            child.__class__ = original
+            try:
+                found = copy.deepcopy(child, memo)
+            finally:
+                child.__class__ = noticing
+            made.append(weakref.ref(found))
+            return found
+
+        if "__deepcopy__" not in vars(original):
+            members = {"__deepcopy__": deepcopy, "__module__": original.__module__, "__doc__": original.__doc__}
+            module.__class__ = type(original.__name__, (original,), members)
+
+    def end(self) -> None:
+        """Notice no more: the model is about to be cut."""
+        self._is_over = True
+        self._module.__class__ = self._original
+
+    def refuse_used(self) -> None:
+        """Refuse an average that has taken values of the model since it was cut.
+
+        Raises:
+            ApplyError: It has.
+        """
+        if not self._made:
+            return
+        theirs = sys.modules.get("torch.optim.swa_utils")
+        if theirs is None:
+            return
+        for reference in self._made:
+            made = reference()
+            if made is not None and any(_is_average(holder, made, theirs) for holder in _holders_of(made)):
+                raise ApplyError(
+                    "an AveragedModel was made of the model before its first step, while the rank had all of it, and averages "
+                    "now what this rank holds: its parameters are paired with the wrong ones",
+                    fix="make it after the first step, or pass example_batch= to apply_plan",
+                )
+
+
+def _holders_of(module: nn.Module) -> list[Any]:
+    import gc
+
+    found = []
+    for holder in gc.get_referrers(module):
+        found += gc.get_referrers(holder) if isinstance(holder, dict) else []
+        found += [
+            second
+            for inner in gc.get_referrers(holder)
+            if isinstance(inner, dict)
+            for second in gc.get_referrers(inner)
+        ]
+    return found
+
+
+def _is_average(holder: Any, module: nn.Module, theirs: Any) -> bool:
+    return isinstance(holder, theirs.AveragedModel) and holder.module is module and int(holder.n_averaged) > 0

@@ -1,0 +1,61 @@
+"""Notes that travel between stages beside tensors: a forward has ended, a stage has failed.
+
+A note is sent where a tensor may be awaited, so that a stage which waits for one that never comes is told, and does not wait for
+ever. Its length is one that tensors rarely have, and the transport refuses a message of another length than is awaited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+_MAGIC = b"mw:note\x9e"
+_LAYOUT = struct.Struct("<8sqqqq")
+FRAME_BYTES = 61
+"""Length of a note: a prime, which tensors of more than one byte an element never have [bytes]."""
+
+END, FAILED, DIGEST, COUNT = 1, 2, 3, 4
+_MASK = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """What a note says."""
+
+    kind: int
+    """END, FAILED, DIGEST or COUNT."""
+    digest: int
+    """Of END: of the way that the forward took; of DIGEST: of a tensor's bytes."""
+    num_calls: int = 0
+    """Calls of layers in the forward that has ended; of COUNT: micro-batches [count]."""
+    last: int = -1
+    """The last of them, by its number among the layers."""
+
+    def to_tensor(self) -> Tensor:
+        """Return it as bytes."""
+        packed = _LAYOUT.pack(_MAGIC, self.kind, self.digest & _MASK, self.num_calls, self.last)
+        return torch.frombuffer(bytearray(packed.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def read_note(flat: Tensor) -> Note | None:
+    """Return the note that these bytes are; None where they are none."""
+    packed = flat[: _LAYOUT.size].numpy().tobytes()
+    if len(packed) < _LAYOUT.size or not packed.startswith(_MAGIC):
+        return None
+    _, kind, digest, num_calls, last = _LAYOUT.unpack(packed)
+    return Note(kind, digest, num_calls, last)
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Return 64 bits that change with any entry of a tensor, and with entries that change places."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 8:
+        flat = torch.cat([flat, flat.new_zeros(8 - flat.numel() % 8)])
+    words = flat.view(torch.int64)
+    places = torch.arange(1, 2 * words.numel(), 2, device=words.device) * 0x9E3779B97F4A7C1
+    return int(((words ^ (words >> 29)) * places).sum()) & _MASK

@@ -1,0 +1,132 @@
+"""Pipelines are never silently wrong and never hang: what users' forwards and scripts do beside calling layers in order.
+
+Each script trains under a plan and in a plain float64 loop. What cannot be equal is refused, on all ranks, in words.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import testing
+from parity import never_wrong_pipeline_jobs as jobs
+
+_TOLERANCE = 1e-11
+_SEVERAL_STAGES = (
+    "auxiliary",
+    "hands_on",
+    "identity",
+    "memory",
+    "own_state",
+    "own_state_read_later",
+    "skips",
+    "gradual",
+)
+
+
+def _assert_close(got: Any, expected: Any, name: str) -> None:
+    if expected is None or got is None:
+        assert got is expected, name
+        return
+    got, expected = torch.as_tensor(got), torch.as_tensor(expected)
+    scale = max(float(expected.abs().max()), 1e-300) if expected.numel() else 1.0
+    assert got.shape == expected.shape, name
+    assert not expected.numel() or float((got - expected).abs().max()) <= _TOLERANCE * scale, name
+
+
+def _assert_equal(name: str, plan: str) -> None:
+    expected = jobs.run_plain(name)
+    for found in testing.run_ranks(jobs.run_planned, mw.Plan.parse(plan).num_ranks, name, plan):
+        for step, (got, loss) in enumerate(zip(found.losses, expected.losses, strict=True)):
+            _assert_close(got, loss, f"loss of step {step}")
+        for got, loss in zip(found.evaluations, expected.evaluations, strict=True):
+            _assert_close(got, loss, "evaluation")
+        for step, gradients in enumerate(expected.gradients):
+            assert found.gradients[step].keys() == gradients.keys()
+            for key, gradient in gradients.items():
+                _assert_close(found.gradients[step][key], gradient, f"gradient of {key} in step {step}")
+        for key, value in expected.state.items():
+            _assert_close(found.state[key], value, key)
+        assert found.attributes == expected.attributes
+
+
+@pytest.mark.parametrize("name", [name for name in jobs.SCRIPTS if name not in jobs.REFUSED])
+def test_equals_a_plain_loop(name: str) -> None:
+    _assert_equal(name, "pp=2")
+
+
+@pytest.mark.parametrize("name", _SEVERAL_STAGES)
+def test_equals_a_plain_loop_with_several_stages_a_rank(name: str) -> None:
+    # Every stage of a rank runs the model's own code: what that counts or averages must not move twice.
+    _assert_equal(name, "pp=2,schedule=zbv")
+
+
+@pytest.mark.parametrize("name", list(jobs.REFUSED))
+def test_is_refused_on_all_ranks_with_a_fix(name: str) -> None:
+    outcomes = testing.run_outcomes(jobs.run_planned, 2, name, "pp=2")
+    assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+    assert any(jobs.REFUSED[name] in str(outcome.error) for outcome in outcomes)
+    assert all("fix:" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", ["python", "torch"])
+def test_layers_left_out_by_chance_after_training_began(kind: str) -> None:
+    # Each rank has another state of Python's generator; the stages decide alike all the same.
+    first, *others = testing.run_ranks(jobs.run_chance, 2, "pp=2", kind)
+    assert all(math.isfinite(loss) for loss in first)
+    assert all(losses == first for losses in others)
+
+
+def test_draws_that_the_first_look_has_not_seen() -> None:
+    # An evaluation comes first, in which nothing is drawn between the layers.
+    first, *others = testing.run_ranks(jobs.run_late_chance, 2, "pp=2")
+    assert all(losses == first for losses in others)
+
+
+@pytest.mark.parametrize("empty_rank", [0, 1])
+def test_ranks_with_unequal_shares_are_refused(empty_rank: int) -> None:
+    outcomes = testing.run_outcomes(jobs.step_with_an_empty_share, 2, empty_rank)
+    assert all("micro-batches" in str(outcome.error) for outcome in outcomes)
+
+
+def test_stages_that_take_different_ways_say_so() -> None:
+    outcomes = testing.run_outcomes(jobs.step_in_different_ways, 2)
+    assert all("took different ways" in str(outcome.error) for outcome in outcomes)
+
+
+def test_an_error_of_one_stage_is_told_to_the_others_and_training_goes_on() -> None:
+    for losses in testing.run_ranks(jobs.step_after_an_error, 2):
+        assert losses[0] in ("ValueError: boom", "rank 1 cannot go on: ValueError: boom")
+        assert [type(loss) for loss in losses[1:]] == [float, float]
+
+
+def test_a_hook_on_one_rank_changes_nothing() -> None:
+    (losses, count), (others, none) = testing.run_ranks(jobs.step_with_a_hook_on_one_rank, 2)
+    assert losses == others
+    assert count > 0
+    assert none == 0
+
+
+def test_an_inspection_finds_a_wrong_input_of_a_stage() -> None:
+    for parts, findings in testing.run_ranks(jobs.inspect_with_a_fault, 2):
+        assert "boundary of stage 1" in parts
+        assert all(part == "boundary of stage 1" for part in findings)
+    assert sum(len(findings) for _, findings in testing.run_ranks(jobs.inspect_with_a_fault, 2)) == 1
+
+
+def test_an_average_that_was_made_before_the_cut_is_refused() -> None:
+    outcomes = testing.run_outcomes(jobs.step_with_an_early_average, 2)
+    assert all("AveragedModel" in str(outcome.error) for outcome in outcomes)
+
+
+def test_the_scripts_do_what_they_are_for() -> None:
+    # A script whose forward ignored what it is about would be equal under any plan.
+    losses = jobs.run_plain("own_state").losses
+    assert len(set(losses)) == len(losses)
+    gradients: dict[str, Tensor | None] = jobs.run_plain("gradual").gradients[0]
+    assert gradients["blocks.0.0.weight"] is None

@@ -1,0 +1,140 @@
+"""Recompute runs a layer twice: what the layer leaves beside its results is that of one forward, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.apply.attributes import Attributes
+
+
+class Leaves(nn.Module):
+    """A block that leaves all that layers are known to leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("ema", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.mean = torch.zeros(6, dtype=torch.float64)  # a tensor that is no buffer
+        self.calls = 0
+        self.history: list[int] = []
+        self.stats = {"sum": [0.0]}
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        h = torch.tanh(self.norm(self.lin(x))) * (1 + 0.1 * self.calls + 0.01 * self.stats["sum"][0]) + self.mean
+        with torch.no_grad():
+            self.stats["sum"][0] += float(h.sum())
+            self.ema = 0.5 * self.ema + 0.5 * h.mean(0)  # another tensor each time
+            self.seen += len(x)  # the same one
+            self.mean.mul_(0.5).add_(0.1 * h.mean(0))
+        self.aux = h.square().mean() + (0.0 if self.aux is None else 0.1 * self.aux.detach())
+        return h + self.ema
+
+
+class Model(nn.Module):
+    """Two such blocks, one of them called twice, whose auxiliary losses are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Leaves(), Leaves()])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x) + sum(block.aux for block in self.blocks)
+
+
+def _build() -> nn.Module:
+    return Model().double()
+
+
+def _square(outputs: Tensor, batch: Any) -> Tensor:
+    return (outputs - batch[1]).square().mean()
+
+
+def _steps(plan: str) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    found: list[Any] = []
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(_build, plan, loss_fn=_square, optimizer=optimizer) as model:
+        for _ in range(3):
+            batch = tuple(torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 3))
+            result = model.step(batch)
+            found += [result.loss, result.grad_norm, model.evaluate(batch)["loss"]]
+        found += [*model.full_state_dict().values()]
+        for block in model.module.blocks:
+            found += [block.calls, list(block.history), block.stats["sum"], block.mean, block.seen, block.aux.detach()]
+    return found
+
+
+def _same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_recompute_leaves_what_one_forward_leaves(kind: str, micro_batches: int) -> None:
+    without = _steps(f"single,micro_batches={micro_batches}")
+    found = _steps(f"single,micro_batches={micro_batches},recompute={kind}")
+    assert [index for index, pair in enumerate(zip(found, without, strict=True)) if not _same(*pair)] == []
+
+
+def test_a_moment_is_put_back_and_taken_away_again() -> None:
+    layer = Leaves().double()
+    attributes = Attributes(layer)
+    before = attributes.take()
+    names, buffers = list(vars(layer)), dict(layer.named_buffers())
+    layer(torch.ones(4, 6, dtype=torch.float64))
+    attributes.forward_is_over(before)
+    now = dict(layer.named_buffers())
+    aux, history = layer.aux, layer.history
+    with attributes.as_of(before):
+        assert (layer.calls, layer.aux, layer.history, layer.stats) == (0, None, [], {"sum": [0.0]})
+        assert torch.equal(layer.seen, torch.zeros_like(layer.seen))
+        assert torch.equal(layer.norm.running_mean, torch.zeros(6, dtype=torch.float64))
+        layer.calls, layer.extra = 7, 1
+        layer.history.append(5)
+        layer.norm.running_mean.fill_(3.0)
+    assert (layer.calls, layer.history, hasattr(layer, "extra")) == (1, [1], False)
+    assert layer.aux is aux
+    assert layer.history is history
+    assert list(vars(layer)) == names
+    assert all(tensor is now[name] for name, tensor in layer.named_buffers())
+    assert list(buffers) == [name for name, _ in layer.named_buffers()]
+
+
+def test_no_graph_of_an_earlier_call_is_kept() -> None:
+    layer = Leaves().double()
+    attributes = Attributes(layer)
+    layer(torch.ones(4, 6, dtype=torch.float64))
+    layer.aux.register_hook(lambda gradient: gradient)
+    graph = layer.aux.grad_fn
+    moment = attributes.take()
+    with attributes.as_of(moment):
+        assert layer.aux.is_leaf
+        assert layer.aux.requires_grad
+    assert layer.aux.grad_fn is graph
+
+
+def test_a_later_write_into_a_large_tensor_is_refused() -> None:
+    layer = nn.Module()
+    layer.register_buffer("table", torch.zeros(2**15))
+    attributes = Attributes(layer)
+    moment = attributes.take()
+    attributes.forward_is_over(moment)
+    with attributes.as_of(moment):
+        assert layer.table.sum() == 0
+    layer.table += 1
+    with pytest.raises(mw.ApplyError, match="a later forward of the same layer wrote"), attributes.as_of(moment):
+        pass
