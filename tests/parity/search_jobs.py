@@ -240,6 +240,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "not_yet_dropping": lambda: Residual([Dropping(0.0), Dropping(0.0)]),
     "max_norm": lambda: Words(max_norm=1.0),
     "by_frequency": lambda: Words(scale_grad_by_freq=True),
+    "sparse": lambda: Words(sparse=True),
     "square": SquareWeight,
     "encoder": Encoder,
     "encoder_of_one_head": lambda: Encoder(1),
@@ -254,7 +255,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 def batch_of(name: str, num_samples: int, seed: int = 0, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randint(3, (num_samples,), generator=generator)
-    if name in ("max_norm", "by_frequency"):
+    if name in ("max_norm", "by_frequency", "sparse"):
         return torch.randint(20, (num_samples, length), generator=generator), targets
     return torch.randn(num_samples, length, WIDTH, generator=generator, dtype=torch.float64), targets
 

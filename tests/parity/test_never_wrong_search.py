@@ -202,7 +202,7 @@ def test_an_evaluation_before_the_first_step_leaves_copies_equal(plan: str) -> N
 # -- embeddings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["max_norm", "by_frequency"])
+@pytest.mark.parametrize("name", ["max_norm", "by_frequency", "sparse"])
 def test_embeddings_that_do_more_than_look_up_equal_one_process(name: str) -> None:
     assert_equals_one_process(name)
     assert "words.weight" in cut_of(name).cuts

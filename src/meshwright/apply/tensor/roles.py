@@ -138,7 +138,6 @@ def _inner_forward(original: Forward, running: RunningRegion) -> Forward:
 
 def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
     first, last = running.region.units(running.group.size, running.group.group_rank)
-    is_torchs = getattr(original, "__qualname__", "") == "Embedding.forward"
 
     def forward(self: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         num = running.region.num_units
@@ -146,8 +145,10 @@ def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
             raise IndexError(f"a token id is outside 0 .. {num - 1}: {int(ids.min())} .. {int(ids.max())}")
         strange = (ids < first) | (ids >= last)
         # Whatever else a look-up does, it does with the ids that it is given: strange ones must not be among them.
-        is_plain = self.max_norm is None and not (self.scale_grad_by_freq or self.sparse) if is_torchs else True
-        local = (ids - first).masked_fill(strange, 0) if is_plain else (ids - first)[~strange]
+        counts = isinstance(self, nn.Embedding) and (
+            self.scale_grad_by_freq or self.sparse or self.max_norm is not None
+        )
+        local = (ids - first).masked_fill(strange, 0) if not counts else (ids - first)[~strange]
         padding: Any = self.padding_idx
         local_padding: Any = padding - first if isinstance(padding, int) and first <= padding < last else None
         self.padding_idx = local_padding
@@ -159,7 +160,7 @@ def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
                 vectors = weight.sum() + weight.new_zeros((*ids.shape, weight.shape[-1]))
         finally:
             self.padding_idx = padding
-        if not is_plain and last > first:
+        if counts and last > first:
             vectors = vectors.new_zeros((*ids.shape, vectors.shape[-1])).index_put((~strange,), vectors)
         return reduce_from_group(vectors.masked_fill(strange.unsqueeze(-1), 0.0), running.group)
 
