@@ -164,6 +164,8 @@ class Checker(TorchFunctionMode):
             event = self._whole.call(op.name, where)
             op.wholes, op.integers = event.shapes, event.integers
         self._check_drawing(op)
+        if is_written(func):
+            self._check_target(op)
         found = result_types(op)
         if is_written(func):
             self._write(op, found[0], where)
@@ -178,6 +180,13 @@ class Checker(TorchFunctionMode):
             self._values[id(tensor)] = typed
             made.append(typed)
         self._tape.add("operation", op.inputs, made)
+
+    def _check_target(self, op: Operation) -> None:
+        target = self._typed(op.args[0])
+        other = next((value for value in op.inputs if value.type.kind != "replicated"), None)
+        is_new = target.type.is_zero and self._is_made(target)
+        if target.type.kind == "replicated" and other is not None and not is_new:
+            raise RefusedError(f"writes what comes from {other.type} into what is replicated, in place")
 
     def _write(self, op: Operation, kind: Type, where: Where) -> None:
         """Take note of a tensor that was written to in place, and of the one that it is a view of."""
@@ -337,13 +346,13 @@ class Checker(TorchFunctionMode):
         made = [Typed(tensor, kind, whole, path) for tensor, kind, whole in zip(outputs, found, wholes, strict=True)]
         self._values.update((id(value.tensor), value) for value in made)
         own = [self._typed(parameter) for parameter in child.parameters()]
-        is_whole = role not in ("inner", "column")
-        self._tape.add("module" if is_whole else "operation", own if is_whole else [*own, *taken], made)
-        if is_whole:
-            self._tape.add("module", taken, made)
-        elif role == "column":
-            for value in taken:
-                self._tape.add("copy", [value], made)
+        # What is whole and serves a part has a term of the gradient, on slices of a layer's stream, too.
+        is_whole = all(kind.kind == "replicated" for kind in found)
+        self._tape.add("module" if is_whole else "operation", own, made)
+        if role == "inner":
+            self._tape.add("operation", taken, made)
+        else:  # it takes its tensors in by itself
+            self._tape.add("copy" if role == "column" else "module", taken, made)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -148,6 +148,11 @@ def mixing(value: Typed) -> str:
     return f"mixes {value.type} with a term of a sum (partial)"
 
 
+def words(text: str) -> frozenset[str]:
+    """Return the names in a text."""
+    return frozenset(text.split())
+
+
 def normal(dim: int, num_dims: int) -> int:
     """Return a dim counted from 0."""
     return dim + num_dims if dim < 0 else dim

@@ -7,36 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, mixing
+from meshwright.apply.tensor.types.operation import Operation, mixing, words
 
 __all__: list[str] = []
 
 PRODUCTS = frozenset(
-    [
-        "linear",
-        "matmul",
-        "rmatmul",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "inner",
-        "vdot",
-        "addmm",
-        "addbmm",
-        "baddbmm",
-        "addmv",
-        "outer",
-        "ger",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "bilinear",
-    ]
+    words(
+        """
+    linear matmul rmatmul mm bmm mv dot inner vdot addmm addbmm baddbmm addmv outer ger einsum conv1d conv2d
+    conv3d conv_transpose1d conv_transpose2d conv_transpose3d bilinear
+    """
+    )
 )
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

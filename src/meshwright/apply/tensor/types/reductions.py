@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal
+from meshwright.apply.tensor.types.operation import Operation, normal, words
 
 __all__: list[str] = []
 
@@ -15,24 +15,11 @@ __all__: list[str] = []
 _ALL, _LAST = None, -1
 REDUCTIONS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
-        [
-            "sum",
-            "nansum",
-            "mean",
-            "nanmean",
-            "amax",
-            "amin",
-            "prod",
-            "all",
-            "any",
-            "std",
-            "var",
-            "max",
-            "min",
-            "argmax",
-            "argmin",
-            "median",
-        ],
+        words(
+            """
+    sum nansum mean nanmean amax amin prod all any std var max min argmax argmin median
+    """
+        ),
         (1, _ALL),
     ),
     **dict.fromkeys(["logsumexp", "var_mean", "std_mean", "aminmax", "count_nonzero", "nanmedian"], (1, _ALL)),

@@ -7,63 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal
+from meshwright.apply.tensor.types.operation import Operation, normal, words
 
 __all__: list[str] = []
 
 VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "view_as",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "permute",
-        "transpose",
-        "t",
-        "T",
-        "mT",
-        "H",
-        "mH",
-        "adjoint",
-        "swapaxes",
-        "swapdims",
-        "movedim",
-        "moveaxis",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "tile",
-        "repeat",
-        "repeat_interleave",
-        "split",
-        "chunk",
-        "tensor_split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "select",
-        "unsafe_chunk",
-        "unsafe_split",
-        "flip",
-        "diagonal",
-        "unfold",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-        "rot90",
-        "as_strided",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-    ]
+    words(
+        """
+    view reshape view_as reshape_as flatten unflatten ravel permute transpose t T mT H mH adjoint swapaxes
+    swapdims movedim moveaxis unsqueeze squeeze expand expand_as broadcast_to tile repeat repeat_interleave
+    split chunk tensor_split split_with_sizes unbind narrow select unsafe_chunk unsafe_split flip diagonal
+    unfold pixel_shuffle pixel_unshuffle channel_shuffle rot90 as_strided hsplit vsplit dsplit atleast_1d
+    atleast_2d atleast_3d
+    """
+    )
 )
 
 JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
