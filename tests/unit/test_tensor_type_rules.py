@@ -50,7 +50,7 @@ def follow(function: Callable[..., Any], given: list[tuple[tuple[int, ...], Type
     """Return the types of what a function gives, once they have been seen to be true."""
     generator = torch.Generator().manual_seed(0)
     made = [tensors_of(shape, kind, generator) for shape, kind in given]
-    wholes = [tensor for tensor in flat_tensors(function(*(whole.clone() for whole, _ in made)))]
+    wholes = list(flat_tensors(function(*(whole.clone() for whole, _ in made))))
     found: list[Type] = []
     results: list[list[Tensor]] = []
     for rank in range(RANKS):
@@ -64,8 +64,7 @@ def follow(function: Callable[..., Any], given: list[tuple[tuple[int, ...], Type
         ]
         outputs = list(flat_tensors(result))
         shapes = [tuple(tensor.shape) for tensor in wholes]
-        integers: dict[int | str, int] = {}
-        found = result_types(Operation(name_of(func), args, kwargs, typed, outputs, shapes, integers))
+        found = result_types(Operation(name_of(func), args, kwargs, inputs=typed, outputs=outputs, wholes=shapes))
         results.append(outputs)
     for index, (kind, whole) in enumerate(zip(found, wholes, strict=True)):
         parts = [outputs[index] for outputs in results]
@@ -186,7 +185,11 @@ WRONG: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], s
     "turned round": (lambda a: a.flip(2), [(A, S2)], "place"),
     "one entry of the parts": (lambda a: a[..., 0], [(A, S2)], "number in the sharded dim"),
     "every other entry of the parts": (lambda a: a[..., ::2], [(A, S2)], "every 2th"),
-    "joined with what is whole": (lambda a, b: torch.cat([a, b], 1), [((2, 4), S1), ((2, 3), REPLICATED)], "joins"),
+    "joined with what is whole": (
+        lambda a, b: torch.cat([a, b], 1),
+        [((2, 4), S1), ((2, 3), REPLICATED)],
+        "another share",
+    ),
     "two sharded dims": (F.linear, [(A, S1), ((8, 6), S0)], "two sharded dims"),
     "products of terms": (torch.matmul, [((4, 4), PARTIAL), ((4, 4), PARTIAL)], "not linear"),
     "softmax over the parts": (lambda a: a.softmax(-1), [(A, S2)], "goes over the sharded dim"),
@@ -200,7 +203,7 @@ WRONG: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], s
     "cumulated along the parts": (lambda a: a.cumsum(1), [(A, S1)], "goes over the sharded dim"),
     "layer_norm over the parts": (lambda a: F.layer_norm(a, (3,)), [((2, 6), S1)], "goes over"),
     "batch_norm over samples": (lambda a: F.batch_norm(a, None, None, training=True), [((4, 3), S0)], "samples"),
-    "a loss": (lambda a, b: F.mse_loss(a, b), [(A, S1), (A, S1)], "loss"),
+    "a loss": (F.mse_loss, [(A, S1), (A, S1)], "loss"),
     "attention over lengths": (F.scaled_dot_product_attention, [((2, 4, 6, 5), S2)] * 3, "sums over"),
     "heads and whole keys": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
@@ -239,7 +242,7 @@ def refuse(function: Callable[..., Any], given: list[tuple[tuple[int, ...], Type
         shapes = [tuple(tensor.shape) for tensor in flat_tensors(function(*(whole for whole, _ in made)))] or None
     except (RuntimeError, IndexError):  # only parts can be put together so
         shapes = None
-    result_types(Operation(name_of(func), args, kwargs, typed, outputs, shapes, {}))
+    result_types(Operation(name_of(func), args, kwargs, inputs=typed, outputs=outputs, wholes=shapes))
 
 
 def test_sizes_compute_as_integers_and_notice_comparisons() -> None:

@@ -189,7 +189,7 @@ def _size_branch(_: Any, h: Tensor) -> Tensor:
 
 def _size_of_dim(_: Any, h: Tensor) -> Tensor:
     half = h.size(-1) // 2
-    return h * 1.0 if half + 1 == HIDDEN // 2 + 1 else h * 1.0
+    return h * (1.0 if half + 1 == HIDDEN // 2 + 1 else 1)
 
 
 def _numel(_: Any, h: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def test_a_layer_that_treats_each_position_alike_runs_on_slices(dim: int) -> Non
 def test_a_branch_on_the_length_is_told_or_refused() -> None:
     assert check_on_slices(_by_length, 8).compared_sizes
     assert not check_on_slices(lambda _, x: x, 8).compared_sizes
-    with pytest.raises(DisprovedError, match="comes out otherwise|another path|goes over the sharded dim"):
+    with pytest.raises(DisprovedError, match=r"comes out otherwise|another path|goes over the sharded dim"):
         check_on_slices(_by_length, 12)
 
 
@@ -396,7 +396,7 @@ def test_an_auxiliary_loss_of_a_slice_is_refused() -> None:
         return x
 
     for before in (keep, keep_sum):
-        with pytest.raises(DisprovedError, match="goes over the sharded dim|kept as 'aux'"):
+        with pytest.raises(DisprovedError, match=r"goes over the sharded dim|kept as 'aux'"):
             check_on_slices(before, 8)
 
 

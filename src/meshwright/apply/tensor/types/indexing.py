@@ -142,7 +142,7 @@ def _set(op: Operation) -> list[Type]:
         return [PARTIAL]
     if own.dim is not None:
         _check_index(index, own.dim, first)
-        if new.kind == "replicated" and isinstance(source, Tensor) and source.dim() and not source.numel() == 1:
+        if new.kind == "replicated" and isinstance(source, Tensor) and source.dim() and source.numel() != 1:
             _check_source(own.dim, first, source)
         return [own]
     if new.kind != "replicated":

@@ -115,9 +115,9 @@ def _of_terms(op: Operation) -> list[Type]:
                 "adds a number to a term of a sum (partial): over all ranks it would be added once for each"
             )
         return op.all(PARTIAL)
-    if op.name in SCALING and len(terms) == 1 and all(value.type.kind == "replicated" for value in others):
-        if not op.name.startswith(("div", "true")) or op.args[0] is terms[0].tensor:
-            return op.all(PARTIAL)
+    is_scaled = op.name in SCALING and len(terms) == 1 and all(value.type.kind == "replicated" for value in others)
+    if is_scaled and (op.name in ("mul", "multiply") or op.args[0] is terms[0].tensor):
+        return op.all(PARTIAL)
     if op.name in ("where", "masked_fill"):
         return _masked(op)
     op.refuse_partial()

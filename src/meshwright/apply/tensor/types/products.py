@@ -137,7 +137,7 @@ def _einsum(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
 def _convolution(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
     data, weight = op.argument(0, "input"), op.argument(1, "weight")
     is_turned = op.name.startswith("conv_transpose")
-    place = 6 if is_turned else 6
+    place = 6  # of the groups, in both
     groups = int(op.argument(place, "groups", default=1))
     space = _LETTERS[: weight.dim() - 2]
     lead = "n" if data.dim() == weight.dim() else ""

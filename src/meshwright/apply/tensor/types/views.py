@@ -31,7 +31,7 @@ EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "repeat
 _UNSAFE = frozenset(
     ["unfold", "as_strided", "diagonal", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"]
 )
-_PART_OF_A_DIM = frozenset(["narrow", "select", "flip"])
+_PICKS = frozenset(["select", "flip"])
 
 
 def view(op: Operation) -> list[Type]:
@@ -47,11 +47,8 @@ def view(op: Operation) -> list[Type]:
         return _expanded(op)
     if op.name in _UNSAFE:
         raise RefusedError(f"no rule for {op.name} of {own}")
-    if op.name in _PART_OF_A_DIM:
-        dims: Any = op.argument(1, "dim", "dims", default=0)
-        if own.dim in {normal(dim, first.dim()) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}:
-            if op.name != "narrow":
-                raise RefusedError(f"picks entries by their place in the sharded dim {own.dim}")
+    if op.name in _PICKS and own.dim in _dims(op.argument(1, "dim", "dims", default=0), first.dim()):
+        raise RefusedError(f"picks entries by their place in the sharded dim {own.dim}")
     return op.by_shapes()
 
 
@@ -69,11 +66,13 @@ def roll(op: Operation) -> list[Type]:
         return terms
     own = op.type(op.args[0])
     dims: Any = op.argument(2, "dims")
-    if dims is None or own.dim in {
-        normal(d, op.args[0].dim()) for d in (dims if isinstance(dims, (tuple, list)) else (dims,))
-    }:
+    if dims is None or own.dim in _dims(dims, op.args[0].dim()):
         raise RefusedError(f"rolls along the sharded dim {own.dim}")
     return op.all(own)
+
+
+def _dims(dims: Any, num_dims: int) -> set[int]:
+    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
 
 
 def join(op: Operation) -> list[Type]:
