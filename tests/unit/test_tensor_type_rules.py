@@ -157,6 +157,9 @@ RIGHT: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], T
         PARTIAL,
     ),
     "expanded in this rank's size": (lambda a, b: a.expand(-1, b.shape[1], -1), [((2, 1, 6), REPLICATED), (A, S1)], S1),
+    "a cast to another's dtype": (lambda a, b: a.type_as(b), [((2, 1), REPLICATED), (A, S1)], REPLICATED),
+    "the larger of two": (torch.max, [(A, S1), (A, S1)], S1),
+    "new zeros": (lambda a: a.new_zeros(2, 3), [(A, S1)], REPLICATED),
     "ones in this rank's size": (torch.ones_like, [(A, S1)], S1),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.apply.tensor.trace import Call
 from meshwright.apply.tensor.types.report import TypeReport
 
 WIDTH, HIDDEN = 6, 8
+OUTSIDE = torch.tensor(2.0, dtype=torch.float64)
 
 
 class Between(nn.Module):
@@ -80,6 +82,12 @@ def _in_place(_: Any, h: Tensor) -> Tensor:
     return h.mul_(2).relu_()
 
 
+def _constants(_: Any, h: Tensor) -> Tensor:
+    rows = h.new_zeros(h.shape[0], 1, 1)
+    rows[:, 0] = OUTSIDE
+    return h * (rows + torch.arange(h.shape[1]).to(h).view(-1, 1))
+
+
 def _of_own_size(_: Any, h: Tensor) -> Tensor:
     return h * torch.ones(h.shape[-1], dtype=h.dtype) + torch.zeros_like(h)
 
@@ -89,6 +97,7 @@ RIGHT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "heads": _heads,
     "in place": _in_place,
     "ones of this rank's size": _of_own_size,
+    "constants of the code": _constants,
     "a scalar for all": lambda m, h: m.scale * h,
     "norm over positions": lambda _, h: h - h.mean((0, 1)),
     "dropout that does not draw": lambda _, h: F.dropout(h, 0.5, training=False),
@@ -212,6 +221,21 @@ def _sorted(_: Any, h: Tensor) -> Tensor:
     return h + 0 * h.sort(-1).values
 
 
+def _kept_in_an_object(m: Any, h: Tensor) -> Tensor:
+    m.aux = types.SimpleNamespace(loss=h.square().sum())
+    return h
+
+
+def _hooked(_: Any, h: Tensor) -> Tensor:
+    h.register_hook(lambda g: g)
+    return h
+
+
+def _from_outside(_: Any, h: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return h * 2
+
+
 WRONG: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
     "a branch on values": (_branch_on_values, "goes over the sharded dim", "if h.abs().max() > 1e6"),
     "a branch on a part": (_branch_on_part, "reads a number", "if bool(h[0, 0].sum() * 0)"),
@@ -225,6 +249,9 @@ WRONG: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
     "kept deep in an attribute": (_kept_part, "kept as 'aux'", "m.aux ="),
     "written to a buffer": (_kept_buffer, "into what is replicated", "m.seen.add_"),
     "put in a buffer's place": (_new_buffer, "kept as 'seen'", "m.seen ="),
+    "kept in an object": (_kept_in_an_object, "kept as 'aux'", "m.aux ="),
+    "a hook on a gradient": (_hooked, "lets code see the gradient", "h.register_hook"),
+    "made by what is not seen": (_from_outside, "no torch function made", ""),
     "without a rule": (_without_rule, "no rule for it", "i0e"),
     "random numbers": (_drawn, "draws random numbers for a part", "rand_like"),
     "random numbers by size": (_drawn_by_size, "draws random numbers for a part", "torch.randn"),
@@ -266,6 +293,7 @@ def test_a_size_that_is_compared_is_told_where_it_makes_no_difference() -> None:
     assert {linecache.getline(file, line).strip() for file, line in report.compared_sizes} == {
         "return h if h.shape[-1] > 2 else h.relu()"
     }
+    assert types_of(lambda _, h: h if len(h.transpose(0, -1)) > 2 else h.relu()).compared_sizes
     assert not types_of(RIGHT["heads"], PAIR.replace(num_units=4)).compared_sizes
 
 

@@ -37,10 +37,13 @@ from meshwright.apply.tensor.types.record import (
 )
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.rules import result_types
-from meshwright.apply.tensor.types.state import State
+from meshwright.apply.tensor.types.state import UNKNOWN, State
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
+
+
+_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
 
 
 class Checker(TorchFunctionMode):
@@ -111,6 +114,8 @@ class Checker(TorchFunctionMode):
         else:
             event = self._state.whole.call(op.name, where)
             op.wholes, op.integers = event.shapes, event.integers
+        if any(value.name == UNKNOWN for value in op.inputs):
+            raise RefusedError(f"takes {UNKNOWN}, so that its type is not known")
         self._check_drawing(op)
         if is_written(func):
             self._check_target(op)
@@ -174,6 +179,8 @@ class Checker(TorchFunctionMode):
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def _fact(self, func: Any, name: str, args: Sequence[Any], inputs: Sequence[Typed], result: Any) -> Any:
+        if name in _HOOKS:
+            self._state.hooked += [(value, find_where()[0]) for value in inputs[:1]]
         other = next((value for value in inputs if value.type.kind != "replicated"), None)
         if other is None:
             return result
@@ -182,6 +189,10 @@ class Checker(TorchFunctionMode):
             self.report.refuse(name, where, f"reads a number of a tensor that is {other.type}: each rank reads another")
         elif getattr(func, "__name__", "") == "__set__" and name == "data":
             self.report.refuse(name, where, f"sets the data of a tensor, and takes {other.type}")
+        elif name in _HOOKS:
+            self.report.refuse(name, where, f"lets code see the gradient of a tensor that is {other.type}")
+        elif name == "len" and other.type.dim == 0 and not is_own:
+            self.report.compared_sizes.add((where.file, where.line))  # Python makes a plain integer of it
         elif name in ("shape", "size", "numel") and other.type.dim is not None and not is_own:
             return self._marked(result, name, args, inputs[0])
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.slices import Slices
@@ -59,7 +59,9 @@ def _check_kept(state: State) -> None:
 def _kept(attributes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for key, tree in (*attributes.items(), *attributes["_buffers"].items()):
         if key not in ("_parameters", "_buffers", "_modules"):
-            for tensor in flat_tensors(tree):
+            # A plain object of the user's may hold some, too.
+            inner = vars(tree) if hasattr(tree, "__dict__") and not isinstance(tree, (Tensor, nn.Module, type)) else {}
+            for tensor in flat_tensors((tree, *inner.values())):
                 yield key, tensor
 
 
@@ -69,6 +71,11 @@ def _check_gradients(state: State, leaving: Sequence[Typed], given: Sequence[Typ
         for value in given:
             if "term" in value.gradients:
                 raise GradientError(value, "is a term of a sum on each rank, which nothing adds up")
+        for value, where in state.hooked:
+            if "term" in value.gradients:
+                state.report.refuse(
+                    "register_hook", where, "lets code see a gradient that is a term of a sum on each rank"
+                )
     except GradientError as error:
         state.report.refuse(error.value.name, error.value.where, str(error))
         return

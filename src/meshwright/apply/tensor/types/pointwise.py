@@ -141,6 +141,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and value != 0
 
 
+def cast(op: Operation) -> list[Type]:
+    """Follow a cast: another tensor only tells the dtype."""
+    return op.all(op.type(op.args[0]))
+
+
 def fill(op: Operation) -> list[Type]:
     """Follow a constant in the shape of another tensor."""
     kind = op.type(op.args[0])

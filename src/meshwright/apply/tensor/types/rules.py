@@ -44,7 +44,7 @@ _PLACES = (
 def _table() -> dict[str, Rule]:
     names = pointwise.LINEAR | pointwise.SCALING | pointwise.NONLINEAR | pointwise.DROPOUTS
     rules: dict[str, Rule] = dict.fromkeys(names, pointwise.pointwise)
-    rules |= dict.fromkeys(pointwise.FILLS, pointwise.fill)
+    rules |= dict.fromkeys(pointwise.FILLS, pointwise.fill) | dict.fromkeys(["to", "type_as"], pointwise.cast)
     rules |= dict.fromkeys(views.VIEWS, views.view) | dict.fromkeys(views.JOINS, views.join)
     rules |= {"roll": views.roll, "pad": views.pad, "tril": views.triangle, "triu": views.triangle}
     rules |= dict.fromkeys(products.PRODUCTS, products.product)
@@ -72,7 +72,9 @@ def result_types(op: Operation) -> list[Type]:
     """
     if op.name in DRAWS:
         return _drawn(op)
-    if op.is_replicated:
+    if op.name == "setitem" and op.is_replicated:
+        return [REPLICATED]
+    if op.is_replicated or op.name.startswith("new_"):
         return _of_replicated(op)
     rule = RULES.get(op.name)
     if rule is None:

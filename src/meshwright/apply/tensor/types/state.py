@@ -7,11 +7,14 @@ from torch import Tensor, nn
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import Tape
-from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, shard
+from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, Where, shard
 from meshwright.apply.tensor.types.record import Record, flat_tensors
 from meshwright.apply.tensor.types.report import TypeReport
 
 __all__: list[str] = []
+
+
+UNKNOWN = "a tensor that no torch function made"
 
 
 class State:
@@ -30,6 +33,8 @@ class State:
         self.tape = Tape()
         self.closed: list[str] = []
         """Modules that are running and not followed: their code is ours (`edges.py`)."""
+        self.hooked: list[tuple[Typed, Where]] = []
+        """Tensors whose gradients code wants to see."""
         self._values: dict[int, Typed] = {}
         self._constants = {**record.constants}
         for child in self.module.modules():
@@ -66,7 +71,7 @@ class State:
         found = self._values.get(id(tensor))
         if found is None:
             is_known = isinstance(tensor, Slices) or id(tensor) in self._constants
-            kind, name = (REPLICATED, "a constant") if is_known else (VARYING, "a tensor that no torch function made")
+            kind, name = (REPLICATED, "a constant") if is_known else (VARYING, UNKNOWN)
             found = Typed(tensor, kind, tuple(tensor.shape), name)
             self.put(found)
         return found
