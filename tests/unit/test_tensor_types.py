@@ -275,6 +275,8 @@ def test_numbers_that_agree_by_chance_are_refused_with_the_line(name: str, monke
         file, line = inspect.getfile(function), _line_of(caught.value.message)
         assert f"{file.rsplit('/', 1)[-1]}:{line}" in caught.value.message
         assert code in linecache.getline(file, line)
+    report = experiment_of(Between(function)).check_types(TensorLayout(regions=(PAIR,)))
+    assert str(report.refusals[0]) == caught.value.message
     # The numbers alone would let it pass.
     monkeypatch.setattr(proof, "Checker", lambda *_: None)
     experiment_of(Between(function)).prove(PAIR)
@@ -368,8 +370,15 @@ def test_masks_on_what_every_rank_has_are_refused_where_ranks_draw_apart() -> No
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(F.dropout(x, 0.1))
 
+    class Skipped(Scope):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (torch.rand(len(x), 1, 1, dtype=x.dtype) >= 0)
+
     with pytest.raises(DisprovedError, match="draws on a tensor that is replicated"):
         experiment_of(Dropped(lambda _, y: y)).prove(SUM.replace(drops=True))
+    with pytest.raises(DisprovedError, match="draws random numbers for all ranks"):
+        experiment_of(Skipped(lambda _, y: y)).prove(SUM.replace(drops=True))
+    assert experiment_of(Skipped(lambda _, y: y)).prove(SUM)
     assert types_of(lambda _, h: F.dropout(h, 0.5), PAIR.replace(drops=True)).refusals == []
 
 

@@ -288,6 +288,11 @@ class Experiment:
                 _check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
         return self._check_types(outcomes[-1].types, self._check_gradients(outcomes, runs[0][1]))
 
+    def check_types(self, layout: TensorLayout) -> TypeReport:
+        """Return what the types say of a layout, whatever the numbers do."""
+        report = self._run_shards(layout)[-1][0].types
+        return TypeReport() if report is None else report
+
     def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are terms, once the types agree with the numbers."""
         self.types = types

@@ -36,7 +36,7 @@ from meshwright.apply.tensor.types.record import (
     name_of,
 )
 from meshwright.apply.tensor.types.report import TypeReport
-from meshwright.apply.tensor.types.rules import result_types
+from meshwright.apply.tensor.types.rules import DRAWS, result_types
 from meshwright.apply.tensor.types.state import UNKNOWN, State
 from meshwright.describe.tree import tensors_in
 
@@ -165,15 +165,15 @@ class Checker(TorchFunctionMode):
 
     def _check_drawing(self, op: Operation) -> None:
         """Refuse masks that would differ on copies of a tensor, or be the same on its parts."""
-        if op.name not in pointwise.DROPOUTS or not op.inputs:
+        is_apart = self._state.cutting.draws_apart
+        if op.name in DRAWS and is_apart:
+            raise RefusedError("draws random numbers for all ranks where each rank draws numbers of its own")
+        if not _drops(op):
             return
-        p, training = op.argument(1, "p", default=0.5), op.argument(2, "training", "train", default=True)
-        if not training or not p:
-            return
-        kind, is_apart = op.inputs[0].type, self._state.cutting.draws_apart
-        if kind.kind in ("replicated", "partial") and is_apart:
+        if op.inputs[0].type.kind != "shard" and is_apart:
+            kind = op.inputs[0].type
             raise RefusedError(f"draws on a tensor that is {kind} where each rank draws numbers of its own")
-        if kind.kind == "shard" and not is_apart:
+        if op.inputs[0].type.kind == "shard" and not is_apart:
             raise RefusedError("draws on parts where all ranks draw the same numbers")
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -227,6 +227,16 @@ class Checker(TorchFunctionMode):
             self.report.refuse(
                 "a comparison", where, "of the size of a sharded dim comes out otherwise than on one device"
             )
+
+
+def _drops(op: Operation) -> bool:
+    """Tell whether a call drops entries."""
+    if op.name == "scaled_dot_product_attention":
+        return op.argument(4, "dropout_p", default=0.0) > 0
+    if op.name not in pointwise.DROPOUTS or not op.inputs:
+        return False
+    is_training = op.argument(2, "training", "train", default=True)
+    return bool(is_training) and op.argument(1, "p", default=0.5) > 0
 
 
 def is_written(func: Callable[..., Any]) -> bool:

@@ -42,8 +42,10 @@ def watched(state: State) -> Iterator[None]:
     handles: list[Any] = []
     for region in layout.regions:
         closed: dict[str, Role] = {path: role for path, role in region.roles.items() if role in _CLOSED}
-        closed |= dict.fromkeys(region.shared, "column")
-        children = {id(child := module.get_submodule(path)): (child, role) for path, role in closed.items()}
+        closed.update(dict.fromkeys(region.shared, "column"))
+        children: dict[int, tuple[nn.Module, Role]] = {
+            id(child := module.get_submodule(path)): (child, role) for path, role in closed.items()
+        }
         for child, role in children.values():
             handles += _Closed(state, child, paths[id(child)], role).handles
     thread = threading.get_ident()

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import meshwright
 from meshwright.apply.tensor.types.lattice import NOWHERE, RefusedError, Where
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
-_OURS = os.path.dirname(meshwright.__file__) + os.sep
+_OURS = os.sep.join(__file__.split(os.sep)[:-4]) + os.sep
 _START = "run_and_watch"
 """Name of the functions that start a run: nothing above them is the user's forward."""
 
