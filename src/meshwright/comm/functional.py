@@ -261,7 +261,7 @@ def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def _along(
+def _along(  # noqa: PLR0917 - what its callers were given, with their name
     name: str,
     function: type[torch.autograd.Function],
     tensor: Tensor,

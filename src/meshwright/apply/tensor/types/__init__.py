@@ -7,7 +7,8 @@ operation.py   one call of a torch function, as a rule sees it
 pointwise.py, views.py, products.py, reductions.py, indexing.py   rules, by family
 rules.py       function name -> rule; what has none is refused
 gradients.py   which gradients are terms of a sum, from the types of the forward
-checker.py     the mode that follows one shard; report.py: what it found
+checker.py     the mode that follows one shard; state.py, edges.py and ending.py: what it knows, meets and leaves
+report.py      what it found
 
 To add a rule: give the function's name to a family's table; a new family goes into rules.py.
 """

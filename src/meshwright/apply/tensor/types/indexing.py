@@ -8,45 +8,26 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal
+from meshwright.apply.tensor.types.operation import Operation, normal, words
 
 __all__: list[str] = []
 
 VALUE_SHAPED = frozenset(
-    [
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "bincount",
-        "histc",
-        "histogram",
-        "masked_scatter",
-        "unique_dim",
-        "searchsorted",
-        "bucketize",
-        "one_hot",
-    ]
+    words(
+        """
+    nonzero argwhere masked_select unique unique_consecutive bincount histc histogram masked_scatter
+    unique_dim searchsorted bucketize one_hot
+    """
+    )
 )
 """Their result's shape, or what its entries mean, follows from all values."""
 
 READS = frozenset(
-    [
-        "bool",
-        "item",
-        "int",
-        "float",
-        "tolist",
-        "numpy",
-        "index",
-        "complex",
-        "contains",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "array",
-    ]
+    words(
+        """
+    bool item int float tolist numpy index complex contains is_nonzero equal allclose array
+    """
+    )
 )
 """They give code a number or a truth value."""
 
@@ -161,7 +142,7 @@ def _set(op: Operation) -> list[Type]:
         return [PARTIAL]
     if own.dim is not None:
         _check_index(index, own.dim, first)
-        if new.kind == "replicated" and isinstance(source, Tensor) and source.dim() and not source.numel() == 1:
+        if new.kind == "replicated" and isinstance(source, Tensor) and source.dim() and source.numel() != 1:
             _check_source(own.dim, first, source)
         return [own]
     if new.kind != "replicated":

@@ -31,10 +31,11 @@ class Operation:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
         inputs: list[Typed],
         outputs: list[Tensor],
-        wholes: list[tuple[int, ...]] | None,
-        integers: dict[int | str, int],
+        wholes: list[tuple[int, ...]] | None = None,
+        integers: dict[int | str, int] | None = None,
     ) -> None:
         self.name = name
         self.args = args
@@ -42,7 +43,7 @@ class Operation:
         self.inputs = inputs
         self.outputs = outputs
         self.wholes = wholes
-        self.integers = integers
+        self.integers = integers or {}
         self._types = {id(value.tensor): value.type for value in inputs}
 
     def type(self, value: Any) -> Type:
@@ -97,11 +98,23 @@ class Operation:
         found: list[Type] = []
         for index in range(len(self.outputs)):
             dims = self.differing(index)
-            if len(dims) != 1:
+            if len(dims) == 1:
+                self._check_share(index, dims[0])
+            else:
                 what = "the same shape as the whole" if not dims else f"a shape that differs in the dims {dims}"
                 raise RefusedError(f"takes {self.told()} and gives {what}: it reads across the parts")
             found.append(shard(dims[0]))
         return found
+
+    def _check_share(self, index: int, dim: int) -> None:
+        """Refuse an output that is not the same share of the whole as one of the parts taken."""
+        own, whole = self.outputs[index].shape[dim], (self.wholes or [])[index][dim]
+        parts = [value for value in self.inputs if value.type.dim is not None]
+        shares = [(value.tensor.shape[value.type.dim or 0], value.full[value.type.dim or 0]) for value in parts]
+        if parts and not any(own * full == whole * mine for mine, full in shares):
+            raise RefusedError(
+                f"takes {self.told()} and gives {own} entries where the whole gives {whole}: another share"
+            )
 
     def all(self, of: Type) -> list[Type]:
         """Return one type for each output."""
@@ -146,6 +159,11 @@ def mixing(value: Typed) -> str:
     if value.type.kind == "replicated":
         return "adds a replicated tensor to a term of a sum (partial): over all ranks it would be added once for each"
     return f"mixes {value.type} with a term of a sum (partial)"
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the names in a text."""
+    return frozenset(text.split())
 
 
 def normal(dim: int, num_dims: int) -> int:

@@ -5,192 +5,37 @@ from __future__ import annotations
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, Typed, shard
-from meshwright.apply.tensor.types.operation import Operation, mixing
+from meshwright.apply.tensor.types.operation import Operation, mixing, words
 
 __all__: list[str] = []
 
 LINEAR = frozenset(
-    [
-        "add",
-        "sub",
-        "neg",
-        "positive",
-        "negative",
-        "clone",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "contiguous",
-        "detach",
-        "data",
-        "requires_grad",
-        "cpu",
-        "cuda",
-        "lift_fresh",
-        "alias",
-        "resolve_conj",
-        "resolve_neg",
-        "real",
-        "imag",
-        "conj",
-        "rsub",
-        "identity",
-    ]
+    words(
+        """
+    add sub neg positive negative clone to float double half bfloat16 type type_as contiguous detach data
+    requires_grad cpu cuda lift_fresh alias resolve_conj resolve_neg real imag conj rsub identity
+    """
+    )
 )
 """f(a) + f(b) = f(a + b)."""
 
 SCALING = frozenset(["mul", "div", "multiply", "divide", "true_divide"])
 
 NONLINEAR = frozenset(
-    [
-        "abs",
-        "absolute",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sqrt",
-        "rsqrt",
-        "square",
-        "reciprocal",
-        "pow",
-        "rpow",
-        "float_power",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "sigmoid",
-        "logit",
-        "erf",
-        "erfc",
-        "erfinv",
-        "sign",
-        "sgn",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "fix",
-        "frac",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-        "minimum",
-        "maximum",
-        "fmin",
-        "fmax",
-        "remainder",
-        "fmod",
-        "floordiv",
-        "floor_divide",
-        "rfloordiv",
-        "mod",
-        "rdiv",
-        "rtruediv",
-        "relu",
-        "relu6",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "selu",
-        "celu",
-        "leaky_relu",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "hardshrink",
-        "softshrink",
-        "softplus",
-        "softsign",
-        "tanhshrink",
-        "threshold",
-        "logsigmoid",
-        "rrelu",
-        "prelu",
-        "where",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "greater",
-        "less",
-        "greater_equal",
-        "less_equal",
-        "not_equal",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "invert",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "bitwise_xor",
-        "lshift",
-        "rshift",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "isposinf",
-        "isneginf",
-        "nan_to_num",
-        "masked_fill",
-        "addcmul",
-        "addcdiv",
-        "lerp",
-        "bool",
-        "long",
-        "int",
-        "short",
-        "byte",
-        "hypot",
-        "ldexp",
-        "copysign",
-        "xlogy",
-        "sinc",
-        "heaviside",
-        "isclose",
-        "polar",
-        "complex",
-        "view_as_complex",
-        "view_as_real",
-        "deg2rad",
-        "rad2deg",
-        "lgamma",
-        "digamma",
-        "i0",
-        "nextafter",
-        "logaddexp",
-        "logaddexp2",
-        "signbit",
-        "mul_add",
-        "gumbel",
-    ]
+    words(
+        """
+    abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal pow rpow float_power sin
+    cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv sign sgn
+    floor ceil round trunc fix frac clamp clip clamp_min clamp_max minimum maximum fmin fmax remainder fmod
+    floordiv floor_divide rfloordiv mod rdiv rtruediv relu relu6 gelu silu mish elu selu celu leaky_relu
+    hardtanh hardswish hardsigmoid hardshrink softshrink softplus softsign tanhshrink threshold logsigmoid
+    rrelu prelu where eq ne lt le gt ge greater less greater_equal less_equal not_equal logical_and
+    logical_or logical_not logical_xor and or xor not invert bitwise_and bitwise_or bitwise_not bitwise_xor
+    lshift rshift isnan isinf isfinite isposinf isneginf nan_to_num masked_fill addcmul addcdiv lerp bool
+    long int short byte hypot ldexp copysign xlogy sinc heaviside isclose polar complex view_as_complex
+    view_as_real deg2rad rad2deg lgamma digamma i0 nextafter logaddexp logaddexp2 signbit mul_add gumbel
+    """
+    )
 )
 
 FILLS = frozenset(["zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill"])
@@ -270,9 +115,9 @@ def _of_terms(op: Operation) -> list[Type]:
                 "adds a number to a term of a sum (partial): over all ranks it would be added once for each"
             )
         return op.all(PARTIAL)
-    if op.name in SCALING and len(terms) == 1 and all(value.type.kind == "replicated" for value in others):
-        if not op.name.startswith(("div", "true")) or op.args[0] is terms[0].tensor:
-            return op.all(PARTIAL)
+    is_scaled = op.name in SCALING and len(terms) == 1 and all(value.type.kind == "replicated" for value in others)
+    if is_scaled and (op.name in ("mul", "multiply") or op.args[0] is terms[0].tensor):
+        return op.all(PARTIAL)
     if op.name in ("where", "masked_fill"):
         return _masked(op)
     op.refuse_partial()
@@ -294,6 +139,11 @@ def _masked(op: Operation) -> list[Type]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and value != 0
+
+
+def cast(op: Operation) -> list[Type]:
+    """Follow a cast: another tensor only tells the dtype."""
+    return op.all(op.type(op.args[0]))
 
 
 def fill(op: Operation) -> list[Type]:

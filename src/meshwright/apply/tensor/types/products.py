@@ -7,36 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, mixing
+from meshwright.apply.tensor.types.operation import Operation, mixing, words
 
 __all__: list[str] = []
 
 PRODUCTS = frozenset(
-    [
-        "linear",
-        "matmul",
-        "rmatmul",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "inner",
-        "vdot",
-        "addmm",
-        "addbmm",
-        "baddbmm",
-        "addmv",
-        "outer",
-        "ger",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "bilinear",
-    ]
+    words(
+        """
+    linear matmul rmatmul mm bmm mv dot inner vdot addmm addbmm baddbmm addmv outer ger einsum conv1d conv2d
+    conv3d conv_transpose1d conv_transpose2d conv_transpose3d bilinear
+    """
+    )
 )
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -156,7 +137,7 @@ def _einsum(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
 def _convolution(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
     data, weight = op.argument(0, "input"), op.argument(1, "weight")
     is_turned = op.name.startswith("conv_transpose")
-    place = 6 if is_turned else 6
+    place = 6  # of the groups, in both
     groups = int(op.argument(place, "groups", default=1))
     space = _LETTERS[: weight.dim() - 2]
     lead = "n" if data.dim() == weight.dim() else ""

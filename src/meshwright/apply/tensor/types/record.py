@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -13,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import meshwright
 from meshwright.apply.tensor.types.lattice import NOWHERE, RefusedError, Where
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
-_OURS = os.path.dirname(meshwright.__file__) + os.sep
+_OURS = os.sep.join(__file__.split(os.sep)[:-4]) + os.sep
 _START = "run_and_watch"
 """Name of the functions that start a run: nothing above them is the user's forward."""
 
@@ -93,6 +93,8 @@ class Record:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.constants: dict[int, Tensor] = {}
+        """By id, the tensors that functions took and no function had made: what the code holds from before."""
 
     def follow(self) -> Follower:
         """Return a fresh reader."""
@@ -163,14 +165,19 @@ class Recorder(TorchFunctionMode):
     def __init__(self, record: Record) -> None:
         super().__init__()
         self._record = record
+        self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        for tensor in flat_tensors((args, kwargs)):
+            if (made := self._made.get(id(tensor))) is None or made() is not tensor:
+                self._record.constants[id(tensor)] = tensor
         result = func(*args, **kwargs)
         name = name_of(func)
         outputs = list(flat_tensors(result))
+        self._made.update((id(tensor), weakref.ref(tensor)) for tensor in outputs)
         if outputs or name == "setitem":
             where, _ = find_where()
             integers: dict[int | str, int] = {

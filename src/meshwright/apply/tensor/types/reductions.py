@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal
+from meshwright.apply.tensor.types.operation import Operation, normal, words
+from meshwright.apply.tensor.types.pointwise import pointwise
 
 __all__: list[str] = []
 
@@ -15,24 +16,11 @@ __all__: list[str] = []
 _ALL, _LAST = None, -1
 REDUCTIONS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
-        [
-            "sum",
-            "nansum",
-            "mean",
-            "nanmean",
-            "amax",
-            "amin",
-            "prod",
-            "all",
-            "any",
-            "std",
-            "var",
-            "max",
-            "min",
-            "argmax",
-            "argmin",
-            "median",
-        ],
+        words(
+            """
+    sum nansum mean nanmean amax amin prod all any std var max min argmax argmin median
+    """
+        ),
         (1, _ALL),
     ),
     **dict.fromkeys(["logsumexp", "var_mean", "std_mean", "aminmax", "count_nonzero", "nanmedian"], (1, _ALL)),
@@ -40,12 +28,11 @@ REDUCTIONS: dict[str, tuple[int, int | None]] = {
         ["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"], (1, _ALL)
     ),
     **dict.fromkeys(["sort", "argsort", "msort", "mode", "diff"], (1, _LAST)),
-    **dict.fromkeys(["topk", "kthvalue", "norm", "vector_norm", "quantile", "gumbel_softmax"], (2, _LAST)),
+    **dict.fromkeys(["topk", "kthvalue", "norm", "linalg_norm", "linalg_vector_norm", "quantile"], (2, _LAST)),
     "normalize": (2, 1),
     "glu": (1, _LAST),
-    "renorm": (2, 0),
 }
-_ALL_BY_DEFAULT = {"norm", "vector_norm", "quantile"}
+_ALL_BY_DEFAULT = {"norm", "linalg_norm", "linalg_vector_norm", "quantile"}
 _LINEAR = {"sum", "nansum", "mean", "cumsum", "diff"}
 _SUMS = {"sum", "nansum"}
 _NAMES = ("dim", "axis")
@@ -61,7 +48,7 @@ def reduction(op: Operation) -> list[Type]:
         place = 2
     dims: Any = op.argument(place, *_NAMES, default=default)
     if op.name in ("max", "min") and isinstance(op.argument(1, "other", *_NAMES), Tensor):
-        raise RefusedError("no rule for it with two tensors; use torch.maximum or torch.minimum")
+        return pointwise(op)
     if op.name in ("std", "var") and isinstance(dims, bool):
         dims = None
     own = op.type(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 
 from meshwright.apply.tensor.types.lattice import NOWHERE, Where
 
@@ -44,6 +45,20 @@ class TypeReport:
         """Add a refusal."""
         where = where or NOWHERE
         self.refusals.append(Refusal(operation, where.file, where.line, text))
+
+    def disagreement(self, partial: Collection[str], zero: Collection[str]) -> str:
+        """Return what is refused, or where the types and the numbers part; nothing where they agree.
+
+        Args:
+            partial: FQNs of the parameters whose gradients are terms of a sum by their numbers.
+            zero: FQNs of those whose gradients are zero: numbers say nothing of them.
+        """
+        if self.refusals:
+            return str(self.refusals[0])
+        for name in sorted(self.partial.symmetric_difference(partial).difference(zero)):
+            said, found = ("a term of a sum", "the same") if name in self.partial else ("the same", "a term of a sum")
+            return f"types: the gradient of {name} is {said} on every rank, and the numbers say {found}"
+        return ""
 
 
 def _short(file: str) -> str:

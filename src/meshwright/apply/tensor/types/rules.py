@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from meshwright.apply.tensor.types import indexing, pointwise, products, reductions, views
 from meshwright.apply.tensor.types.lattice import REPLICATED, VARYING, ZERO, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, Rule
+from meshwright.apply.tensor.types.operation import Operation, Rule, words
 
 __all__: list[str] = []
 
 ZEROS = frozenset(["zeros", "zeros_like", "new_zeros"])
 CONSTANTS = ZEROS | frozenset(
-    ["ones", "ones_like", "full", "full_like", "empty", "empty_like", "new_ones", "new_full", "new_empty"]
+    words(
+        """
+    ones ones_like full full_like empty empty_like new_ones new_full new_empty
+    """
+    )
 )
 """Every entry is the same, so that this rank's size of it is a part of the whole."""
 
 NUMBERED = frozenset(["arange", "linspace", "logspace", "range", "eye", "tril_indices", "triu_indices", "meshgrid"])
 
 DRAWS = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "randperm",
-        "bernoulli",
-        "normal",
-        "uniform",
-        "exponential",
-        "cauchy",
-        "poisson",
-        "random",
-        "multinomial",
-        "geometric",
-        "log_normal",
-        "gumbel_softmax",
-        "rrelu",
-    ]
+    words(
+        """
+    rand randn randint rand_like randn_like randint_like randperm bernoulli normal uniform exponential
+    cauchy poisson random multinomial geometric log_normal gumbel_softmax rrelu
+    """
+    )
 )
 
 _LOSSES = (
@@ -55,7 +44,7 @@ _PLACES = (
 def _table() -> dict[str, Rule]:
     names = pointwise.LINEAR | pointwise.SCALING | pointwise.NONLINEAR | pointwise.DROPOUTS
     rules: dict[str, Rule] = dict.fromkeys(names, pointwise.pointwise)
-    rules |= dict.fromkeys(pointwise.FILLS, pointwise.fill)
+    rules |= dict.fromkeys(pointwise.FILLS, pointwise.fill) | dict.fromkeys(["to", "type_as"], pointwise.cast)
     rules |= dict.fromkeys(views.VIEWS, views.view) | dict.fromkeys(views.JOINS, views.join)
     rules |= {"roll": views.roll, "pad": views.pad, "tril": views.triangle, "triu": views.triangle}
     rules |= dict.fromkeys(products.PRODUCTS, products.product)
@@ -83,7 +72,9 @@ def result_types(op: Operation) -> list[Type]:
     """
     if op.name in DRAWS:
         return _drawn(op)
-    if op.is_replicated:
+    if op.name == "setitem" and op.is_replicated:
+        return [REPLICATED]
+    if op.is_replicated or op.name.startswith("new_"):
         return _of_replicated(op)
     rule = RULES.get(op.name)
     if rule is None:

@@ -7,63 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal
+from meshwright.apply.tensor.types.operation import Operation, normal, words
 
 __all__: list[str] = []
 
 VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "view_as",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "permute",
-        "transpose",
-        "t",
-        "T",
-        "mT",
-        "H",
-        "mH",
-        "adjoint",
-        "swapaxes",
-        "swapdims",
-        "movedim",
-        "moveaxis",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "tile",
-        "repeat",
-        "repeat_interleave",
-        "split",
-        "chunk",
-        "tensor_split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "select",
-        "unsafe_chunk",
-        "unsafe_split",
-        "flip",
-        "diagonal",
-        "unfold",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-        "rot90",
-        "as_strided",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-    ]
+    words(
+        """
+    view reshape view_as reshape_as flatten unflatten ravel permute transpose t T mT H mH adjoint swapaxes
+    swapdims movedim moveaxis unsqueeze squeeze expand expand_as broadcast_to tile repeat repeat_interleave
+    split chunk tensor_split split_with_sizes unbind narrow select unsafe_chunk unsafe_split flip diagonal
+    unfold pixel_shuffle pixel_unshuffle channel_shuffle rot90 as_strided hsplit vsplit dsplit atleast_1d
+    atleast_2d atleast_3d
+    """
+    )
 )
 
 JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
@@ -74,7 +31,7 @@ EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "repeat
 _UNSAFE = frozenset(
     ["unfold", "as_strided", "diagonal", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"]
 )
-_PART_OF_A_DIM = frozenset(["narrow", "select", "flip"])
+_PICKS = frozenset(["select", "flip"])
 
 
 def view(op: Operation) -> list[Type]:
@@ -90,11 +47,8 @@ def view(op: Operation) -> list[Type]:
         return _expanded(op)
     if op.name in _UNSAFE:
         raise RefusedError(f"no rule for {op.name} of {own}")
-    if op.name in _PART_OF_A_DIM:
-        dims: Any = op.argument(1, "dim", "dims", default=0)
-        if own.dim in {normal(dim, first.dim()) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}:
-            if op.name != "narrow":
-                raise RefusedError(f"picks entries by their place in the sharded dim {own.dim}")
+    if op.name in _PICKS and own.dim in _dims(op.argument(1, "dim", "dims", default=0), first.dim()):
+        raise RefusedError(f"picks entries by their place in the sharded dim {own.dim}")
     return op.by_shapes()
 
 
@@ -112,11 +66,13 @@ def roll(op: Operation) -> list[Type]:
         return terms
     own = op.type(op.args[0])
     dims: Any = op.argument(2, "dims")
-    if dims is None or own.dim in {
-        normal(d, op.args[0].dim()) for d in (dims if isinstance(dims, (tuple, list)) else (dims,))
-    }:
+    if dims is None or own.dim in _dims(dims, op.args[0].dim()):
         raise RefusedError(f"rolls along the sharded dim {own.dim}")
     return op.all(own)
+
+
+def _dims(dims: Any, num_dims: int) -> set[int]:
+    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
 
 
 def join(op: Operation) -> list[Type]:

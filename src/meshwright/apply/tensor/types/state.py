@@ -1,0 +1,77 @@
+"""What is known so far of the run that is followed."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.slices import Slices
+from meshwright.apply.tensor.types.gradients import Tape
+from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, Where, shard
+from meshwright.apply.tensor.types.record import Record, flat_tensors
+from meshwright.apply.tensor.types.report import TypeReport
+
+__all__: list[str] = []
+
+
+UNKNOWN = "a tensor that no torch function made"
+
+
+class State:
+    """The types of all tensors, and the report.
+
+    Args:
+        cutting: The layout, in force on a copy of the module.
+        record: What the whole run called.
+    """
+
+    def __init__(self, cutting: Cutting, record: Record) -> None:
+        self.cutting = cutting
+        self.module: nn.Module = cutting.module
+        self.report = TypeReport()
+        self.whole = record.follow()
+        self.tape = Tape()
+        self.closed: list[str] = []
+        """Modules that are running and not followed: their code is ours (`edges.py`)."""
+        self.hooked: list[tuple[Typed, Where]] = []
+        """Tensors whose gradients code wants to see."""
+        self._values: dict[int, Typed] = {}
+        self._constants = {**record.constants}
+        for child in self.module.modules():
+            for tree in vars(child).values():
+                self._constants.update((id(tensor), tensor) for tensor in flat_tensors(tree))
+        self._start()
+
+    def _start(self) -> None:
+        layout = self.cutting.layout
+        once = {path for region in layout.regions for path in region.once}
+        cuts = {id(find_tensor(self.module, path)): cut.dim for path, (_, cut) in layout.cuts.items()}
+        for path, tensor in (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()):
+            if id(tensor) in cuts:
+                kind, full = shard(cuts[id(tensor)]), self.cutting.full_shape(path) or tuple(tensor.shape)
+            else:
+                kind, full = PARTIAL if path in once else REPLICATED, tuple(tensor.shape)
+            self._values.setdefault(id(tensor), Typed(tensor, kind, full, path))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is followed: something was refused."""
+        return bool(self.report.refusals)
+
+    def put(self, value: Typed) -> None:
+        """Take note of a tensor, or of its new version."""
+        self._values[id(value.tensor)] = value
+
+    def known(self, tensor: Tensor) -> Typed | None:
+        """Return what is known of a tensor."""
+        return self._values.get(id(tensor))
+
+    def typed(self, tensor: Tensor) -> Typed:
+        """Return what is known of a tensor; what the code holds from before is a constant, the same on every rank."""
+        found = self._values.get(id(tensor))
+        if found is None:
+            is_known = isinstance(tensor, Slices) or id(tensor) in self._constants
+            kind, name = (REPLICATED, "a constant") if is_known else (VARYING, UNKNOWN)
+            found = Typed(tensor, kind, tuple(tensor.shape), name)
+            self.put(found)
+        return found
