@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -42,8 +43,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks of which tensor parallelism cuts the matrices and leaves the norms whole, with a buffer and a plain attribute."""
 
-    def __init__(self, dropout: float = 0.0, temperature: float = 1.0) -> None:
+    def __init__(self, dropout: float = 0.0, temperature: float = 1.0, between: float = 0.0) -> None:
         super().__init__()
+        self.between = between
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.blocks = nn.ModuleList(Block(8, dropout) for _ in range(2))
         self.norm = nn.LayerNorm(8)
@@ -56,11 +58,17 @@ class Net(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
+            x = F.dropout(x, self.between, self.training) if self.between else x
         return self.head(self.norm(x)) * self.scale[0]
 
 
 def build_net(dropout: float = 0.0) -> nn.Module:
     return Net(dropout).double()
+
+
+def build_net_that_drops_between() -> nn.Module:
+    """A net that draws in its own forward, between its layers."""
+    return Net(0.3, between=0.3).double()
 
 
 def rank() -> int:
@@ -191,6 +199,11 @@ def other_betas(model: mw.ParallelModel, share: Any) -> Any:
     return share
 
 
+def other_mode(model: mw.ParallelModel, share: Any) -> Any:
+    model.module.blocks[0].eval()
+    return share
+
+
 def other_precision(_: mw.ParallelModel, share: Any) -> Any:
     torch.set_float32_matmul_precision("medium")
     return share
@@ -201,7 +214,7 @@ FAULTS = {
     for function in (
         *(flip_bit, flip_bit_of_state, flip_bit_of_buffer, write_weight, write_data),
         *(other_row, other_labels, other_length, no_batch),
-        *(other_rate, other_betas, other_precision),
+        *(other_rate, other_betas, other_mode, other_precision),
     )
 }
 
@@ -260,7 +273,8 @@ def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
 
 def train_with_evaluation(plan: str, evaluates: bool) -> list[float]:
     """Train with dropout, with or without evaluations between the steps."""
-    with mw.apply_plan(functools.partial(build_net, 0.3), plan, optimizer=SGD, loss_fn=losses.cross_entropy) as model:
+    build = build_net_that_drops_between if plan.startswith("pp") else functools.partial(build_net, 0.3)
+    with mw.apply_plan(build, plan, optimizer=SGD, loss_fn=losses.cross_entropy) as model:
         found = []
         for number in range(3):
             found.append(model.step(mw.split_batch(language(8, number), model)).loss)
