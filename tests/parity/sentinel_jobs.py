@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +147,7 @@ def flip_bit_of_state(model: mw.ParallelModel, share: Any) -> Any:
 
 
 def flip_bit_of_buffer(model: mw.ParallelModel, share: Any) -> Any:
-    _flip(model.module.scale)
+    _flip(model.module.get_buffer("scale"))
     return share
 
 
@@ -200,7 +200,7 @@ def other_betas(model: mw.ParallelModel, share: Any) -> Any:
 
 
 def other_mode(model: mw.ParallelModel, share: Any) -> Any:
-    model.module.blocks[0].eval()
+    model.module.get_submodule("blocks.0").eval()
     return share
 
 
@@ -345,7 +345,7 @@ def apply_with_precision(plan: str) -> Any:
 # -- inspections ------------------------------------------------------------------------------------------------------
 
 
-def train_with_inspections(plan: str, on_finding: str, fails_at: int) -> dict[str, Any]:
+def train_with_inspections(plan: str, on_finding: Literal["stop", "warn"], fails_at: int) -> dict[str, Any]:
     """Train with an engine whose inspection number `fails_at` finds something on one rank."""
     with mw.apply_plan(
         build_net, plan, optimizer=SGD, loss_fn=losses.cross_entropy, sentinel_every=2, on_finding=on_finding

@@ -191,7 +191,8 @@ class Stepper:
             sayings=self.sentinels.sayings(batch),
             on_difference=self.sentinels.explain,
         )
-        if self.sentinels.needs_agreement_first:
+        is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
+        if is_there or self.sentinels.needs_agreement_first:
             agreement.wait()
         if broken is not None or (switched is not None and agreement.trainable_changed):
             agreement.wait()
