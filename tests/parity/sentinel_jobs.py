@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -42,8 +43,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks of which tensor parallelism cuts the matrices and leaves the norms whole, with a buffer and a plain attribute."""
 
-    def __init__(self, dropout: float = 0.0, temperature: float = 1.0) -> None:
+    def __init__(self, dropout: float = 0.0, temperature: float = 1.0, between: float = 0.0) -> None:
         super().__init__()
+        self.between = between
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.blocks = nn.ModuleList(Block(8, dropout) for _ in range(2))
         self.norm = nn.LayerNorm(8)
@@ -56,11 +58,17 @@ class Net(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
+            x = F.dropout(x, self.between, self.training) if self.between else x
         return self.head(self.norm(x)) * self.scale[0]
 
 
 def build_net(dropout: float = 0.0) -> nn.Module:
     return Net(dropout).double()
+
+
+def build_net_that_drops_between() -> nn.Module:
+    """A net that draws in its own forward, between its layers."""
+    return Net(0.3, between=0.3).double()
 
 
 def rank() -> int:
@@ -139,7 +147,7 @@ def flip_bit_of_state(model: mw.ParallelModel, share: Any) -> Any:
 
 
 def flip_bit_of_buffer(model: mw.ParallelModel, share: Any) -> Any:
-    _flip(model.module.scale)
+    _flip(model.module.get_buffer("scale"))
     return share
 
 
@@ -191,6 +199,11 @@ def other_betas(model: mw.ParallelModel, share: Any) -> Any:
     return share
 
 
+def other_mode(model: mw.ParallelModel, share: Any) -> Any:
+    model.module.get_submodule("blocks.0").eval()
+    return share
+
+
 def other_precision(_: mw.ParallelModel, share: Any) -> Any:
     torch.set_float32_matmul_precision("medium")
     return share
@@ -201,7 +214,7 @@ FAULTS = {
     for function in (
         *(flip_bit, flip_bit_of_state, flip_bit_of_buffer, write_weight, write_data),
         *(other_row, other_labels, other_length, no_batch),
-        *(other_rate, other_betas, other_precision),
+        *(other_rate, other_betas, other_mode, other_precision),
     )
 }
 
@@ -260,7 +273,8 @@ def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
 
 def train_with_evaluation(plan: str, evaluates: bool) -> list[float]:
     """Train with dropout, with or without evaluations between the steps."""
-    with mw.apply_plan(functools.partial(build_net, 0.3), plan, optimizer=SGD, loss_fn=losses.cross_entropy) as model:
+    build = build_net_that_drops_between if plan.startswith("pp") else functools.partial(build_net, 0.3)
+    with mw.apply_plan(build, plan, optimizer=SGD, loss_fn=losses.cross_entropy) as model:
         found = []
         for number in range(3):
             found.append(model.step(mw.split_batch(language(8, number), model)).loss)
@@ -331,7 +345,7 @@ def apply_with_precision(plan: str) -> Any:
 # -- inspections ------------------------------------------------------------------------------------------------------
 
 
-def train_with_inspections(plan: str, on_finding: str, fails_at: int) -> dict[str, Any]:
+def train_with_inspections(plan: str, on_finding: Literal["stop", "warn"], fails_at: int) -> dict[str, Any]:
     """Train with an engine whose inspection number `fails_at` finds something on one rank."""
     with mw.apply_plan(
         build_net, plan, optimizer=SGD, loss_fn=losses.cross_entropy, sentinel_every=2, on_finding=on_finding

@@ -93,18 +93,29 @@ def test_buffers_are_compared(plan: str) -> None:
     _assert_stopped(_told(plan, jobs.train, "flip_bit_of_buffer")[0], "CorruptionError", 3, "'scale'")
 
 
+def test_a_loss_that_is_another_on_a_rank_is_found_in_the_next_step_and_what_it_came_of_is_named() -> None:
+    told = _told("tp=2", jobs.train, "flip_bit_of_buffer", 8, 100)[0]
+    _assert_stopped(told, "CorruptionError", jobs.FAULTY_STEP + 1, "'scale'", "'loss': the loss of step 2 is")
+    assert told["losses"][jobs.FAULTY_STEP - 1] == _told("tp=2", jobs.train, "flip_bit", 2)[0]["losses"][-1]
+
+
+def _part(plan: str) -> str:
+    """Return the weight whose part is changed: where ranks hold pieces alone, the first that rank 1 has one of."""
+    return "embedding.weight'" if plan == CUT else "blocks.0.up.weight'"
+
+
 @pytest.mark.parametrize("plan", [*(plan for plan in PLANS if plan != "pp=2"), CUT])
 def test_a_weight_of_a_shard_that_one_rank_writes_to_is_found_at_once(plan: str) -> None:
     told = _told(plan, jobs.train, "write_weight")[0]
-    part = "what this rank's optimizer updates" if plan == CUT else "blocks.0.up.weight"
-    _assert_stopped(told, "CorruptionError", jobs.FAULTY_STEP, f"'{part}'", "on rank(s) [1] and not on rank(s) [0")
+    _assert_stopped(
+        told, "CorruptionError", jobs.FAULTY_STEP, "rank 1, '" + _part(plan), "on rank(s) [1] and not on rank(s) [0"
+    )
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=3,whole_below=0"])
 def test_a_weight_that_no_other_rank_has_is_found_where_torch_counts_no_write(plan: str) -> None:
     told = _told(plan, jobs.train, "write_data")[0]
-    part = "what this rank's optimizer updates" if plan == CUT else "blocks.0.up.weight"
-    _assert_stopped(told, "CorruptionError", jobs.FAULTY_STEP, f"rank 1, '{part}'", "a fault of the memory")
+    _assert_stopped(told, "CorruptionError", jobs.FAULTY_STEP, "rank 1, '" + _part(plan), "a fault of the memory")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", CUT, "pp=2"])
@@ -134,10 +145,16 @@ def test_another_learning_rate_is_refused_before_the_next_step(plan: str) -> Non
     )
 
 
-@pytest.mark.parametrize("fault", ["other_betas", "other_precision"])
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [
+        ("other_betas", "'betas' of group 0"),
+        ("other_mode", "whether module 'blocks.0' trains"),
+        ("other_precision", "get_float32_matmul_precision"),
+    ],
+)
 @pytest.mark.parametrize("plan", ["dp=2,zero=2", "pp=2"])
-def test_other_options_are_refused_at_the_next_sentinel(plan: str, fault: str) -> None:
-    word = {"other_betas": "'betas' of group 0", "other_precision": "get_float32_matmul_precision"}[fault]
+def test_other_options_are_refused_at_the_next_sentinel(plan: str, fault: str, word: str) -> None:
     _assert_stopped(_told(plan, jobs.train_and_restore, fault)[0], "ApplyError", 3, word)
 
 

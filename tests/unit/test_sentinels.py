@@ -71,6 +71,7 @@ class _Tagged(torch.Tensor):
     """A tensor with a name, as libraries of images have it."""
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_and_subclasses_are_read(layout: torch.layout) -> None:
     rows = [torch.arange(3.0), torch.arange(5.0)]

@@ -290,7 +290,11 @@ def make_sentinels(
     """
 
     def rows() -> settings.Rows:
-        return [*settings.of_options(optimizer), *settings.of_torch(engine.device)]
+        return [
+            *settings.of_options(optimizer),
+            *settings.of_torch(engine.device),
+            *settings.of_modes(engine.module),
+        ]
 
     if engine.everyone.size > 1:
         names = {id(parameter): name for name, parameter in engine.module.named_parameters()}

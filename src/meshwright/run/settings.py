@@ -124,6 +124,11 @@ def of_modules(module: nn.Module) -> Rows:
     return rows
 
 
+def of_modes(module: nn.Module) -> Rows:
+    """Return which modules train and which evaluate."""
+    return [(f"whether module '{name}' trains", repr(child.training)) for name, child in module.named_modules()]
+
+
 def _is_address(key: str, value: Any) -> bool:
     """Whether a private attribute looks like an `id`, as torch.compile keeps on what it wraps."""
     return key.startswith("_") and type(value) is int and value >= _FIRST_ADDRESS
@@ -166,6 +171,7 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> str:
 def of_torch(device: torch.device) -> Rows:
     """Return torch's switches that change numbers."""
     rows = [
+        ("torch's version", torch.__version__),
         ("torch's default dtype", repr(torch.get_default_dtype())),
         ("torch.get_float32_matmul_precision()", torch.get_float32_matmul_precision()),
         ("torch.are_deterministic_algorithms_enabled()", repr(torch.are_deterministic_algorithms_enabled())),
@@ -173,10 +179,12 @@ def of_torch(device: torch.device) -> Rows:
     ]
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        reduced = (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction)
         rows += [
             ("torch.backends.cudnn.allow_tf32", repr(cudnn.allow_tf32)),
             ("torch.backends.cudnn.deterministic", repr(cudnn.deterministic)),
             ("torch.backends.cuda.matmul.allow_tf32", repr(matmul.allow_tf32)),
+            ("torch.backends.cuda.matmul's reductions in reduced precision", repr(reduced)),
         ]
     return rows
 

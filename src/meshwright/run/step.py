@@ -211,7 +211,8 @@ class Stepper:
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
         )
-        if self.sentinels.needs_agreement_first:
+        is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
+        if is_there or self.sentinels.needs_agreement_first:
             agreement.wait()
         may_be_told = switched is not None or isinstance(self.engine, PipelineEngine)
         if broken is not None or (may_be_told and agreement.trainable_changed):

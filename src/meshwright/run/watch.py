@@ -35,6 +35,7 @@ class StateWatch:
         self._engine = engine
         self._optimizer = optimizer
         self._names: list[str] = []
+        self._labels: list[str] = []
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] | None = None
         self._windows: list[list[tuple[str, torch.Tensor]]] = []
@@ -47,6 +48,8 @@ class StateWatch:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         pieces = [tensor for group in groups for tensor in group["params"] if id(tensor) not in known]
         self._names = [*named, *[_PIECES] * len(pieces)]
+        fqns = {id(tensor): name for _, held in self._engine.copies_of_state() for name, tensor in held}
+        self._labels = [*named, *(fqns.get(id(piece), _PIECES) for piece in pieces)]
         self._tensors = [*named.values(), *pieces]
         self._windows = list(_windows(self._alone()))
 
@@ -55,7 +58,7 @@ class StateWatch:
         copied = {
             _place(tensor) for group, named in self._engine.copies_of_state() if group.size > 1 for _, tensor in named
         }
-        for name, tensor in zip(self._names, self._tensors, strict=True):
+        for name, tensor in zip(self._labels, self._tensors, strict=True):
             value = tensor.detach()
             is_plain = value.device.type == "cpu" and value.layout == torch.strided and value.is_contiguous()
             if is_plain and value.numel() and _place(value) not in copied and 0 not in value.stride():
@@ -74,11 +77,14 @@ class StateWatch:
         return torch.cat([part for _, part in self._windows[self._turn]])
 
     def written(self) -> list[str]:
-        """Return the FQNs of the parameters that were written to since the last step ended."""
+        """Return the FQNs of the parameters that were written to since the last step ended; one word for all pieces of them."""
+        return self._written(self._names)
+
+    def _written(self, names: list[str]) -> list[str]:
         versions = self._versions
         if versions is None or versions == [tensor._version for tensor in self._tensors]:
             return []
-        changed = zip(self._names, self._tensors, versions, strict=True)
+        changed = zip(names, self._tensors, versions, strict=True)
         return list(dict.fromkeys(name for name, tensor, version in changed if tensor._version != version))
 
     def changed(self) -> list[str]:
@@ -102,18 +108,19 @@ class StateWatch:
             group: All ranks.
             mesh: Their places.
         """
-        written, changed = self.written(), self.changed()
-        everyone = group.all_gather_json(
-            [written, [name for name in changed if name not in written]], device=self._engine.device
-        )
+        written, labels = self.written(), self._written(self._labels)
+        mine = [written, labels[0] if written == [_PIECES] else None, [n for n in self.changed() if n not in labels]]
+        everyone = group.all_gather_json(mine, device=self._engine.device)
         findings = []
         for circle in circles_of(mesh, "dp", "cp", "tp"):
+            # Ranks cut elsewhere have pieces of other parameters: there it counts alone whether they were written to.
             for name in dict.fromkeys(name for rank in circle.ranks for name in everyone[rank][0]):
                 wrote = [rank for rank in circle.ranks if name in everyone[rank][0]]
                 if len(wrote) < len(circle.ranks) and group.rank == wrote[0]:
                     others = [rank for rank in circle.ranks if rank not in wrote]
-                    findings.append(_finding(name, f"it was written to on rank(s) {wrote} and not on rank(s) {others}"))
-        hidden = [(rank, name) for rank, (_, names) in enumerate(everyone) for name in names]
+                    text = f"it was written to on rank(s) {wrote} and not on rank(s) {others}"
+                    findings.append(_finding(mine[1] or name, text))
+        hidden = [(rank, name) for rank, (_, _, names) in enumerate(everyone) for name in names]
         # Who clamps `.data` on every rank changes many tensors on many ranks: a fault is one tensor on one rank.
         if not findings and len(hidden) == 1 and hidden[0][0] == group.rank:
             name = hidden[0][1]
