@@ -133,3 +133,25 @@ def test_a_negative_weight_is_refused_on_every_rank() -> None:
     per_rank = testing.run_ranks(loss_jobs.try_losses, 2, "mlp", "dp=2", ["negative_on_rank_1"])
     for found in per_rank:
         assert "negative or NaN" in found[0][0]
+
+
+# -- batches that only their author can cut -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bags", "graphs"])
+@pytest.mark.parametrize("line", ["single,micro_batches=2", "dp=2", "pp=2,micro_batches=2"])
+def test_split_needs_no_count_of_samples_beside_the_targets(name: str, line: str) -> None:
+    # Sizes in dim 0 differ: this was refused with "pass split=", which had been passed.
+    args = (name, line)
+    per_rank = (
+        [loss_jobs.uncut_steps(*args)] if "single" in line else testing.run_ranks(loss_jobs.uncut_steps, 2, *args)
+    )
+    batch = loss_jobs.UNCUT[name][1](5)
+    expected = testing.oracle_steps(functools.partial(loss_jobs.build_uncut, name), [batch], loss_jobs.mean_square)
+    for records in per_rank:
+        testing.assert_parity(records, expected, FLOAT64)
+
+
+def test_a_split_that_loses_samples_is_refused() -> None:
+    with pytest.raises(mw.ApplyError, match=r"cut a batch of 5 samples into 2 parts, and gave 1 with \[3\] samples"):
+        loss_jobs.losing_step()

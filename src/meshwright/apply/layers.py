@@ -106,6 +106,11 @@ class LayersEngine(Engine):
                 owners[name] = owners[owner] if owner != name else owners[name]
         return owners
 
+    def look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Balance the layers by these inputs, unless inputs were seen before."""
+        if not self._is_described:
+            self._describe(args, kwargs)
+
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Balance anew from what the layers compute, now that inputs are known."""
         self._is_described = True
@@ -153,8 +158,7 @@ class LayersEngine(Engine):
     def _enter_model(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._is_described:
-            self._describe(args, kwargs)
+        self.look_at(args, kwargs)
         self._stage_now = 0
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(self.devices[0]))
         self._note_home((args, kwargs), 0)

@@ -137,8 +137,10 @@ class BatchSplitter:
     """How batches are counted and cut.
 
     Args:
-        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say); such a
-            batch has an attribute ``num_samples``. None cuts dim 0 of every tensor.
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). How many
+            samples such a batch has is its attribute ``num_samples``; else what ``split.count(batch)`` says; else dim 0 of its
+            targets: of the second of a pair, or of what a mapping calls label, target or y; else dim 0 of all tensors.
+            None cuts dim 0 of every tensor.
     """
 
     def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:
@@ -154,7 +156,23 @@ class BatchSplitter:
         if batch is None:
             return 0
         told = getattr(batch, "num_samples", None)
-        return count_samples(batch) if told is None else int(told)
+        if told is not None:
+            return int(told)
+        return count_samples(batch) if self._split is None else self._count_uncut(batch)
+
+    def _count_uncut(self, batch: Any) -> int:
+        count = getattr(self._split, "count", None)
+        if count is not None:
+            return int(count(batch))
+        lengths = {tensor.shape[0] for tensor in tensors_in(_targets_of(batch)) if tensor.dim() > 0}
+        lengths = lengths or {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0}
+        if len(lengths) != 1:
+            raise ApplyError(
+                f"how many samples a batch has cannot be told: it has no targets, and sizes in dim 0 are {sorted(lengths)}",
+                fix="give the batch an attribute num_samples (a class of your own may extend dict), or the function that you "
+                "pass as split= an attribute count, batch -> number of samples",
+            )
+        return lengths.pop()
 
     def cut(self, batch: Any, num_parts: int) -> list[Any]:
         """Return contiguous parts whose sizes differ by at most 1, the larger first; empty ones are left out."""
@@ -162,7 +180,27 @@ class BatchSplitter:
             return [batch] if self.count(batch) else []
         if self._split is None:
             return split_samples(batch, [size for size in split_sizes(count_samples(batch), num_parts) if size])
-        return [part for part in self._split(batch, num_parts) if self.count(part)]
+        parts = list(self._split(batch, num_parts))
+        counts = [self.count(part) for part in parts]
+        if len(parts) > num_parts or sum(counts) != self.count(batch):
+            raise ApplyError(
+                f"split= was to cut a batch of {self.count(batch)} samples into {num_parts} parts, and gave {len(parts)} with "
+                f"{counts} samples",
+                fix=f"have split(batch, {num_parts}) return at most {num_parts} batches that hold each sample once",
+            )
+        return [part for part, count in zip(parts, counts, strict=True) if count]
+
+
+def _targets_of(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return [value for key, value in batch.items() if is_target_name(key)]
+    return [batch[1]] if isinstance(batch, (tuple, list)) and len(batch) == 2 and not hasattr(batch, "_fields") else []
+
+
+def is_target_name(key: Any) -> bool:
+    """Tell whether a batch's entry of this name holds what the model should find."""
+    name = key.lower() if isinstance(key, str) else ""
+    return name == "y" or "label" in name or "target" in name
 
 
 def join_samples(trees: Sequence[Any], device: torch.device) -> Any:
@@ -189,4 +227,7 @@ def join_samples(trees: Sequence[Any], device: torch.device) -> Any:
 
 def move_to(tree: Any, device: torch.device) -> Any:
     """Move every tensor to the device; what is there already stays the same object."""
-    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+    moved = map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+    if moved is not tree and isinstance(tree, Mapping) and hasattr(moved, "__dict__") and hasattr(tree, "__dict__"):
+        vars(moved).update({name: value for name, value in vars(tree).items() if name not in vars(moved)})
+    return moved

@@ -65,8 +65,9 @@ def apply_plan(
         build_model: The model, or a function that builds it; it is called under `seed`, the same on every rank. The module
             itself is used, not a copy, and its parameters keep their names and identity.
         plan: The plan, or its one-line form.
-        loss_fn: ``(outputs, batch)`` -> a scalar mean over the samples of this batch, or ``meshwright.Loss(sum, weight)``.
-            None takes the model's own ``.loss``, weighted by its valid labels.
+        loss_fn: ``(outputs, batch)`` -> a scalar mean over this batch's samples, or its labels that are not ignored; or
+            ``meshwright.Loss(sum, weight)``. None takes the model's own ``.loss``. What a mean counts is tried out on the first
+            batch; a loss that parts of the batch do not give is refused where the plan cuts the batch.
         optimizer: A factory such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``, or an optimizer over this model's
             parameters, or None to leave the parameters alone and only compute gradients.
         seed: Seeds the building of the model and, apart for each rank, what it draws afterwards.
@@ -74,7 +75,8 @@ def apply_plan(
         non_finite: What a NaN or Inf does, before the optimizer: "stop" raises NonFiniteError on every rank, "skip" leaves
             the step out.
         devices: Devices of this process; default: the visible GPUs, else CPU.
-        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0.
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0. Samples are counted by the
+            batch's ``num_samples``, by ``split.count(batch)``, or by dim 0 of the targets.
         example_batch: A batch by which tensor parallelism finds out how the model can be cut; None waits for the first one.
         sentinel_every: Steps between two sentinels, which compare what several ranks hold, and a part of the strategy with one
             device; batches, learning rates and losses are compared in every step. 0 compares nothing [count].

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.layers import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, map_tensors, move_to, tensors_in
 from meshwright.errors import ApplyError
-from meshwright.run.batch import call_model
+from meshwright.run.batch import call_model, model_inputs
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.trials import Evidence, Outcome, Trial, examine, run_trial, second_sample
 from meshwright.run.weights import Counted, Guard
@@ -56,7 +57,12 @@ def settle_loss(
     if not is_cut and rule.is_given:
         rule.settle(None)
         return
+    if isinstance(engine, LayersEngine) and parts:
+        engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
+    ledger = engine.group.ledger
+    counted = ledger.snapshot()
     evidence = _look(rule, engine, splitter, parts)
+    ledger.entries = counted  # of training
     told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
     seen = [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
     decision = _decide(seen, is_given=rule.is_given)

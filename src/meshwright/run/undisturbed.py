@@ -94,6 +94,14 @@ def buffer_versions(module: nn.Module) -> list[tuple[int, int]]:
     return [(id(tensor), tensor._version) for tensor in tensors]
 
 
+_trials = 0
+
+
+def is_trying() -> bool:
+    """Tell whether a trial forward is under way in this process; for what counts forwards."""
+    return _trials > 0
+
+
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Run trial forwards inside without gradients; generators, buffers, attributes and modes are put back afterwards.
@@ -102,11 +110,14 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         module: The model.
         device: Its device.
     """
+    global _trials
     generators, buffers, attributes = GeneratorStates(device), BufferSnapshot(module), AttributeSnapshot(module)
+    _trials += 1
     try:
         with torch.no_grad():
             yield
     finally:
+        _trials -= 1
         attributes.restore()
         buffers.restore()
         generators.restore()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.describe.tree import BatchSplitter, map_tensors
+from meshwright.describe.tree import BatchSplitter, is_target_name, map_tensors
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -23,7 +23,6 @@ Guard = tuple[Path, int, float]
 """Labels whose number must not change: where, which value, and how many of each sample have it."""
 
 _ROUNDING = 1e-6
-_WORDS = ("label", "target")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,9 +109,7 @@ def label_paths(batch: Any, num_samples: int) -> list[Path]:
 
 
 def _is_label(path: Path) -> bool:
-    names = [key.lower() for key in path if isinstance(key, str)]
-    is_second = bool(path) and path[0] == 1
-    return is_second or any(word in name for name in names for word in _WORDS) or "y" in names
+    return bool(path) and (path[0] == 1 or any(is_target_name(key) for key in path))
 
 
 def find_uneven_labels(guards: Sequence[Guard], parts: Sequence[Any], splitter: BatchSplitter) -> ApplyError | None:

@@ -114,7 +114,7 @@ class StreamLoader:
         self._drop_last = drop_last
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._collate = collate_fn or default_collate
+        self._collate: Callable[[Any], Any] = collate_fn or default_collate
         self._rank_local = rank_local
         self._when_uneven = when_uneven
         self._seed = seed

@@ -14,6 +14,7 @@ from meshwright.apply.tensor.region import Region, TensorLayout
 from meshwright.measure.formulas import TensorExchange, tensor_bytes
 from meshwright.run.batch import model_inputs
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.run.undisturbed import is_trying
 from meshwright.spec.plan import Plan
 from meshwright.train.data_formula import data_formula_bytes
 
@@ -35,7 +36,7 @@ class TokenWatch:
         own, tokens = {id(child) for child in watched}, self.tokens
 
         def note(child: nn.Module, _: Any, outputs: Any) -> None:
-            if id(child) in own:
+            if id(child) in own and not is_trying():
                 tokens[id(child)] = tokens.get(id(child), 0) + math.prod(outputs.shape[:-1])
 
         self._hooks = [child.register_forward_hook(note) for child in watched]
