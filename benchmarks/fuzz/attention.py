@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from benchmarks.fuzz import parts
+from torch import Tensor, nn
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class Attention(nn.Module):
         self.rotary = Rotary(self.size) if form.get("rotary") and self.size % 2 == 0 else None
         self.qk_norm = form.get("qk_norm", False)
         if self.qk_norm:
-            self.q_norm, self.k_norm = parts.norm("rms", self.size), parts.norm("rms", self.size)
+            self.q_norm, self.k_norm = parts.norm("layer", self.size), parts.norm("layer", self.size)
         self.sink = nn.Parameter(torch.zeros(self.heads)) if form.get("sink") else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
 from benchmarks.fuzz import parts
 from benchmarks.fuzz.attention import Attention, EinsumAttention, EncoderLayer, TorchAttention
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Mlp(nn.Module):
     """A feed-forward part; `gate` chooses one of the gated forms."""
 
     takes = "x"
+    square: Tensor
 
     def __init__(self, width: int, form: dict[str, Any]) -> None:
         super().__init__()
@@ -38,8 +38,14 @@ class Mlp(nn.Module):
         self.temperature = form.get("temperature", 0.0)
         self.layer_idx = form.get("layer_idx", 0)
         self.last_form = form.get("when_last")
+        self.dropout = nn.Dropout(form["dropout"]) if form.get("dropout") else None
+        if form.get("square"):
+            self.register_buffer("square", torch.eye(4) + 0.1)
+        self.is_squared = form.get("square", False)
 
     def forward(self, x: Tensor, last: bool = False) -> Tensor:
+        if self.is_squared:
+            x = torch.cat([x[..., :4] @ self.square, x[..., 4:]], dim=-1)
         h = self.up(x)
         if self.gate_form == "chunk":
             h, gate = h.chunk(2, dim=-1)
@@ -51,6 +57,8 @@ class Mlp(nn.Module):
         h = self.branch(h, last)
         if self.inner is not None:
             h = self.inner(h)
+        if self.dropout is not None:
+            h = self.dropout(h)
         return self.down(h)
 
     def branch(self, h: Tensor, last: bool) -> Tensor:
@@ -279,15 +287,20 @@ class Block(nn.Module):
         self.takes_mask = self.part.takes == "mask"
         self.is_whole = getattr(self.part, "whole", False)
         self.inplace_residual = form.get("inplace_residual", False)
+        self.dropout = nn.Dropout(form.get("dropout", 0.0))
+        self.masks_first = form.get("masks_first", False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, **keywords: Any) -> Any:
         if self.is_whole:
             return self.part(x)
+        if self.masks_first and mask is not None:
+            x = x * mask[..., None]
         h = x if self.post else self.norm(x)
         y = self.part(h, mask) if self.takes_mask else self.part(h, **keywords)
         y, aux = y if isinstance(y, tuple) else (y, None)
         if self.gain is not None:
             y = y * self.gain
+        y = self.dropout(y)
         if self.inplace_residual:
             y += x
         elif self.residual:

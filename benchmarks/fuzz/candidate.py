@@ -10,14 +10,14 @@ import traceback
 from typing import Any
 
 import torch
-from torch import nn
-
-import meshwright as mw
 from benchmarks.fuzz import data, script
 from benchmarks.fuzz.losses import LossFunction, logits_of
 from benchmarks.fuzz.models import build_model
 from benchmarks.fuzz.optim import Factory
 from benchmarks.fuzz.oracle import SEED, saved_buffers, to_array
+from torch import nn
+
+import meshwright as mw
 from meshwright.measure.recording import GradientRecorder
 
 _CUT = re.compile(r"cuts ([0-9.]+)% of")
@@ -29,7 +29,7 @@ class PlanTrainer:
     as_array = staticmethod(to_array)
 
     def __init__(self, program: dict[str, Any]) -> None:
-        self.form = program["loss"]
+        self.form, self.ragged = program["loss"], program.get("ragged", False)
         build: Any = functools.partial(build_model, json.dumps(program["model"]))
         factory = Factory(program["optimizer"])
         optimizer: Any = factory
@@ -72,7 +72,8 @@ class PlanTrainer:
 
     def step(self, batch: Any) -> dict[str, Any]:
         self.seen.gradients = {}
-        result = self.model.step(mw.split_batch(batch, self.model))
+        share = mw.split_batch(batch, self.model)
+        result = self.model.step(data.trimmed(share) if self.ragged else share)
         grads = {name: to_array(g) for name, g in self.seen.gradients.items()}
         return {"loss": result.loss, "norm": result.grad_norm, "grads": grads, **self.read_all()}
 
@@ -97,6 +98,7 @@ class PlanTrainer:
 
     def own_step(self, batch: Any) -> None:
         self.optimizer.zero_grad()
+        batch = mw.split_batch(batch, self.model)
         outputs = data.call(self.model, batch)
         loss = outputs.loss if self.form["kind"] == "own" else self.loss_fn(outputs, batch)
         (loss.sum / loss.weight if isinstance(loss, mw.Loss) else loss).backward()

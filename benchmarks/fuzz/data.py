@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from benchmarks.fuzz.models import IGNORED
+from torch import Tensor
 
 
 def make_batch(program: dict[str, Any], action: dict[str, Any]) -> Any:
@@ -18,7 +17,7 @@ def make_batch(program: dict[str, Any], action: dict[str, Any]) -> Any:
     samples, length = action["n"], action.get("t", 6)
     inputs = draw_inputs(spec, samples, length, source)
     keywords: dict[str, Any] = {}
-    if program.get("mask") and spec["domain"] in ("tokens", "series"):
+    if action.get("mask", program.get("mask")) and spec["domain"] in ("tokens", "series"):
         lengths = torch.randint(1, length + 1, (samples,), generator=source)
         keywords["mask"] = torch.arange(length)[None, :] < lengths[:, None]
         if "trim" in spec.get("root", {}):
@@ -26,7 +25,13 @@ def make_batch(program: dict[str, Any], action: dict[str, Any]) -> Any:
     labels = draw_labels(spec, form, samples, length, source)
     if "trim" in spec.get("root", {}) and "lengths" in keywords and labels.dim() > 1:
         labels = labels[:, : int(keywords["lengths"].max())]  # what a collate function would have cut
+    if "rounds" in spec.get("root", {}):
+        most = action.get("rounds", 1)
+        keywords["rounds"] = torch.ones(samples, dtype=torch.long)
+        keywords["rounds"][0] = most  # so that the first rank has more to do than the others
     keywords |= action.get("flags", {})
+    if program.get("ragged") and "mask" in keywords and labels.dim() > 1:
+        labels = labels.masked_fill(~keywords["mask"], IGNORED)
     if form["kind"] == "weighted":
         keywords["weights"] = torch.rand(samples, generator=source, dtype=torch.float64) + 0.1
     return in_form(program.get("batch_form", "dict"), inputs, keywords, labels)
@@ -62,6 +67,14 @@ def draw_labels(
         drop.view(samples, -1)[:, 0] = False
         labels = labels.masked_fill(drop, IGNORED)
     return labels
+
+
+def trimmed(share: Any) -> Any:
+    """Return a share padded to its own longest sample alone, as a collate function on each rank would give it."""
+    if share is None:
+        return None
+    longest = int(share["mask"].sum(1).max())
+    return {key: value[:, :longest] if value.dim() > 1 else value for key, value in share.items()}
 
 
 def call(model: Any, batch: Any) -> Any:

@@ -47,6 +47,10 @@ class Draw:
         program["clip"] = self.pick(None, None, None, 0.5, 3.0)
         program["built_first"] = self.chance(0.3)
         program["script"] = self.script(model)
+        if program["mask"] and all(m["kind"] in ("mlp", "attention") for m in model["blocks"]) and self.chance(0.3):
+            program["ragged"] = True
+        if self.chance(0.03) and model["blocks"][0]["kind"] == "mlp":
+            model["blocks"][0]["dropout"] = 0.2
         if self.chance(0.05) and any(m["kind"] in ("mlp", "attention") for m in model["blocks"]):
             model["frozen"] = [self.pick("norms", "stem", "biases", "blocks.0")]
         return complete(program)
@@ -68,18 +72,18 @@ class Draw:
         if kind == "dp":
             return f"dp={self.pick(2, 2, 2, 3, 4)}"
         if kind in ("zero1", "zero2", "zero3"):
-            extra = self.pick(
-                "", "", "", "", ",offload=optimizer", ",whole_below=0" if kind == "zero3" else "", ",overlap=off"
-            )
+            extra = self.pick("", "", "", "", ",offload=optimizer", ",overlap=off")
+            if kind == "zero3" and self.chance(0.8):  # parameters as small as these stay whole otherwise
+                extra += ",whole_below=0"
             return f"dp={self.pick(2, 2, 2, 3, 4)},zero={kind[-1]}{extra}"
         if kind == "tp":
             return f"tp={self.pick(2, 2, 2, 2, 4)}{self.pick('', '', ',sequence_parallel=off')}"
         if kind == "pp":
             return f"pp=2{self.schedule()}"
         if kind in ("dp_tp", "dp_tp_zero"):
-            return f"dp=2,tp=2{'' if kind == 'dp_tp' else self.pick(',zero=1', ',zero=2', ',zero=3')}"
+            return f"dp=2,tp=2{'' if kind == 'dp_tp' else self.pick(',zero=1', ',zero=2', ',zero=3,whole_below=0')}"
         if kind in ("dp_pp", "dp_pp_zero"):
-            return f"dp=2,pp=2{'' if kind == 'dp_pp' else self.pick(',zero=1', ',zero=2', ',zero=3')}{self.schedule()}"
+            return f"dp=2,pp=2{'' if kind == 'dp_pp' else self.pick(',zero=1', ',zero=2', ',zero=3,whole_below=0')}{self.schedule()}"
         return f"tp=2,pp=2{self.schedule()}"
 
     def schedule(self) -> str:
@@ -262,11 +266,12 @@ class Draw:
         options: dict[str, Any] = {
             "lambdas": True, "scales": True, "side": None if is_map else True, "detach": True, "unused": True,
             "logit_scale": True, "softcap": True, "pad_logits": True, "inplace_between": True, "value_branch": 0.7,
-            "mode_branch": True, "complex": None if is_map else True, "dtype_probe": True, "item_hook": True, "patched": True,
+            "mode_branch": True, "complex": None if is_map else self.pick(True, True, "conjugated"), "dtype_probe": True, "item_hook": True, "patched": True,
             "calls": True, "ema": None if is_map else self.pick("early", "late"),
             "square": None if is_map else self.pick(3, 4), "inplace_entry": None if is_map else True,
             "dict_blocks": None if is_map else True, "tau": 1.5,
             "cls": True if model["domain"] in ("tokens", "series") else None,
+            "rounds": None if is_map else True, "own_shift": True, "input_gradient": True,
             "select": True if model["domain"] in ("tokens", "series") else None,
             "trim": True if model["domain"] in ("tokens", "series") else None,
         }  # fmt: skip
@@ -330,9 +335,11 @@ class Draw:
                 actions.append({"do": "eval", **self.sizes(sizes, lengths, changing), "batch": batch})
             batch += 1
             step = {"do": "step", **self.sizes(sizes, lengths, changing), "batch": batch}
-            if index and self.chance(0.04) and not model["domain"] == "images":
+            if index and self.chance(0.04) and model["domain"] != "images":
                 step["flags"] = self.pick({"hidden": True}, {"depth": 1})
             actions.append(step)
+        if "rounds" in model["root"]:
+            actions[-1]["rounds"] = 3
         if self.chance(0.2):
             actions.append({"do": "state"})
         return actions
@@ -347,12 +354,13 @@ class Draw:
         common: list[Any] = [
             [{"do": "freeze", "what": part}], [{"do": "unfreeze", "what": "all"}], [{"do": "lr", "factor": 0.5}],
             [{"do": "state", "keep": True}], [{"do": "forward", "n": 4, "t": 4, "batch": 77}], [{"do": "scheduler"}],
-            [{"do": "mode", "training": False}], [{"do": "mode", "training": True}], [{"do": "mode", "of": "stem", "training": False}],
+            [{"do": "mode", "training": False}], [{"do": "mode", "training": True}],
+            [{"do": "mode", "of": "stem", "training": False}],
             [{"do": "set", "name": "tau", "value": 0.5}], [{"do": "zero_grad"}],
         ]  # fmt: skip
         rare: list[Any] = [
-            [{"do": "clamp", "bound": 0.2}], [{"do": "rebind"}], [{"do": "vector"}], [{"do": "copy"}], [{"do": "average"}],
-            [{"do": "load"}], [{"do": "replace"}], [{"do": "own_step", "n": 4, "t": 4, "batch": 88}],
+            [{"do": "clamp", "bound": 0.2}], [{"do": "rebind"}], [{"do": "vector"}], [{"do": "copy"}], [{"do": "copy", "inside": True}], [{"do": "average"}],
+            [{"do": "load"}], [{"do": "replace"}], [{"do": "grow", "factor": 8.0}], [{"do": "average", "inside": True}], [{"do": "own_step", "n": 4, "t": 4, "batch": 88}],
             [{"do": "optimizer_state"}], [{"do": "hook"}], [{"do": "hook", "everywhere": True}],
         ]  # fmt: skip
         if len(model["blocks"]) > 1 and all(form == model["blocks"][0] for form in model["blocks"]):

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.fuzz import candidate, verdict
 from benchmarks.fuzz.oracle import run_plain
 from benchmarks.fuzz.verdict import Verdict
+
 from meshwright import testing
 from meshwright.testing import pool
 
@@ -82,4 +83,6 @@ def run_program(program: dict[str, Any], timeout_s: float = 20.0) -> tuple[Verdi
         ranks = error  # the pool has thrown that group away
     if not isinstance(ranks, BaseException) and any(rank["error"] and rank["error"]["is_hang"] for rank in ranks):
         drop_group(program["ranks"])  # ranks that gave up waiting are in no known state
-    return verdict.judge(reference, ranks, candidate.describe_error), time.perf_counter() - start
+    return verdict.judge(
+        reference, ranks, candidate.describe_error, is_random=program.get("random", False)
+    ), time.perf_counter() - start

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from benchmarks.fuzz import parts
+from torch import Tensor, nn
 
 
 def map_norm(kind: str, width: int) -> nn.Module:

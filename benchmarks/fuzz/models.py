@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from benchmarks.fuzz import images, parts
 from benchmarks.fuzz.blocks import Block, DictBlock
+from torch import Tensor, nn
 
 MAX_LENGTH = 12
 IGNORED = -100
@@ -106,7 +105,8 @@ class Net(nn.Module):
         self.aux: Any = 0.0
         self.add_parameters(width)
         self.add_buffers(width)
-        self.tie(spec.get("tie", "none"))
+        if spec.get("tie") == "assign":
+            self.head.proj.weight = self.stem.embedding.weight
 
     @staticmethod
     def make_block(spec: dict[str, Any]) -> Any:
@@ -127,7 +127,8 @@ class Net(nn.Module):
         if "unused" in root:
             self.unused = nn.Linear(width, 3)
         if "complex" in root:
-            self.phase = nn.Parameter(torch.randn(width, dtype=torch.complex128))
+            phase = torch.randn(width, dtype=torch.complex128)
+            self.phase = nn.Parameter(phase.conj() if root["complex"] == "conjugated" else phase)
         if "side" in root:
             self.side = nn.Linear(width, width)
         if "twin" in root:
@@ -140,12 +141,6 @@ class Net(nn.Module):
             size = int(self.root["square"])
             self.register_buffer("square", torch.eye(size) + 0.1 * torch.randn(size, size))
 
-    def tie(self, how: str) -> None:
-        if how == "assign":
-            self.head.proj.weight = self.stem.embedding.weight
-        elif how == "data":
-            self.head.proj.weight.data = self.stem.embedding.weight.data
-
     # -- forward --------------------------------------------------------------------------------------------------
 
     def forward(
@@ -156,15 +151,19 @@ class Net(nn.Module):
         depth: int | None = None,
         hidden: bool = False,
         labels: Tensor | None = None,
+        rounds: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        if "trim" in self.root and lengths is not None:
-            longest = int(lengths.max())
-            x, mask = x[:, :longest], None if mask is None else mask[:, :longest]
+        if "input_gradient" in self.root:
+            x = x.detach().requires_grad_()
         h = self.enter(self.stem(x))
         first, collected, aux = h, [h], []
         for index, (number, last) in enumerate(self.calls_of_blocks[: None if depth is None else int(depth)]):
-            h = self.run_block(self.blocks[number], h, mask, last)
+            if index == 1 and "trim" in self.root and lengths is not None:
+                longest = lengths.max()
+                h, first = h[:, :longest], first[:, :longest]
+                mask, collected = None if mask is None else mask[:, :longest], []
+            h = self.run_block(self.blocks[number], h, mask, last, index)
             if isinstance(h, tuple):
                 h, balance = h
                 aux.append(balance)
@@ -172,9 +171,24 @@ class Net(nn.Module):
             collected.append(h)
         if hidden:
             h = torch.stack(collected).mean(0)
-        return self.finish(self.leave(h), h, aux, labels)
+        if rounds is not None:
+            h = self.repeat(h, rounds)
+        logits = self.leave(h)
+        if "input_gradient" in self.root:
+            slope = torch.autograd.grad(logits.square().sum(), x, create_graph=True)[0]
+            logits = logits + 0.1 * slope.square().mean(-1, keepdim=True)
+        return self.finish(logits, h, aux, labels)
 
-    def run_block(self, block: nn.Module, h: Tensor, mask: Tensor | None, last: bool) -> Any:
+    def repeat(self, h: Tensor, rounds: Tensor) -> Tensor:
+        """Call the first block as often as the data say: each sample takes part in as many rounds as it asks for."""
+        for number in range(int(rounds.max())):
+            more = (rounds > number).view(-1, *[1] * (h.dim() - 1))
+            h = torch.where(more, torch.tanh(self.blocks[0](h)), h)
+        return h
+
+    def run_block(self, block: nn.Module, h: Tensor, mask: Tensor | None, last: bool, index: int) -> Any:
+        if "select" in self.root and mask is not None and index:
+            return torch.zeros_like(h).masked_scatter(mask[..., None], block(h[mask]))
         if isinstance(block, DictBlock):
             return block({"x": h, "mask": mask})["x"]
         if "dtype_probe" in self.root:
@@ -217,8 +231,6 @@ class Net(nn.Module):
             h = h * 0.5
         if "mode_branch" in root and not self.training:
             h = h / (1.0 + h.abs().amax(-1, keepdim=True))
-        if "select" in root and mask is not None:
-            h = torch.zeros_like(h).masked_scatter(mask[..., None], self.picked(h, mask))
         if "inplace_between" in root:
             h.mul_(0.9)
         if "detach" in root:
@@ -229,16 +241,13 @@ class Net(nn.Module):
             h = h + torch.tanh(self.side(first))
         return h
 
-    @staticmethod
-    def picked(h: Tensor, mask: Tensor) -> Tensor:
-        rows = h[mask]
-        return rows - 0.1 * rows.square()
-
     def leave(self, h: Tensor) -> Tensor:
         root = self.root
         if "cls" in root:
             h = h[:, 1:] + 0.1 * h[:, :1]
-        logits = self.head(h) * self.tau
+        logits = self.head(h)
+        if self.tau != 1.0:
+            logits = logits * self.tau
         if "logit_scale" in root:
             logits = logits * self.logit_scale.exp()
         if "softcap" in root:
@@ -255,7 +264,10 @@ class Net(nn.Module):
             ]
         self.aux = sum(aux) if aux else 0.0
         if self.output == "own_loss":
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+            if "own_shift" in self.root:
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+            else:
+                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
             return Output(logits=logits, loss=loss + 0.1 * self.aux)
         if self.output == "tuple":
             return logits, h, self.aux
@@ -286,6 +298,8 @@ def build_model(text: str) -> nn.Module:
     """Build the model that a program's JSON describes, from the generator as it stands."""
     spec = json.loads(text)
     model = Net(spec).double()
+    if spec.get("tie") == "data":
+        model.head.proj.weight.data = model.stem.embedding.weight.data
     if "item_hook" in spec.get("root", {}):
         model.blocks[0].register_forward_hook(log_sizes)
     if "patched" in spec.get("root", {}):
@@ -300,7 +314,7 @@ def part_of(model: nn.Module, name: str) -> list[nn.Parameter]:
     """Return the parameters that a script calls "norms", "all_but_head", "biases", or by a submodule's name."""
     named = list(model.named_parameters())
     if name == "norms":
-        return [p for full, p in named if ".norm" in full or "bn" in full or "ln" in full]
+        return [p for full, p in named if "norm" in full or "bn" in full]
     if name == "biases":
         return [p for full, p in named if full.endswith("bias")]
     if name == "all_but_head":

@@ -47,15 +47,15 @@ def orthogonal(matrix: Tensor) -> Tensor:
 class Hybrid(torch.optim.Optimizer):
     """Plain steps for the first group, Muon's for the second."""
 
-    def __init__(self, groups: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(groups, {"lr": lr, "matrices": False})
+    def __init__(self, groups: Iterable[Any], lr: float = 0.1, matrices: bool = False) -> None:
+        super().__init__(groups, {"lr": lr, "matrices": matrices})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(group["lr"] * (orthogonal(p.grad) if group["matrices"] else p.grad))
+                    p.sub_(group["lr"] * (orthogonal(p.grad) if group["matrices"] and p.dim() == 2 else p.grad))
 
 
 def _torch_optimizer(kind: str, lr: float, decay: float) -> Callable[[Any], torch.optim.Optimizer]:

@@ -1,7 +1,7 @@
 """The reference: the script's own loop in plain float64 PyTorch, one process, no meshwright.
 
-A model whose samples see one another (batch statistics, balance losses, moving averages) is by its documented rule computed in the
-shares that ranks have: it is run in these pieces here, too. Every other model sees the whole batch at once.
+A model whose samples see one another (batch statistics, balance losses, moving averages) is by its documented rule computed
+in the shares that ranks have: it is run in these pieces here, too. Every other model sees the whole batch at once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
 from benchmarks.fuzz import data, script
 from benchmarks.fuzz.losses import LossFunction, logits_of
 from benchmarks.fuzz.models import IGNORED, build_model
 from benchmarks.fuzz.optim import Factory
+from torch import Tensor, nn
 
 SEED = 3
 
@@ -62,7 +61,8 @@ class PlainTrainer:
         outputs = data.call(self.module, batch)
         if self.form["kind"] == "own":
             labels = batch["labels"]
-            weight = float((labels != IGNORED).sum())
+            shifted = "own_shift" in self.program["model"].get("root", {})
+            weight = float(((labels[:, 1:] if shifted else labels) != IGNORED).sum())
             return outputs.loss, outputs.loss * weight, weight
         value = self.loss_fn(outputs, batch)
         if isinstance(value, PlainLoss):

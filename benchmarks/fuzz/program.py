@@ -1,9 +1,11 @@
-"""What follows from a program's choices: how many ranks, whether it runs in pieces, what it features; and what cannot go together."""
+"""What follows from a program's choices: its ranks, whether it runs in pieces, its features; and what cannot go together."""
 
 from __future__ import annotations
 
 from typing import Any
 
+ALONG = ("attention", "mha", "encoder", "einsum", "recurrent", "conv", "mixing", "experts")
+"""Blocks that look along the sequence, or return two things: not for rows that a mask has chosen."""
 _STATES = ("ema", "ema_assigned", "counter")
 
 
@@ -61,6 +63,20 @@ def _fit_model(program: dict[str, Any]) -> None:
         stem["stride"] = 1
     if program["micro_batches"] > 1:
         stem.pop("scale_grad_by_freq", None)
+    if program.get("ragged"):
+        program["mask"], program["batch_form"] = True, "dict"
+        program["loss"] = {"kind": "masked", "weight": "tensor"}
+    if program.get("mask"):
+        root.pop("cls", None)
+    if "own_shift" in root and program["loss"]["kind"] != "own":
+        root.pop("own_shift")
+    if model["domain"] not in ("series", "vectors"):
+        root.pop("input_gradient", None)
+    if "rounds" in root and model["domain"] == "images":
+        root.pop("rounds")
+    program["random"] = any(form.get("dropout") for form in model["blocks"])
+    if any(form["kind"] in ALONG for form in model["blocks"]):
+        root.pop("select", None)
     if not program.get("mask"):
         for name in ("select", "trim"):
             root.pop(name, None)
@@ -71,7 +87,7 @@ def _fit_model(program: dict[str, Any]) -> None:
 
 def _fit_loss(program: dict[str, Any]) -> None:
     model, form = program["model"], program["loss"]
-    if form["kind"] in ("own", "weighted"):
+    if form["kind"] in ("own", "weighted") or "rounds" in model["root"]:
         program["batch_form"] = "dict"
     if form["kind"] == "own":
         model["output"] = "own_loss"
@@ -127,7 +143,7 @@ def features(program: dict[str, Any]) -> list[str]:
     found.add("sizes:changing" if len(sizes) > 1 else "sizes:constant")
     if min((a["n"] for a in program["script"] if a["do"] == "step"), default=9) < program["degree"]:
         found.add("sizes:fewer samples than ranks")
-    for name in ("mask", "clip", "pieces"):
+    for name in ("mask", "clip", "pieces", "ragged", "random"):
         if program.get(name):
             found.add(f"with:{name}")
     found |= {f"tie:{model['tie']}"} if model.get("tie", "none") != "none" else set()

@@ -20,18 +20,18 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from surroundings import environment  # noqa: E402
-
 from benchmarks.fuzz import engine, verdict  # noqa: E402
 from benchmarks.fuzz.draw import PLAN_KINDS, draw  # noqa: E402
 from benchmarks.fuzz.program import features  # noqa: E402
+
+from surroundings import environment  # noqa: E402
 
 
 def run_seed(seed: int, kinds: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
     """Run the program of a seed and return its row."""
     program = draw(seed, kinds)
     found, seconds = engine.run_program(program, timeout_s)
-    return {
+    row = {
         "seed": seed,
         "plan_kind": program["kind"],
         "plan": program["plan"],
@@ -43,6 +43,7 @@ def run_seed(seed: int, kinds: tuple[str, ...], timeout_s: float) -> dict[str, A
         "seconds": round(seconds, 3),
         "features": features(program),
     }
+    return row | {"program": program} if found.kind in verdict.BUGS else row
 
 
 def line(row: dict[str, Any]) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import torch
-from torch import nn
-
 from benchmarks.fuzz import data
 from benchmarks.fuzz.models import part_of
+from torch import nn
 
 
 def play(program: dict[str, Any], trainer: Any, records: list[dict[str, Any]]) -> None:
@@ -22,6 +22,8 @@ def play(program: dict[str, Any], trainer: Any, records: list[dict[str, Any]]) -
 
 
 def _step(trainer: Any, program: dict[str, Any], action: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    if action.get("misfed") and not trainer.is_first:
+        action = {**action, "batch": action["batch"] + 1000}  # ranks that share layers are to see one batch
     found = trainer.step(data.make_batch(program, action))
     if "scheduler" in kept:
         kept["scheduler"].step()
@@ -86,6 +88,12 @@ def _scale(trainer: Any, _: Any, action: dict[str, Any], __: Any) -> None:
                 parameter.clamp_(-action["bound"], action["bound"])
 
 
+def _grow(trainer: Any, _: Any, action: dict[str, Any], __: Any) -> None:
+    with torch.no_grad():
+        for parameter in part_of(trainer.module, "stem"):
+            parameter.mul_(action["factor"])
+
+
 def _rebind(trainer: Any, _: Any, __: Any, ___: Any) -> None:
     for parameter in trainer.module.parameters():
         parameter.data = parameter.data.clone()
@@ -105,15 +113,15 @@ def _add_group(trainer: Any, _: Any, action: dict[str, Any], __: Any) -> None:
 
 def _copy(trainer: Any, program: dict[str, Any], action: dict[str, Any], _: Any) -> dict[str, Any]:
     """Copy the module, as for a teacher, and read the copy's values."""
-    with trainer.reading():
+    with trainer.reading() if action.get("inside") else contextlib.nullcontext():
         other = copy.deepcopy(trainer.module)
     return {"tensors": {name: trainer.as_array(p) for name, p in other.named_parameters()}}
 
 
-def _average(trainer: Any, _: Any, __: Any, kept: dict[str, Any]) -> dict[str, Any] | None:
+def _average(trainer: Any, _: Any, action: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any] | None:
     """Begin an average of the parameters; the second time, read it."""
     if "average" not in kept:
-        with trainer.reading():
+        with trainer.reading() if action.get("inside") else contextlib.nullcontext():
             kept["average"] = torch.optim.swa_utils.AveragedModel(trainer.module)
         return None
     named = kept["average"].module.named_parameters()
@@ -151,6 +159,12 @@ def _hook(trainer: Any, _: Any, action: dict[str, Any], __: Any) -> None:
         next(iter(trainer.module.parameters())).register_post_accumulate_grad_hook(_count)
 
 
+def _draw(trainer: Any, _: Any, __: Any, ___: Any) -> None:
+    """Draw a number on one rank alone, as for a sample that is printed."""
+    if trainer.is_first:
+        torch.rand(1)
+
+
 def _count(parameter: Any) -> None:
     parameter.arrived = getattr(parameter, "arrived", 0) + 1
 
@@ -168,6 +182,7 @@ ACTIONS: dict[str, Any] = {
     "set": _set,
     "mode": _mode,
     "clamp": _scale,
+    "grow": _grow,
     "rebind": _rebind,
     "vector": _vector,
     "add_group": _add_group,
@@ -179,4 +194,5 @@ ACTIONS: dict[str, Any] = {
     "optimizer_state": _optimizer_state,
     "zero_grad": _zero_grad,
     "hook": _hook,
+    "draw": _draw,
 }

@@ -33,19 +33,26 @@ class Verdict:
     """Where in the script it ended, or differed first."""
 
 
-def judge(reference: list[dict[str, Any]], ranks: Sequence[dict[str, Any]] | BaseException, describe: Any) -> Verdict:
+def judge(
+    reference: list[dict[str, Any]],
+    ranks: Sequence[dict[str, Any]] | BaseException,
+    describe: Any,
+    *,
+    is_random: bool = False,
+) -> Verdict:
     """Return the verdict.
 
     Args:
         reference: The plain loop's records.
         ranks: What each rank returned, or the exception that the whole call raised.
         describe: `candidate.describe_error`.
+        is_random: The model draws numbers: only the ranks' copies are compared.
     """
     if isinstance(ranks, BaseException):
         error = describe(ranks)
         is_hang = error["is_hang"] or isinstance(ranks, TimeoutError)
         return Verdict("hung" if is_hang else "crashed", _text(error))
-    differences = [difference for rank in ranks for difference in compare(rank["records"], reference)]
+    differences = [] if is_random else [d for rank in ranks for d in compare(rank["records"], reference)]
     largest = max((size for size, _, _ in differences), default=0.0)
     errors = [rank["error"] for rank in ranks if rank["error"] is not None]
     cut = ranks[0].get("cut")
