@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from benchmarks.fuzz import parts
-from benchmarks.fuzz.optim import COUPLED, OPTIMIZERS
+from benchmarks.fuzz.optim import OPTIMIZERS, RARE
 from benchmarks.fuzz.program import complete
 
 PLAN_KINDS = (
@@ -316,7 +316,7 @@ class Draw:
         form = {"kind": self.random.choice(OPTIMIZERS), "lr": self.pick(0.1, 0.3), "decay": self.pick(0.0, 0.0, 0.05)}
         form["groups"] = "two" if self.chance(0.15) else "one"
         if self.chance(0.03):
-            form["kind"] = self.pick(*COUPLED, "hybrid")
+            form["kind"] = self.random.choice(RARE)
         return form
 
     def script(self, model: dict[str, Any]) -> list[dict[str, Any]]:

@@ -180,10 +180,10 @@ class Net(nn.Module):
         return self.finish(logits, h, aux, labels)
 
     def repeat(self, h: Tensor, rounds: Tensor) -> Tensor:
-        """Call the first block as often as the data say: each sample takes part in as many rounds as it asks for."""
+        """Call blocks in turn, as often as the data say: each sample takes part in as many rounds as it asks for."""
         for number in range(int(rounds.max())):
             more = (rounds > number).view(-1, *[1] * (h.dim() - 1))
-            h = torch.where(more, torch.tanh(self.blocks[0](h)), h)
+            h = torch.where(more, torch.tanh(self.blocks[number % len(self.blocks)](h)), h)
         return h
 
     def run_block(self, block: nn.Module, h: Tensor, mask: Tensor | None, last: bool, index: int) -> Any:

@@ -73,8 +73,9 @@ def _torch_optimizer(kind: str, lr: float, decay: float) -> Callable[[Any], torc
     return makers[kind]
 
 
-OPTIMIZERS = ["sgd", "momentum", "nesterov", "adamw", "adam", "rmsprop", "adagrad"]
-COUPLED = ["global_norm", "trust_ratio"]
+OPTIMIZERS = ["sgd", "momentum", "nesterov", "adamw", "adam", "rmsprop"]
+RARE = ["global_norm", "trust_ratio", "hybrid", "adagrad"]
+"""Whose step couples parameters; and one that has state before its first step."""
 
 
 class Factory:

@@ -63,6 +63,9 @@ def _fit_model(program: dict[str, Any]) -> None:
         stem["stride"] = 1
     if program["micro_batches"] > 1:
         stem.pop("scale_grad_by_freq", None)
+    is_alone = model.get("pool", "none") == "none" and all(f["kind"] in ("mlp", "attention") for f in model["blocks"])
+    if program.get("ragged") and not (is_alone and model["domain"] in ("tokens", "series")):
+        program["ragged"] = False  # what is padded would be seen by what is not
     if program.get("ragged"):
         program["mask"], program["batch_form"] = True, "dict"
         program["loss"] = {"kind": "masked", "weight": "tensor"}

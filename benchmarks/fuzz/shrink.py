@@ -118,8 +118,8 @@ def _values(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def key_of(found: Verdict) -> str:
     """Return what stays the same while a program shrinks: the verdict, and the kind of the exception."""
-    if found.kind == "hung":
-        return "hung"
+    if found.kind not in ("wrong", "crashed"):
+        return found.kind
     if found.kind == "crashed":
         return f"crashed {re.sub(r'[0-9]+', 'N', found.detail)[:60]}"
     return "wrong between ranks" if "against rank 0" in found.detail else "wrong"
