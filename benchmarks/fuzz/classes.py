@@ -100,6 +100,7 @@ def _tensor() -> dict[str, dict[str, Any]]:
     softmax = {**MLP, "act": "softmax"}
     last = {**MLP, "when_last": "softmax"}
     both = [ATTENTION, MLP]
+    by_length = {**MLP, "kind": "mixing", "over": "length", "length": 4}
     normed = [{**ATTENTION, "heads": 3, "qk_norm": True}, MLP] * 2
     wide: dict[str, Any] = {"width": 12, "vocabulary": 16}
     even: dict[str, Any] = {"vocabulary": 16, "outputs": 16}
@@ -125,7 +126,7 @@ def _tensor() -> dict[str, dict[str, Any]]:
         "A6 one sample first, a block that mixes samples": make("tp=2", [{**MLP, "kind": "mixing"}] * 2, script=MORE_LATER),
         "A7 a shared block called with another flag": make("tp=2", [last, MLP], model=shared(True)),
         "A7 a branch on the mode": make("tp=2", [{**MLP, "in_eval": True}] * 2, script=MODE_LATER),
-        "A7 a branch on the length": make("tp=2", [{**MLP, "kind": "mixing", "over": "length", "length": 4}] * 2, script=LONGER_LATER),
+        "A7 a branch on the length": make("tp=2", [by_length] * 2, script=LONGER_LATER),
         "A7 a branch on values": make("tp=2", [{**bare, "value_over": 50.0}] * 2, script=GROWN_LATER),
         "A7 max_norm of an embedding": make("tp=2", both, model={**even, "stem": {"positions": True, "max_norm": 0.5}}),
         "A7 scale_grad_by_freq": make("tp=2", both, model={**even, "stem": {"scale_grad_by_freq": True}}),
@@ -139,7 +140,7 @@ def _tensor() -> dict[str, dict[str, Any]]:
         "B8 hidden states asked for later": make("tp=2", [MLP] * 3, script=with_flags(hidden=True)),
         "D1-IV orthogonality in the loss": make("tp=2", both, loss={"kind": "ce", "penalty": "orthogonal"}),
         "D2b-IV a number drawn on one rank": make(
-            "tp=2,sequence_parallel=off", [{**MLP, "dropout": 0.3}] * 2, script=[step(), {"do": "draw"}, step(batch=2), step(batch=3)]
+            "tp=2,sequence_parallel=off", [{**MLP, "dropout": 0.3}] * 2, script=after_a_step({"do": "draw"})
         ),
         "D5-IV a square buffer": make("tp=2", [{**MLP, "hidden": 16, "square": True}] * 2),
         "D7-IV average under tp": make("tp=2", both, script=[{"do": "average"}, *THREE, {"do": "average"}]),
@@ -178,7 +179,9 @@ def _pipeline() -> dict[str, dict[str, Any]]:
         "D7-IV average under pp": make("pp=2", [MLP] * 3, script=[{"do": "average"}, *THREE, {"do": "average"}]),
         "D10-IV a layer asked for its dtype": make("pp=2", [MLP] * 3, root={"dtype_probe": True}),
         "D11-IV gradient penalty": make("pp=2", [MLP] * 3, root={"input_gradient": True}, model={"domain": "series"}),
-        "D12-IV a conjugated parameter": make("pp=2", [MLP] * 3, root={"complex": "conjugated"}, script=[*THREE, {"do": "state"}]),
+        "D12-IV a conjugated parameter": make(
+            "pp=2", [MLP] * 3, root={"complex": "conjugated"}, script=[*THREE, {"do": "state"}]
+        ),
         "A9 one norm of all gradients, pp": make("pp=2", [MLP] * 3, optimizer={"kind": "global_norm"}),
         "A10 tied by .data, pp": make("pp=2", both * 2, model={"tie": "data"}),
     }  # fmt: skip
@@ -218,7 +221,8 @@ def _data() -> dict[str, dict[str, Any]]:
         ),
         "a loss that is no mean over samples": make("dp=2", both, loss={"kind": "batch_max"}),
         "B9 a layer called as often as the data say": make(
-            "dp=2,zero=3,whole_below=0", [MLP] * 3, root={"rounds": True}, script=[step(), step(batch=2, rounds=4), step(batch=3, rounds=3)]
+            "dp=2,zero=3,whole_below=0", [MLP] * 3, root={"rounds": True},
+            script=[step(), step(batch=2, rounds=4), step(batch=3, rounds=3)],
         ),
         "B10 copy.deepcopy under ZeRO-3": make("dp=2,zero=3,whole_below=0", both, script=after_a_step({"do": "copy"})),
         "B10 average under ZeRO-3": make("dp=2,zero=3,whole_below=0", both, script=moved),

@@ -14,6 +14,18 @@ PLAN_KINDS = (
     "dp_tp", "dp_pp", "tp_pp", "dp_tp_zero", "dp_pp_zero",
 )  # fmt: skip
 
+_ROOT: dict[str, Any] = dict.fromkeys(
+    (
+        "lambdas", "scales", "side", "detach", "unused", "logit_scale", "softcap", "pad_logits", "inplace_between",
+        "mode_branch", "complex", "dtype_probe", "item_hook", "patched", "calls", "rounds", "own_shift", "input_gradient",
+        "ema", "square", "inplace_entry", "dict_blocks", "cls", "select", "trim",
+    ),
+    True,
+) | {"value_branch": 0.7, "tau": 1.5}  # fmt: skip
+"""What a model's own forward may do besides calling its blocks."""
+_FOR_SEQUENCES = ("cls", "select", "trim")
+_NOT_FOR_MAPS = ("side", "complex", "rounds", "ema", "square", "inplace_entry", "dict_blocks", *_FOR_SEQUENCES)
+
 _HEADS = {6: (2, 3), 7: (1, 7), 8: (2, 4), 9: (3,), 10: (2, 5), 12: (2, 3, 4, 6), 16: (4,)}
 
 
@@ -81,10 +93,13 @@ class Draw:
         if kind == "pp":
             return f"pp=2{self.schedule()}"
         if kind in ("dp_tp", "dp_tp_zero"):
-            return f"dp=2,tp=2{'' if kind == 'dp_tp' else self.pick(',zero=1', ',zero=2', ',zero=3,whole_below=0')}"
+            return f"dp=2,tp=2{self.sharding(kind)}"
         if kind in ("dp_pp", "dp_pp_zero"):
-            return f"dp=2,pp=2{'' if kind == 'dp_pp' else self.pick(',zero=1', ',zero=2', ',zero=3,whole_below=0')}{self.schedule()}"
+            return f"dp=2,pp=2{self.sharding(kind)}{self.schedule()}"
         return f"tp=2,pp=2{self.schedule()}"
+
+    def sharding(self, kind: str) -> str:
+        return self.pick(",zero=1", ",zero=2", ",zero=3,whole_below=0") if kind.endswith("zero") else ""
 
     def schedule(self) -> str:
         name = self.pick("none", "gpipe", "1f1b", "1f1b", "interleaved", "zb-h1", "zbv")
@@ -263,21 +278,16 @@ class Draw:
 
     def root(self, model: dict[str, Any]) -> None:
         root, is_map = model["root"], model["domain"] == "images"
-        options: dict[str, Any] = {
-            "lambdas": True, "scales": True, "side": None if is_map else True, "detach": True, "unused": True,
-            "logit_scale": True, "softcap": True, "pad_logits": True, "inplace_between": True, "value_branch": 0.7,
-            "mode_branch": True, "complex": None if is_map else self.pick(True, True, "conjugated"), "dtype_probe": True, "item_hook": True, "patched": True,
-            "calls": True, "ema": None if is_map else self.pick("early", "late"),
-            "square": None if is_map else self.pick(3, 4), "inplace_entry": None if is_map else True,
-            "dict_blocks": None if is_map else True, "tau": 1.5,
-            "cls": True if model["domain"] in ("tokens", "series") else None,
-            "rounds": None if is_map else True, "own_shift": True, "input_gradient": True,
-            "select": True if model["domain"] in ("tokens", "series") else None,
-            "trim": True if model["domain"] in ("tokens", "series") else None,
-        }  # fmt: skip
+        is_sequence, options = model["domain"] in ("tokens", "series"), dict(_ROOT)
+        if is_map:
+            options = {name: value for name, value in options.items() if name not in _NOT_FOR_MAPS}
+        if not is_sequence:
+            options = {name: value for name, value in options.items() if name not in _FOR_SEQUENCES}
+        choices = {"ema": ("early", "late"), "square": (3, 4), "complex": (True, True, "conjugated")}
+        options |= {name: self.random.choice(values) for name, values in choices.items() if name in options}
         common = ("lambdas", "scales", "side", "detach", "unused", "logit_scale", "softcap", "pad_logits", "cls", "tau")
         for name, value in options.items():
-            if value is not None and self.chance(0.06 if name in common else 0.02):
+            if self.chance(0.06 if name in common else 0.02):
                 root[name] = value
         if any(
             form.get("aux") == "attribute" or form.get("state") == "aux" for form in model["blocks"]
@@ -359,8 +369,9 @@ class Draw:
             [{"do": "set", "name": "tau", "value": 0.5}], [{"do": "zero_grad"}],
         ]  # fmt: skip
         rare: list[Any] = [
-            [{"do": "clamp", "bound": 0.2}], [{"do": "rebind"}], [{"do": "vector"}], [{"do": "copy"}], [{"do": "copy", "inside": True}], [{"do": "average"}],
-            [{"do": "load"}], [{"do": "replace"}], [{"do": "grow", "factor": 8.0}], [{"do": "average", "inside": True}], [{"do": "own_step", "n": 4, "t": 4, "batch": 88}],
+            [{"do": "clamp", "bound": 0.2}], [{"do": "grow", "factor": 8.0}], [{"do": "rebind"}], [{"do": "vector"}],
+            [{"do": "copy"}], [{"do": "copy", "inside": True}], [{"do": "average"}], [{"do": "average", "inside": True}],
+            [{"do": "load"}], [{"do": "replace"}], [{"do": "own_step", "n": 4, "t": 4, "batch": 88}],
             [{"do": "optimizer_state"}], [{"do": "hook"}], [{"do": "hook", "everywhere": True}],
         ]  # fmt: skip
         if len(model["blocks"]) > 1 and all(form == model["blocks"][0] for form in model["blocks"]):

@@ -53,39 +53,47 @@ def _fit_model(program: dict[str, Any]) -> None:
     model = program["model"]
     root, stem = model.setdefault("root", {}), model.get("stem", {})
     if program["degree"] > 1:  # a counter of one process says nothing about the others'
-        root.pop("calls", None)
         for form in model["blocks"]:
             if form.get("state") == "calls":
                 form["state"] = "counter"
-    if any(form.get("aux") == "output" for form in model["blocks"]) or model["domain"] == "images":
-        root.pop("dict_blocks", None)
     if any(form["kind"] == "updown" for form in model["blocks"]):
         stem["stride"] = 1
     if program["micro_batches"] > 1:
         stem.pop("scale_grad_by_freq", None)
+    _fit_ragged(program)
+    for name in _not_possible(program):
+        root.pop(name, None)
+    program["random"] = any(form.get("dropout") for form in model["blocks"])
+    if model.get("tie", "none") != "none":
+        model["outputs"] = model["vocabulary"]
+    model["calls"] = [call for call in model["calls"] if call[0] < len(model["blocks"])]
+
+
+def _fit_ragged(program: dict[str, Any]) -> None:
+    """Let each rank pad its own share only where samples alone see what is padded."""
+    model = program["model"]
     is_alone = model.get("pool", "none") == "none" and all(f["kind"] in ("mlp", "attention") for f in model["blocks"])
     if program.get("ragged") and not (is_alone and model["domain"] in ("tokens", "series")):
-        program["ragged"] = False  # what is padded would be seen by what is not
+        program["ragged"] = False
     if program.get("ragged"):
         program["mask"], program["batch_form"] = True, "dict"
         program["loss"] = {"kind": "masked", "weight": "tensor"}
-    if program.get("mask"):
-        root.pop("cls", None)
-    if "own_shift" in root and program["loss"]["kind"] != "own":
-        root.pop("own_shift")
+
+
+def _not_possible(program: dict[str, Any]) -> set[str]:
+    """Return what the root cannot do in this program."""
+    model, found = program["model"], set()
+    if program["degree"] > 1:
+        found.add("calls")
+    if any(form.get("aux") == "output" for form in model["blocks"]) or model["domain"] == "images":
+        found.add("dict_blocks")
+    if program["loss"]["kind"] != "own":
+        found.add("own_shift")
     if model["domain"] not in ("series", "vectors"):
-        root.pop("input_gradient", None)
-    if "rounds" in root and model["domain"] == "images":
-        root.pop("rounds")
-    program["random"] = any(form.get("dropout") for form in model["blocks"])
+        found.add("input_gradient")
     if any(form["kind"] in ALONG for form in model["blocks"]):
-        root.pop("select", None)
-    if not program.get("mask"):
-        for name in ("select", "trim"):
-            root.pop(name, None)
-    if model.get("tie", "none") != "none":
-        model["outputs"], model["head_norm"] = model["vocabulary"], model.get("head_norm", "layer")
-    model["calls"] = [call for call in model["calls"] if call[0] < len(model["blocks"])]
+        found.add("select")
+    return found | ({"cls"} if program.get("mask") else {"select", "trim"})
 
 
 def _fit_loss(program: dict[str, Any]) -> None:

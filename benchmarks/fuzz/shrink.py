@@ -71,7 +71,7 @@ def _actions(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _blocks(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
     model = program["model"]
     for index in range(len(model["calls"])):
-        if len(model["calls"]) > 1:
+        if sum(call[0] == model["calls"][index][0] for call in model["calls"]) > 1:
             yield {**program, "model": {**model, "calls": without(model["calls"], index)}}
     for index in range(len(model["blocks"])):
         if len(model["blocks"]) > 1:
@@ -163,9 +163,8 @@ def standalone(program: dict[str, Any]) -> str:
 
 def report(program: dict[str, Any], seconds: float) -> None:
     smallest, found = shrink(program, seconds)
-    print(
-        f"\n### seed {program['seed']}, {program['plan']}: {found.kind}\n{found.detail}\nfeatures: {', '.join(features(smallest))}"
-    )
+    print(f"\n### seed {program['seed']}, {program['plan']}: {found.kind}\n{found.detail}")
+    print(f"features: {', '.join(features(smallest))}")
     print(f"\n```python\n{standalone(smallest)}```", flush=True)
 
 
