@@ -1,4 +1,4 @@
-"""Programs of the fuzzer (benchmarks/fuzz), the same ones each time; its own README says how to run it for as long as one likes."""
+"""Programs of the fuzzer, the same ones each time; benchmarks/fuzz/README.md says how to run it for as long as one likes."""
 
 from __future__ import annotations
 
