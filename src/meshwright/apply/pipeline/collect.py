@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm.communicator import Communicator
+from meshwright.describe.tree import map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -35,6 +37,27 @@ class Collector:
         if result.numel():
             self._pipe.broadcast(result.view(-1).view(torch.uint8), source)
         return result
+
+    def outputs(
+        self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
+    ) -> Any:
+        """Return what a forward gave, with the tensors that some stage computed on every rank.
+
+        Args:
+            found: What it gave on the stages of this rank.
+            home_of: Tensor -> the stage that computes it.
+            rank_of_stage: Stage -> the pipe's rank that holds it.
+        """
+        own = {index: list(tensors_in(tree)) for index, tree in found.items()}
+        anyone, tree = next(iter(found.items()))
+        place = iter(range(len(own[anyone])))
+
+        def whole(_: Tensor) -> Tensor:
+            index = next(place)
+            home = home_of(own[anyone][index])
+            return self.tensor(own[home if home in own else anyone][index], rank_of_stage(home))
+
+        return map_tensors(tree, whole)
 
     def values(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return the whole model's values by FQN."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import weakref
 from typing import Any
@@ -25,7 +26,7 @@ class EarlyCopies:
         self._module = module
         self._original = type(module)
         self._made: list[weakref.ref[nn.Module]] = []
-        self._is_over = False
+        self._averages: list[weakref.ref[Any]] = []
         made, original = self._made, self._original
 
         def deepcopy(child: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -44,8 +45,13 @@ class EarlyCopies:
 
     def end(self) -> None:
         """Notice no more: the model is about to be cut."""
-        self._is_over = True
         self._module.__class__ = self._original
+        theirs = sys.modules.get("torch.optim.swa_utils")
+        copies = [found for reference in self._made if (found := reference()) is not None]
+        if copies and theirs is not None:
+            kind = theirs.AveragedModel
+            averages = [item for item in gc.get_objects() if type(item) is kind]
+            self._averages = [weakref.ref(item) for item in averages if any(item.module is found for found in copies)]
 
     def refuse_used(self) -> None:
         """Refuse an average that has taken values of the model since it was cut.
@@ -53,35 +59,11 @@ class EarlyCopies:
         Raises:
             ApplyError: It has.
         """
-        if not self._made:
-            return
-        theirs = sys.modules.get("torch.optim.swa_utils")
-        if theirs is None:
-            return
-        for reference in self._made:
-            made = reference()
-            if made is not None and any(_is_average(holder, made, theirs) for holder in _holders_of(made)):
+        for reference in self._averages:
+            average = reference()
+            if average is not None and int(average.n_averaged) > 0:
                 raise ApplyError(
                     "an AveragedModel was made of the model before its first step, while the rank had all of it, and averages "
                     "now what this rank holds: its parameters are paired with the wrong ones",
                     fix="make it after the first step, or pass example_batch= to apply_plan",
                 )
-
-
-def _holders_of(module: nn.Module) -> list[Any]:
-    import gc
-
-    found = []
-    for holder in gc.get_referrers(module):
-        found += gc.get_referrers(holder) if isinstance(holder, dict) else []
-        found += [
-            second
-            for inner in gc.get_referrers(holder)
-            if isinstance(inner, dict)
-            for second in gc.get_referrers(inner)
-        ]
-    return found
-
-
-def _is_average(holder: Any, module: nn.Module, theirs: Any) -> bool:
-    return isinstance(holder, theirs.AveragedModel) and holder.module is module and int(holder.n_averaged) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,12 +31,11 @@ from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage, boundary_name
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
-from meshwright.apply.pipeline.values import value_of
+from meshwright.apply.pipeline.whole_buffers import modules_around, spread_buffers
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.comm.communicator import Communicator
-from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.errors import ApplyError
 from meshwright.schedule import ActionKind, PipelineSchedule
 from meshwright.spec import Plan
@@ -171,7 +170,7 @@ class PipelineEngine(OuterEngine):
         stage_map = stages.cut(self.module, flow, ranks, self._plan.stages, together)
         self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
-        around = _modules_around(self.module, flow.units)
+        around = modules_around(self.module, flow.units)
         twins = {} if layout is None else make_twins(self.module, flow.units)
         self._shapes = Shapes(twins, lambda _: around)
         seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
@@ -315,22 +314,8 @@ class PipelineEngine(OuterEngine):
                 for index, stage in sorted(self._stages.items())
             }
             self._post.finish()
-            return self._whole_outputs(found)
-
-    def _whole_outputs(self, found: Mapping[int, Any]) -> Any:
-        """Give every rank the tensors that some stage computed."""
-        own = {index: list(tensors_in(tree)) for index, tree in found.items()}
-        anyone, tree = next(iter(found.items()))
-        place = iter(range(len(own[anyone])))
-
-        def whole(_: Tensor) -> Tensor:
-            index = next(place)
-            home = self._stages[anyone].home_of(own[anyone][index])
-            return self._collector.tensor(
-                own[home if home in own else anyone][index], self.schedule(1).rank_of_stage(home)
-            )
-
-        return map_tensors(tree, whole)
+            home_of = next(iter(self._stages.values())).home_of
+            return self._collector.outputs(found, home_of, self.schedule(1).rank_of_stage)
 
     def finish_gradients(self, scale: float) -> None:
         self._post.finish()
@@ -377,7 +362,13 @@ class PipelineEngine(OuterEngine):
             yield
             return
         with self._interception.suspended(), self._inner.whole_parameters():
-            self._spread_buffers()
+            spread_buffers(
+                self.module,
+                self.stage_map,
+                self._collector,
+                self.schedule(1).rank_of_stage,
+                (self._own_state, self._stages),
+            )
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
 
@@ -393,32 +384,6 @@ class PipelineEngine(OuterEngine):
     def trainable_states(self) -> dict[str, bool]:
         """Return `requires_grad` of each parameter that this rank holds, by FQN."""
         return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
-
-    def _spread_buffers(self) -> None:
-        """Give every rank each buffer as that rank has it which writes it last: a unit's, the one of its last call."""
-        schedule = self.schedule(1)
-        for name, child in _modules_around(self.module, tuple(self.stage_map.calls)):
-            for key in [key for key, buffer in child._buffers.items() if buffer is not None]:
-                self._spread_own_buffer(name, key)
-        for name, calls in self.stage_map.calls.items():
-            for buffer in self.module.get_submodule(name).buffers():
-                if buffer.numel():
-                    buffer.copy_(self._collector.tensor(buffer, schedule.rank_of_stage(calls[-1])))
-
-    def _spread_own_buffer(self, name: str, key: str) -> None:
-        """Give every rank a buffer of the model's own forward, as the stage has it that computes it."""
-        buffers = self.module.get_submodule(name)._buffers
-        buffer = buffers[key]
-        value = None if buffer is None else value_of(buffer)
-        if buffer is None or value is None or value.home is None or not buffer.numel():
-            return
-        if self._own_state is not None and value.home in self._stages:
-            self._own_state.enter(value.home)
-            buffer = buffers[key] if buffers[key] is not None else buffer
-        with torch.no_grad():
-            new = self._collector.tensor(buffer, self.schedule(1).rank_of_stage(value.home))
-            if value.home not in self._stages:
-                buffer.copy_(new)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         return self._collector.gradients(self._holding.all, self.inner.full_gradients())
@@ -441,9 +406,3 @@ class PipelineEngine(OuterEngine):
             self._interception.close()
             self._inner.close()
             self._holding.close()
-
-
-def _modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are no part of a unit: their code runs on every stage."""
-    inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
-    return [(name, child) for name, child in module.named_modules() if id(child) not in inside]

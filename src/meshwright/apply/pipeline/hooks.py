@@ -59,5 +59,5 @@ def release_hooks(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in hooks.items():
-                if type(hook) is GuardedHook:
+                if isinstance(hook, GuardedHook):
                     hooks[key] = hook.hook

@@ -133,7 +133,7 @@ class Walk(Bookkeeping):
             if taken:
                 places = [*places, *places_of_slots(self._module, taken)]
                 given = tensors_of_call(args, kwargs, places)
-            values = self._own_values(given, {})
+            values = self._own_values(tuple(given), {})
             stage = self._place_of_call(name, module, values)
             self._way.call(self._stage_map.number_of(name), stage, values)
             if stage != self.stage:
