@@ -275,7 +275,7 @@ LEFT_BEHIND = {
     "put in a buffer's place",
     "kept in an object",
 }
-"""Those whose forward leaves a wrong number behind: the comparison of what is left refuses them, too, before the types are asked."""
+"""Those whose forward leaves a wrong number behind, which the comparison of what is left refuses before the types are asked."""
 
 
 @pytest.mark.parametrize("name", WRONG)
