@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.tensor import signatures
 from meshwright.apply.tensor.comparison import DisprovedError
+from meshwright.apply.tensor.described import OWN, digest
 from meshwright.apply.tensor.proof import Experiment
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.slices import Slices
@@ -61,6 +63,7 @@ class Guard:
         self._group = group
         self._attributes = attributes
         self._proven = set(layout.proven.get("", ()))
+        self._kinds = list(itertools.product((False, True), (False, True)))
         self._verdicts: dict[str, dict[Any, bool]] = {}
         self._known: dict[Any, bool] = {}
         self._structure = ""
@@ -76,54 +79,68 @@ class Guard:
     def _read_structure(self) -> None:
         for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
             _take_over(live, twin, {key: full for (owner, key), full in self._attributes.items() if owner == id(live)})
-        self._structure = signatures.digest(signatures.describe_structure(self._template))
+        self._structure = digest(signatures.describe_structure(self._template))
         self._known = self._verdicts.setdefault(self._structure, {})
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
-        call = self._signature(args, kwargs, exact_sizes=False)
-        verdict = self._known.get(call)
-        if verdict is None:
-            if signatures.digest((self._structure, call)) in self._proven:
-                verdict = self._known[call] = True
-            else:
-                verdict = self._allows_sizes(args, kwargs)
+        for kind in self._kinds:
+            verdict = self._known.get(self._signature(args, kwargs, kind))
+            if verdict is not None:
+                return verdict
+        kind = self._proven_kind(args, kwargs)
+        verdict = True
+        if kind is None:
+            verdict, kind = self._prove(args, kwargs)
+        call = self._signature(args, kwargs, kind)
+        if call is not None:
+            self._known[call] = verdict
+            self._kinds = [kind, *(other for other in self._kinds if other != kind)]  # as most calls are
         return verdict
 
-    def _allows_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell it for a call of just these sizes."""
-        call = self._signature(args, kwargs, exact_sizes=True)
-        verdict = self._known.get(call)
-        if verdict is None:
-            verdict = signatures.digest((self._structure, call)) in self._proven
-            asks_sizes = True
-            if not verdict:
-                verdict, asks_sizes = self._prove(args, kwargs)
-            self._known[call if asks_sizes else self._signature(args, kwargs, exact_sizes=False)] = verdict
-        return verdict
+    def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool] | None:
+        """Return as which kind of call the search has proven this one, on all ranks: where one is not sure, all prove it again."""
+        calls = [self._signature(args, kwargs, kind) for kind in self._kinds]
+        known = [call is not None and digest((self._structure, *call)) in self._proven for call in calls]
+        told = torch.tensor(known, dtype=torch.int32, device=self._device)
+        self._group.all_reduce(told, "min")
+        return next((kind for kind, is_known in zip(self._kinds, told.tolist(), strict=True) if is_known), None)
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, exact_sizes: bool) -> Any:
-        gradients = torch.is_grad_enabled()
-        return exact_sizes, signatures.signature(args, kwargs, exact_sizes=exact_sizes, with_gradients=gradients)
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: tuple[bool, bool]) -> Any:
+        """Return a call's signature, in which sizes and numbers count or not, with these two flags; None where it has none."""
+        call = signatures.signature(
+            args, kwargs, exact_sizes=kind[0], with_values=kind[1], with_gradients=torch.is_grad_enabled()
+        )
+        if call is None or not kind[1]:
+            return None if call is None else (kind, call)
+        # What the shards hold of a buffer is each rank's own: only what all have alike may decide.
+        whole = [buffer for name, buffer in self._module.named_buffers() if name not in self._layout.cuts]
+        return kind, (call, tuple(map(signatures.numbers_of, whole)))
 
-    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
-        """Return whether the call is proven, and whether that holds for these sizes alone."""
-        reason, asks_sizes = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones", True
+    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, tuple[bool, bool]]:
+        """Return whether the call is proven, and whether for these sizes, and these numbers, alone."""
+        reason, asks, is_same = (
+            f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones",
+            (True, True),
+            True,
+        )
         if self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
             call = Call(args=map_tensors(args, _for_proof), kwargs=map_tensors(kwargs, _for_proof))
             # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
             with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reason, asks_sizes = pool.submit(self._why_not, call).result()
-        verdict = torch.tensor([not reason, not asks_sizes], dtype=torch.int32, device=self._device)
-        self._group.all_reduce(verdict, "min")
-        is_proven, holds_for_all = map(bool, verdict.tolist())
+                reason, asks, is_same = pool.submit(self._why_not, call).result()
+        if not (reason or is_same or torch.is_grad_enabled()):
+            reason = "it computes something else where gradients are off"
+        told = torch.tensor([not reason, not asks[0], not asks[1]], dtype=torch.int32, device=self._device)
+        self._group.all_reduce(told, "min")
+        is_proven, any_size, any_value = map(bool, told.tolist())
         if not is_proven:
             reason = reason or "another rank could not prove it"
             if reason not in self.reasons:
                 self.reasons.append(reason)
                 _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
-        return is_proven, not holds_for_all
+        return is_proven, (not any_size, not any_value)
 
     def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
         devices = {parameter.device for parameter in self._module.parameters() if parameter.device.type == "cuda"}
@@ -133,17 +150,18 @@ class Guard:
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
 
-    def _why_not(self, call: Call) -> tuple[str, bool]:
-        """Return the reason why a call is not proven, or nothing; and whether its code asks for sizes."""
+    def _why_not(self, call: Call) -> tuple[str, tuple[bool, bool], bool]:
+        """Return why a call is not proven, or nothing; whether it asks for sizes and numbers; and if gradients change nothing."""
         try:
             experiment = Experiment(self._template, call, self._group.size)
             for layout in self._layouts():
                 self._check(experiment, layout)
-            return "", experiment.asks_sizes()
+            asked = experiment.asks()
+            return "", (asked.sizes, asked.values), asked.is_same
         except DisprovedError as error:
-            return error.message, True
+            return error.message, (True, True), True
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
-            return f"it cannot be run by itself: {type(error).__name__}: {error}", True
+            return f"it cannot be run by itself: {type(error).__name__}: {error}", (True, True), True
 
     def _layouts(self) -> Sequence[TensorLayout]:
         """Return the layout for each dim along which the stream may lie in slices."""
@@ -174,7 +192,7 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
     own = vars(twin)
     for name, value in vars(live).items():
         is_tensor = isinstance(value, Tensor)
-        if name in signatures.OWN or isinstance(value, nn.Module) or (is_tensor and isinstance(own.get(name), Tensor)):
+        if name in OWN or isinstance(value, nn.Module) or (is_tensor and isinstance(own.get(name), Tensor)):
             continue
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training

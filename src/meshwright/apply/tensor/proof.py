@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.apply.tensor.asked_sizes import AskedSizes
+from meshwright.apply.tensor.asked import Asked
 from meshwright.apply.tensor.comparison import (
     DisprovedError,
     add_up,
@@ -176,12 +176,16 @@ class Experiment:
                     self._of_attributes[path] = noise
             return self._backward(module, inputs, outputs, self._cotangents, left)
 
-    def asks_sizes(self) -> bool:
-        """Tell whether the code of this call compares sizes of tensors, so that other sizes may run other code."""
+    def asks(self) -> Asked:
+        """Return what the code of this call asks of its tensors, in a run without gradients."""
         module, inputs = self._fresh()
-        with torch.no_grad(), Exact(), AskedSizes(inputs) as asked:
-            module(*inputs[0], **inputs[1])
-        return asked.any
+        with torch.no_grad(), Exact(), Asked(module, inputs) as asked:
+            outputs = list(tensors_in(module(*inputs[0], **inputs[1])))
+        pairs = zip(outputs, self.whole.outputs, strict=False)
+        asked.is_same = len(outputs) == len(self.whole.outputs) and all(
+            is_equal(mine, wanted) for mine, wanted in pairs
+        )
+        return asked
 
     def _backward(
         self, module: nn.Module, inputs: Any, outputs: list[Tensor], cotangents: Sequence[Tensor], left: Left

@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.apply.tensor.attention import attention_region
 from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.copies import copy_module
+from meshwright.apply.tensor.described import digest
 from meshwright.apply.tensor.mirror import Mirror
 from meshwright.apply.tensor.options import Options, candidates
 from meshwright.apply.tensor.proof import Experiment
@@ -18,7 +19,7 @@ from meshwright.apply.tensor.proposals import Names, Pair, feeds_only_the_output
 from meshwright.apply.tensor.proving import Proving
 from meshwright.apply.tensor.region import Chain, Cut, Region, Role, TensorLayout
 from meshwright.apply.tensor.sequences import find_chains
-from meshwright.apply.tensor.signatures import describe_structure, digest, proven_digests
+from meshwright.apply.tensor.signatures import describe_structure, proven_digests
 from meshwright.apply.tensor.trace import Call, Product, Trace
 
 __all__: list[str] = []
@@ -97,17 +98,20 @@ class Search:
                 module.train(mode)
             structure = digest(describe_structure(module))
             for call in self._trace.distinct.get(name, {}).values():
-                asks = self._asks_sizes(module, call)
-                found |= dict.fromkeys(proven_digests(structure, call.args, call.kwargs, asks_sizes=asks))
+                kind, is_same = self._kind_of(module, call)
+                digests = proven_digests(structure, call.args, call.kwargs, kind=kind, without_gradients=is_same)
+                found |= dict.fromkeys(digests)
         for child, flag in zip(module.modules(), flags, strict=True):
             child.training = flag
         return tuple(found)
 
-    def _asks_sizes(self, module: nn.Module, call: Call) -> bool:
+    def _kind_of(self, module: nn.Module, call: Call) -> tuple[tuple[bool, bool], bool]:
+        """Return whether other sizes and other numbers may run other code, and whether none does without gradients."""
         try:
-            return Experiment(module, call, self.num_parts).asks_sizes()
-        except Exception:  # noqa: BLE001 - whatever the user's code raises; then sizes count as they are
-            return True
+            asked = Experiment(module, call, self.num_parts).asks()
+        except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
+            return (True, True), False
+        return (asked.sizes, asked.values), asked.is_same
 
     def _by_wish(self, wish: str) -> list[int]:
         return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]

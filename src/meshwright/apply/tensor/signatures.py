@@ -4,114 +4,59 @@ A proof (`proof.py`) holds for the code that it ran. Which code a module runs is
 (functions, numbers, flags, objects of configuration), the modes of the modules in it, and what it is called with: arguments that
 are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof says nothing, and is made again (`guard.py`).
 
-Not covered, and left to types and sentinels: numbers inside of tensors, global variables, closures' variables, files and time.
+Numbers inside of tensors count where a run of the code reads one of an argument or a buffer (`asked.py`). Not covered, and left
+to types and sentinels: numbers of activations, global variables, files and time.
 """
 
 from __future__ import annotations
 
-import enum
-import functools
 import hashlib
 import operator
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.tensor.described import (
+    DEPTH,
+    OWN,
+    PLAIN,
+    Describer,
+    class_attributes,
+    class_name,
+    contents_of,
+    digest,
+    items_of,
+    slots_of,
+    user_classes,
+)
+
 __all__: list[str] = []
 
-_PLAIN = (str, int, float, bool, bytes, type(None), complex, torch.dtype, torch.device, torch.Size)
-_DEPTH = 4
-"""Objects inside of objects that are looked into [levels]."""
-OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has of torch: dicts of parameters, buffers, children and hooks, and `training`."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-"""Those of them whose entries run in a forward."""
+"""Attributes of a module whose entries run in a forward."""
 
 
 # -- the structure of a module ------------------------------------------------------------------------------------
 
 
-def digest(value: Any) -> str:
-    """Return 64 bits of a description's text, as hexadecimal digits; equal in all processes."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-
-
 def describe_structure(module: nn.Module) -> tuple[Any, ...]:
     """Return what decides the code that a module and those inside it run: classes, modes, attributes, hooks."""
-    seen: dict[int, int] = {}
-    return tuple((name, *_describe_module(child, seen)) for name, child in module.named_modules())
+    describer = Describer()
+    return tuple((name, *_describe_module(child, describer)) for name, child in module.named_modules())
 
 
-def _describe_module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
+def _describe_module(module: nn.Module, describer: Describer) -> tuple[Any, ...]:
     attributes = vars(module)
-    own = tuple((name, describe_value(value, seen)) for name, value in attributes.items() if name not in OWN)
-    hooks = tuple(_name_of(hook) for kind in HOOKS for hook in attributes[kind].values())
-    return _class_of(module), module.training, own, hooks
+    own = tuple((name, describer.describe(v)) for name, v in attributes.items() if name not in OWN and not _is_child(v))
+    of_class = tuple((name, describer.describe(value)) for name, value in class_attributes(module).items())
+    hooks = tuple(describer.describe(hook) for kind in HOOKS for hook in attributes[kind].values())
+    return class_name(module), module.training, own, of_class, hooks
 
 
-def _class_of(module: nn.Module) -> str:
-    # Classes of ours, made around the user's, have its name and module.
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def describe_value(value: Any, seen: dict[int, int] | None = None, depth: int = _DEPTH) -> Any:
-    """Return what stands for an attribute: numbers and texts as they are, functions by name and code, tensors by shape."""
-    seen = {} if seen is None else seen
-    if isinstance(value, enum.Enum):
-        return type(value).__qualname__, value.name
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, value
-    if isinstance(value, Tensor):
-        return "tensor", str(value.dtype), tuple(value.shape)
-    if isinstance(value, nn.Module):
-        return "module", _class_of(value)
-    if isinstance(value, type) or callable(value):
-        return "callable", _name_of(value)
-    if id(value) in seen:
-        return "again", seen[id(value)]
-    seen[id(value)] = len(seen)
-    if depth == 0:
-        return "object", type(value).__qualname__
-    return type(value).__qualname__, tuple((str(key), describe_value(v, seen, depth - 1)) for key, v in _items(value))
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    elif isinstance(value, (set, frozenset)):
-        yield from enumerate(sorted(value, key=repr))
-    else:
-        yield from getattr(value, "__dict__", {}).items()
-
-
-def _name_of(function: Any) -> Any:
-    """Return what stands for a function: its name, its code, and what it carries along."""
-    if isinstance(function, functools.partial):
-        kept = (*function.args, *sorted(function.keywords.items()))
-        return "partial", _name_of(function.func), tuple(repr(describe_value(value, depth=1)) for value in kept)
-    if isinstance(function, types.MethodType):
-        return "method", type(function.__self__).__qualname__, _name_of(function.__func__)
-    if isinstance(function, types.FunctionType):
-        code = function.__code__
-        cells = tuple(_cell(cell) for cell in function.__closure__ or ())
-        return function.__module__, function.__qualname__, hashlib.sha256(code.co_code).hexdigest()[:16], cells
-    if isinstance(function, nn.Module):
-        return _class_of(function)
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return getattr(function, "__module__", ""), name
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # not set yet
-        return None
-    return describe_value(value, depth=0) if isinstance(value, _PLAIN) else type(value).__qualname__
+def _is_child(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 class Snapshot:
@@ -125,31 +70,53 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._dicts: list[tuple[dict[str, Any], list[Any]]] = []
+        self._dicts: list[tuple[Any, list[Any]]] = []  # dicts, and the dicts of classes
         self._lists: list[tuple[Any, list[Any]]] = []
-        self._hooks: list[dict[Any, Any]] = []
-        seen: set[int] = set()
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._slots: list[tuple[Any, list[Any]]] = []
+        self._seen: set[int] = {id(child) for child in module.modules()}
         for child in module.modules():
             attributes = vars(child)
-            self._dicts.append((attributes, list(attributes.values())))
-            self._hooks += [attributes[kind] for kind in HOOKS]
+            self._keep(attributes)
+            for kind in HOOKS:
+                self._keep(attributes[kind])
+                for hook in attributes[kind].values():
+                    self._watch(hook, DEPTH)
+            for kind in user_classes(child):
+                if id(kind) not in self._seen:
+                    self._seen.add(id(kind))
+                    self._keep(vars(kind))
             for name, value in attributes.items():
                 if name not in OWN:
-                    self._watch(value, seen, _DEPTH)
-        self._num_hooks = list(map(len, self._hooks))
+                    self._watch(value, DEPTH)
 
-    def _watch(self, value: Any, seen: set[int], depth: int) -> None:
-        if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN, Tensor, nn.Module, type, enum.Enum)):
+    def _keep(self, entries: Any) -> None:
+        self._dicts.append((entries, list(entries.values())))
+
+    def _watch(self, value: Any, depth: int) -> None:
+        if depth == 0 or id(value) in self._seen or isinstance(value, (*PLAIN, Tensor, type)):
             return
-        seen.add(id(value))
-        if isinstance(value, (list, tuple)):
-            self._lists.append((value, list(value)))
-        elif isinstance(value, dict):
-            self._dicts.append((value, list(value.values())))
-        elif hasattr(value, "__dict__") and not isinstance(value, (types.FunctionType, types.MethodType)):
-            self._dicts.append((vars(value), list(vars(value).values())))
-        for _, item in _items(value):
-            self._watch(item, seen, depth - 1)
+        self._seen.add(id(value))
+        if isinstance(value, types.MethodType):
+            inside = [value.__self__, value.__func__]
+        elif isinstance(value, types.FunctionType):
+            self._cells += [(cell, contents_of(cell)) for cell in value.__closure__ or ()]
+            inside = [*(contents_of(cell) for cell in value.__closure__ or ()), *(value.__defaults__ or ())]
+        elif isinstance(value, nn.Module):
+            self._keep(vars(value))
+            return
+        else:
+            inside = [item for _, item in items_of(value) or ()]
+            if isinstance(value, list):
+                self._lists.append((value, list(value)))
+            elif isinstance(value, dict):
+                self._keep(value)
+            elif hasattr(value, "__dict__"):
+                self._keep(vars(value))
+            if slots_of(value):
+                self._slots.append((value, list(slots_of(value).values())))
+        for item in inside:
+            self._watch(item, depth - 1)
 
     def is_current(self) -> bool:
         """Tell whether nothing has been assigned since."""
@@ -157,7 +124,8 @@ class Snapshot:
         return (
             all(len(now) == len(then) and all(map(same, now.values(), then)) for now, then in self._dicts)
             and all(len(now) == len(then) and all(map(same, now, then)) for now, then in self._lists)
-            and list(map(len, self._hooks)) == self._num_hooks
+            and all(contents_of(cell) is then for cell, then in self._cells)
+            and all(all(map(same, slots_of(value).values(), then)) for value, then in self._slots)
         )
 
 
@@ -165,55 +133,75 @@ class Snapshot:
 
 
 def signature(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, exact_sizes: bool, with_gradients: bool
-) -> tuple[Any, ...]:
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    exact_sizes: bool,
+    with_values: bool,
+    with_gradients: bool,
+) -> tuple[Any, ...] | None:
     """Return what decides the code that a call runs: nesting, dtypes, sizes, and every argument that is no tensor.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
         exact_sizes: Whether sizes count as they are; else only which are 0 or 1, and which are equal.
+        with_values: Whether the numbers count in tensors that need no gradient.
         with_gradients: Whether it counts which tensors require a gradient. What was proven with gradients holds without them.
+
+    Returns:
+        The signature; None where an argument is of a kind that nothing but itself stands for.
     """
-    describe = _Describer(exact_sizes=exact_sizes, with_gradients=with_gradients).describe
-    return tuple(map(describe, args)), tuple((name, describe(value)) for name, value in kwargs.items())
+    arguments = _Arguments(exact_sizes=exact_sizes, with_values=with_values, with_gradients=with_gradients)
+    found = tuple(map(arguments.describe, args)), tuple((name, arguments.describe(v)) for name, v in kwargs.items())
+    return None if arguments.is_opaque else found
 
 
-def proven_digests(structure: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, asks_sizes: bool) -> list[str]:
-    """Return digests of what is proven with a call: itself, and the same without gradients, or with other sizes.
+def proven_digests(
+    structure: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, kind: tuple[bool, bool], without_gradients: bool
+) -> list[str]:
+    """Return digests of what is proven with a call: itself, and the same without gradients, or with other sizes and numbers.
 
     Args:
         structure: Of the module.
         args: What it was called with.
         kwargs: The same.
-        asks_sizes: Whether other sizes may run other code.
+        kind: Whether other sizes, and other numbers in tensors, may run other code.
+        without_gradients: Whether it does the same where gradients are off.
     """
-    return [
-        digest((structure, (asks_sizes, signature(args, kwargs, exact_sizes=asks_sizes, with_gradients=gradients))))
-        for gradients in (True, False)
-    ]
+    found: list[str] = []
+    if kind[1]:  # buffers count too, and a forward may have written them
+        return found
+    for gradients in (True, False) if without_gradients else (True,):
+        call = signature(args, kwargs, exact_sizes=kind[0], with_values=kind[1], with_gradients=gradients)
+        if call is not None:
+            found.append(digest((structure, kind, call)))
+    return found
 
 
-class _Describer:
+def numbers_of(tensor: Tensor) -> str:
+    """Return 64 bits that stand for the numbers in a tensor, as hexadecimal digits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+class _Arguments(Describer):
     """Describes the arguments of one call."""
 
-    def __init__(self, *, exact_sizes: bool, with_gradients: bool) -> None:
+    def __init__(self, *, exact_sizes: bool, with_values: bool, with_gradients: bool) -> None:
+        super().__init__()
         self._exact_sizes = exact_sizes
+        self._with_values = with_values
         self._with_gradients = with_gradients
         self._places: dict[int, str] = {}  # sizes, in the order in which they are met
 
-    def describe(self, value: Any, depth: int = _DEPTH) -> Any:
-        if isinstance(value, Tensor):
-            shape = tuple(value.shape) if self._exact_sizes else tuple(map(self._place_of, value.shape))
-            return str(value.dtype), shape, self._with_gradients and value.requires_grad
-        if isinstance(value, enum.Enum):
-            return type(value).__qualname__, value.name
-        if isinstance(value, _PLAIN):
-            return type(value).__name__, value
-        if isinstance(value, (nn.Module, type)) or callable(value) or depth == 0:
-            return describe_value(value, depth=0)
-        items = tuple((str(key), self.describe(item, depth - 1)) for key, item in _items(value))
-        return type(value).__qualname__, items
+    def describe(self, value: Any, depth: int = DEPTH) -> Any:
+        if not isinstance(value, Tensor):
+            return super().describe(value, depth)
+        shape = tuple(value.shape) if self._exact_sizes else tuple(map(self._place_of, value.shape))
+        needs = value.requires_grad
+        numbers = numbers_of(value) if self._with_values and not needs else None
+        return str(value.dtype), shape, self._with_gradients and needs, numbers
 
     def _place_of(self, size: int) -> Any:
         return size if size < 2 else self._places.setdefault(size, f"s{len(self._places)}")
