@@ -99,7 +99,7 @@ class Guard:
         return verdict
 
     def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool] | None:
-        """Return as which kind of call the search has proven this one, on all ranks: where one is not sure, all prove it again."""
+        """Return as which kind of call the search has proven this one, on all ranks: where one is not sure, all prove it."""
         calls = [self._signature(args, kwargs, kind) for kind in self._kinds]
         known = [call is not None and digest((self._structure, *call)) in self._proven for call in calls]
         told = torch.tensor(known, dtype=torch.int32, device=self._device)
