@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.apply.tensor import proof
+from meshwright.apply.tensor.attention import attention_region
 from meshwright.apply.tensor.proof import DisprovedError, Experiment
 from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout
 from meshwright.apply.tensor.search import Search
@@ -425,6 +426,18 @@ def check_on_slices(before: Callable[[Any, Tensor], Tensor], length: int, dim: i
     assert set(experiment.check(layout)) >= {"norm.weight", "norm.bias"}
     assert experiment.types is not None
     return experiment.types
+
+
+def test_a_bias_of_attention_is_added_on_slices() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    experiment = Experiment(layer.double(), Call(args=(torch.randn(4, 6, 8).double().requires_grad_(),), kwargs={}), 2)
+    region = attention_region(layer.self_attn).above("self_attn")
+    for dim in (0, 1):
+        layout = TensorLayout(regions=(region,), chains=(Chain(layers=("",), dims=(dim,)),))
+        assert "self_attn.out_proj.bias" in experiment.check(layout)
+        assert "self_attn.out_proj.bias" in experiment.check_types(layout).partial
+    whole = TensorLayout(regions=(region,))
+    assert "self_attn.out_proj.bias" not in experiment.check_types(whole).partial | set(experiment.check(whole))
 
 
 def _by_length(_: Any, x: Tensor) -> Tensor:
