@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit import FlatUnit
-from meshwright.comm.compression.reducer import PlainReducer
+from meshwright.comm.compression.reducer import Reducer
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 
@@ -19,7 +19,7 @@ Named = tuple[str, nn.Parameter]
 
 
 def cut_into_units(
-    module: nn.Module, dense: Sequence[Named], sharding: Sharding, within: PlainReducer, *, keep_whole: bool
+    module: nn.Module, dense: Sequence[Named], sharding: Sharding, within: Reducer, *, keep_whole: bool
 ) -> tuple[list[FlatUnit], list[nn.Module]]:
     """Return the units of a model's parameters, and for each the layer that owns it.
 
