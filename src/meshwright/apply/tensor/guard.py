@@ -99,7 +99,7 @@ class Guard:
         return verdict
 
     def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool] | None:
-        """Return as which kind of call the search has proven this one, on all ranks: where one is not sure, all prove it."""
+        """Return as which kind of call the search has proven this one; None where a rank is not sure: then all prove it again."""
         calls = [self._signature(args, kwargs, kind) for kind in self._kinds]
         known = [call is not None and digest((self._structure, *call)) in self._proven for call in calls]
         told = torch.tensor(known, dtype=torch.int32, device=self._device)
@@ -197,5 +197,6 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
     for kind in signatures.HOOKS:
+        hooks = {key: hook for key, hook in getattr(live, kind).items() if not signatures.is_ours(hook)}
         getattr(twin, kind).clear()
-        getattr(twin, kind).update(getattr(live, kind))
+        getattr(twin, kind).update(hooks)

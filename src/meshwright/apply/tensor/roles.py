@@ -101,7 +101,9 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def enter(tensor: Tensor) -> Tensor:
-            return running.enter(tensor) if tensor.requires_grad or isinstance(tensor, Slices) else tensor
+            # Without gradients nothing but its sizes tells the stream from a mask.
+            enters = tensor.requires_grad or isinstance(tensor, Slices) or running.is_slice_of_stream(tensor)
+            return running.enter(tensor) if enters else tensor
 
         args, kwargs = map_tensors((args, kwargs), enter)
         position = iter(range(2**31))

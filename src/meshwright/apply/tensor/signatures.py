@@ -58,8 +58,14 @@ def _describe_module(module: nn.Module, describer: Describer) -> tuple[Any, ...]
     attributes = vars(module)
     own = tuple((name, describer.describe(v)) for name, v in attributes.items() if name not in OWN and not _is_child(v))
     of_class = tuple((name, describer.describe(value)) for name, value in class_attributes(module).items())
-    hooks = tuple(describer.describe(hook) for kind in HOOKS for hook in attributes[kind].values())
+    theirs = [hook for kind in HOOKS for hook in attributes[kind].values() if not is_ours(hook)]
+    hooks = tuple(map(describer.describe, theirs))
     return class_name(module), module.training, own, of_class, hooks
+
+
+def is_ours(hook: Any) -> bool:
+    """Tell whether a hook is of this package: it watches, and changes nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("meshwright.")
 
 
 def _is_child(value: Any) -> bool:
