@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.random_states import kept_random_states
 from meshwright.apply.tensor import signatures
 from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.described import OWN, digest
@@ -143,8 +144,7 @@ class Guard:
         return is_proven, (not any_size, not any_value)
 
     def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
-        devices = {parameter.device for parameter in self._module.parameters() if parameter.device.type == "cuda"}
-        return torch.random.fork_rng(devices)
+        return kept_random_states({parameter.device for parameter in self._module.parameters()})
 
     @property
     def _device(self) -> torch.device:

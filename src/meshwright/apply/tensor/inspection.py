@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.finding import Finding
+from meshwright.apply.random_states import kept_random_states
 from meshwright.apply.tensor.operations import DROPOUTS
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm._torch_private import without_dispatch_modes
@@ -108,8 +109,7 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Put back, afterwards, buffers, attributes and random states that a run inside has changed."""
     buffers = BufferSnapshot(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
+    with kept_random_states({parameter.device for parameter in module.parameters()}):
         try:
             yield
         finally:

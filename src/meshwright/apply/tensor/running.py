@@ -155,6 +155,8 @@ class RunningRegion:
         self.group = group
         self.drawing = drawing
         self.chain = chain
+        self.is_open = True
+        """Whether its modules may be called: inside of the part that was proven, where there is one."""
         self.is_whole = False
         """Whether the modules of the region compute as on one device now, with whole parameters (`parts.py`)."""
         self._entered: tuple[Tensor, int, bool, Tensor] | None = None
