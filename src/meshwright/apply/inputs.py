@@ -32,12 +32,12 @@ class Writers:
         """Return the inputs of a forward that is about to run."""
         return Inputs(args, kwargs, is_copied=self._writes.get(layer, True))
 
-    def end(self, layer: nn.Module, inputs: Inputs) -> None:
+    def end(self, layer: nn.Module, inputs: Inputs, name: str) -> None:
         """Take note of what the forward has written, and refuse what cannot be repeated."""
         is_written = inputs.are_written()
         if is_written and not inputs.is_copied:
             raise ApplyError(
-                f"{type(layer).__name__} wrote over its inputs in place in this forward, and not in its first one: "
+                f"{name} wrote over its inputs in place in this forward, and not in its first one: "
                 "recompute has kept them, and would repeat the forward from other values",
                 fix=_FIX,
             )
@@ -57,23 +57,34 @@ class Inputs:
     def __init__(self, args: Any, kwargs: Any, *, is_copied: bool) -> None:
         tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         plain = [tensor for tensor in tensors if _is_plain(tensor)]
-        self.is_of_plain_tensors = len(plain) == len(tensors)
+        self.is_of_plain_tensors = all(_is_plain(tensor) or isinstance(tensor, nn.Parameter) for tensor in tensors)
         self.is_copied = is_copied and bool(plain)
         self.given = (args, kwargs)
         self._versions = [(tensor, tensor._version) for tensor in plain]
+        self._before = [version for _, version in self._versions]
         self.kept = _copies(self.given) if self.is_copied else self.given
 
     def are_written(self) -> bool:
         """Tell whether something was written since, and let go of the inputs."""
         is_written = any(tensor._version != version for tensor, version in self._versions)
-        self._versions, self.given = [], ((), {})
+        self.given = ((), {})
+        self._versions = []
         return is_written
 
-
-def again(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return copies for one repetition, which may write over them: not leaves, since nothing may write over a leaf."""
-    with without_dispatch_modes(), without_function_modes():
-        return _pytree.tree_map_only(Tensor, lambda tensor: tensor.clone() if _is_plain(tensor) else tensor, (args, kwargs))
+    def again(self, layer: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return what a repetition is given: copies where it may write over them, and not leaves, which nothing may write."""
+        if not self.is_copied:
+            tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+            if [tensor._version for tensor in tensors if _is_plain(tensor)] != self._before:
+                raise ApplyError(
+                    f"an input of {layer} was written over in place after its forward, which recompute repeats",
+                    fix="use recompute=none, or write into a copy: x = x + y in place of x += y",
+                )
+            return args, kwargs
+        with without_dispatch_modes(), without_function_modes():
+            return _pytree.tree_map_only(
+                Tensor, lambda tensor: tensor.clone() if _is_plain(tensor) else tensor, (args, kwargs)
+            )
 
 
 def _copies(given: tuple[Any, Any]) -> tuple[Any, Any]:

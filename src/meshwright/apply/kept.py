@@ -88,7 +88,11 @@ class _Kept:
             name = str(operator).removesuffix(".default")
             raise ApplyError(
                 f"{_UNLIKE}: {name}, call {index} of it, has inputs {list(map(tuple, _shapes(args, kwargs)))}, "
-                + (f"and had {list(map(tuple, results[index].given))}" if index < len(results) else "and was not called then"),
+                + (
+                    f"and had {list(map(tuple, results[index].given))}"
+                    if index < len(results)
+                    else "and was not called then"
+                ),
                 fix="use recompute=full or recompute=none",
             )
         return results[index].take()

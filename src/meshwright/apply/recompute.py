@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.apply.attributes import Attributes, Moment
-from meshwright.apply.inputs import Inputs, Writers, again
+from meshwright.apply.inputs import Inputs, Writers
 from meshwright.apply.kept import keeping_contexts
 from meshwright.apply.subclass import with_forward
 from meshwright.comm._torch_private import DEAR_OPERATORS
@@ -94,9 +94,9 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
         options = {} if contexts is None else {"context_fn": contexts}
         inputs = owner.writers.begin(self, args, kwargs)
         kept_args, kept_kwargs = inputs.kept
-        twice = _Twice(run, owner.attributes_of(self), inputs)
+        twice = _Twice(run, owner.attributes_of(self), inputs, original.__name__)
         result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
-        owner.writers.end(self, inputs)
+        owner.writers.end(self, inputs, original.__name__)
         return result
 
     recomputed = with_forward(original, forward)
@@ -128,9 +128,11 @@ class _Twice:
         run: The forward.
         attributes: What it may change on its layer.
         inputs: What it is given the first time, and may write over.
+        name: The class of the layer, for messages.
     """
 
-    def __init__(self, run: Callable[..., Any], attributes: Attributes, inputs: Inputs) -> None:
+    def __init__(self, run: Callable[..., Any], attributes: Attributes, inputs: Inputs, name: str) -> None:
+        self._name = name
         self._run = run
         self._attributes = attributes
         self._inputs = inputs
@@ -138,8 +140,7 @@ class _Twice:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
-            if self._inputs.is_copied:
-                args, kwargs = again(args, kwargs)
+            args, kwargs = self._inputs.again(self._name, args, kwargs)
             with self._attributes.as_of(self._before):
                 return self._run(*args, **kwargs)
         self._before = self._attributes.take()
