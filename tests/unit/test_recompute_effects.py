@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.attributes import Attributes
+from meshwright.apply.kept import keeping_contexts
 
 
 class Leaves(nn.Module):
@@ -138,3 +139,129 @@ def test_a_later_write_into_a_large_tensor_is_refused() -> None:
     layer.table += 1
     with pytest.raises(mw.ApplyError, match="a later forward of the same layer wrote"), attributes.as_of(moment):
         pass
+
+
+class Overwrites(nn.Module):
+    """A block that writes over a product in place: by itself, through a view that has a version counter of its own, or later."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.bias = nn.Parameter(torch.randn(6))
+        self.first = nn.Sequential(nn.Tanh())  # has children, so a block is a layer
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if self.way == "input":
+            x = x.relu_() if scale is None else x.mul_(scale).relu_()
+            return torch.matmul(x, self.weight.t()) + self.bias
+        h = torch.matmul(torch.tanh(x), self.weight.t())
+        if self.way == "add_":
+            h.add_(self.bias)
+        elif self.way == "part":
+            h[..., 1:3] *= 2.0
+        elif self.way == "data":
+            h.data.mul_(0.5)
+        elif self.way == "out":
+            with torch.no_grad():
+                torch.mul(h.detach(), 0.5, out=h.detach())
+        return h if self.way == "later" else torch.tanh(h) * h
+
+
+class Overwritten(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([Overwrites(way), Overwrites(way)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            h = block(x * 1.0) if self.way != "input" else block(x, scale=x.detach().cos())
+            x = x + (h.mul_(0.3) if self.way == "later" else h)  # where the layer wrote its input, x is what it left
+        return x[..., :3]
+
+
+def _overwrite(plan: str, way: str, shape: tuple[int, ...]) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Overwritten(way).double()
+
+    found: list[Any] = []
+    with mw.apply_plan(build, plan, loss_fn=_square, optimizer=functools.partial(torch.optim.SGD, lr=0.1)) as model:
+        for _ in range(2):
+            x = torch.randn(*shape, 6, generator=generator, dtype=torch.float64)
+            result = model.step((x, torch.ones(*shape, 3, dtype=torch.float64)))
+            found += [result.loss, result.grad_norm]
+        found += [*model.full_state_dict().values()]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("way", ["add_", "part", "data", "out", "later", "input"])
+@pytest.mark.parametrize("shape", [(4,), (4, 5)])
+def test_what_is_written_over_in_place_is_computed_again(kind: str, way: str, shape: tuple[int, ...]) -> None:
+    without = _overwrite("single,micro_batches=2", way, shape)
+    found = _overwrite(f"single,micro_batches=2,recompute={kind}", way, shape)
+    assert [index for index, pair in enumerate(zip(found, without, strict=True)) if not _same(*pair)] == []
+
+
+class WritesLater(nn.Module):
+    """A block that writes over its input from its second forward on, or a model that does so after the block."""
+
+    def __init__(self, by_model: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 3)
+        self.by_model = by_model
+        self.calls = 0
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        self.calls += 1
+        return self.lin(x + shift.relu_() if self.calls > 1 and not self.by_model else x + shift)
+
+
+class CallsWritesLater(nn.Module):
+    def __init__(self, by_model: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.block = WritesLater(by_model)
+        self.by_model = by_model
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        shift = h * 2.0
+        y = self.block(h, shift=shift)
+        self.calls += 1
+        if self.by_model and self.calls > 1:
+            shift.add_(1.0)
+        return y
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_later_write_into_an_input_is_refused(by_model: bool) -> None:
+    def build() -> nn.Module:
+        return CallsWritesLater(by_model).double()
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    batch = (torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64))
+    word = "in place after its forward" if by_model else "over its inputs in place"
+    with mw.apply_plan(build, "single,recompute=full", loss_fn=_square, optimizer=optimizer) as model:
+        while model.module.calls < 1:
+            model.step(batch)
+        with pytest.raises(mw.ApplyError, match=word):
+            model.step(batch)
+
+
+def test_a_repetition_that_does_something_else_is_refused() -> None:
+    keeping, giving = keeping_contexts()
+    left = torch.ones(2, 3)
+    with keeping:
+        left @ left.t()
+    with giving, pytest.raises(mw.ApplyError, match="mm, call 0 of it, has inputs"):
+        left.t() @ left
+    with giving, pytest.raises(mw.ApplyError, match="was not called then"):
+        _ = left @ left.t(), left @ left.t()

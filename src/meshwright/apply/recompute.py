@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.apply.attributes import Attributes, Moment
+from meshwright.apply.inputs import Inputs, Writers
+from meshwright.apply.kept import keeping_contexts
 from meshwright.apply.subclass import with_forward
 from meshwright.comm._torch_private import DEAR_OPERATORS
 from meshwright.describe.layers import find_layers
@@ -42,13 +44,15 @@ class Recompute:
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.before: Callable[[nn.Module], None] | None = None
         """Called with a layer before its forward runs, again too; a strategy that shards makes its values whole then."""
+        self.writers = Writers()
+        """The layers that write over their inputs."""
         pieces = [layer for _, layer in find_layers(module)]
         # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
         self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for layer in layers:
-            contexts = selective_contexts if kind == "selective" and not _writes_in_place(layer) else None
+            contexts = keeping_contexts if kind == "selective" and not _writes_in_place(layer) else None
             self._changed.append((layer, type(layer)))
             layer.__class__ = _recomputed(type(layer), self, contexts)
 
@@ -70,8 +74,8 @@ def _writes_in_place(layer: nn.Module) -> bool:
     return any(isinstance(child, nn.RNNBase) or getattr(child, "inplace", False) for child in layer.modules())
 
 
-def selective_contexts() -> Any:
-    """Return torch's contexts for a forward and its repetition that keep what is dear."""
+def _contexts_of_torch() -> Any:
+    """Return torch's contexts for a forward and its repetition that keep what is dear; its compiler knows no others."""
 
     def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
@@ -80,15 +84,20 @@ def selective_contexts() -> Any:
 
 
 def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[[], Any] | None) -> type[nn.Module]:
-    options = {} if contexts is None else {"context_fn": contexts}
-
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(_run, original, owner, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # there torch puts side effects in order by itself
-            run = _Twice(run, owner.attributes_of(self))
-        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        if torch.compiler.is_compiling():  # there torch puts side effects and writes in order by itself
+            options = {} if contexts is None else {"context_fn": _contexts_of_torch}
+            return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        options = {} if contexts is None else {"context_fn": contexts}
+        inputs = owner.writers.begin(self, args, kwargs)
+        kept_args, kept_kwargs = inputs.kept
+        twice = _Twice(run, owner.attributes_of(self), inputs, original.__name__)
+        result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
+        owner.writers.end(self, inputs, original.__name__)
+        return result
 
     recomputed = with_forward(original, forward)
     setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, contexts=contexts)))
@@ -118,19 +127,25 @@ class _Twice:
     Args:
         run: The forward.
         attributes: What it may change on its layer.
+        inputs: What it is given the first time, and may write over.
+        name: The class of the layer, for messages.
     """
 
-    def __init__(self, run: Callable[..., Any], attributes: Attributes) -> None:
+    def __init__(self, run: Callable[..., Any], attributes: Attributes, inputs: Inputs, name: str) -> None:
+        self._name = name
         self._run = run
         self._attributes = attributes
+        self._inputs = inputs
         self._before: Moment | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
+            args, kwargs = self._inputs.again(self._name, args, kwargs)
             with self._attributes.as_of(self._before):
                 return self._run(*args, **kwargs)
         self._before = self._attributes.take()
-        result = self._run(*args, **kwargs)
+        given_args, given_kwargs = self._inputs.given
+        result = self._run(*given_args, **given_kwargs)
         self._attributes.forward_is_over(self._before)
         return result
 

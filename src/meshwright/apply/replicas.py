@@ -167,6 +167,9 @@ class ReplicasEngine(Engine):
         for index, parameter in enumerate(self.parameters):
             leaves = [replica.leaves[index] for replica in self.replicas]
             parts = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            if parameter.grad is not None:  # a loss that reads the module's own parameters, a penalty, leaves it here
+                _refuse_called_hooks(parameter)
+                parts.append(parameter.grad)
             if not parts:
                 continue
             total = parts[0].to(parameter.device)
@@ -182,6 +185,15 @@ class ReplicasEngine(Engine):
     def close(self) -> None:
         self._pool.shutdown()
         self._left.close()
+
+
+def _refuse_called_hooks(parameter: nn.Parameter) -> None:
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ApplyError(
+            f"a hook that waits for the gradient of a parameter of shape {tuple(parameter.shape)} was called with a part of it: "
+            "the loss reads the module's own parameters, whose gradient data_parallel adds to that of the replicas later",
+            fix="take the hook off, or use the plan 'distributed'",
+        )
 
 
 @contextlib.contextmanager

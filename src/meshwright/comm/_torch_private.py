@@ -35,12 +35,14 @@ __all__ = [
     "cpu_backend",
     "cpu_backend_name",
     "current_function_mode",
+    "detach_with_version",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
     "is_in_backward",
     "run_backward",
     "set_worker_info",
+    "storage_id",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -102,6 +104,18 @@ DEAR_OPERATORS = frozenset(
     }
 )
 """Matrix products, convolutions and attention: what selective recompute does not do twice."""
+
+
+def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph that shares the version counter, below autograd, too: as torch's checkpoint does."""
+    key = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        return tensor.detach()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return what is equal for tensors that share memory, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def set_worker_info(info: Any) -> None:
