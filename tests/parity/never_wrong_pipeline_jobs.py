@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from parity.never_wrong_pipeline_caches import Cached, growing_batch
 from parity.never_wrong_pipeline_states import (
     Activations,
     Auxiliary,
@@ -299,6 +300,39 @@ def inspect_with_a_fault() -> tuple[list[str | None], list[str]]:
         return parts, findings
 
 
+def replace_before_the_first_batch(plan: str, starts: str, *, on_one_rank: bool) -> None:
+    """Replace a layer of an applied model, then start in one of the ways there are."""
+    with apply_script(Stack, plan=plan) as model:
+        if own_rank() == 0 or not on_one_rank:
+            model.module.blocks[1][0] = nn.Linear(6, 6).double()
+        if starts == "forward":
+            model(plain_batch(0)[0])
+        elif starts == "evaluate":
+            model.evaluate(plain_batch(0))
+        else:
+            model.step(plain_batch(0))
+
+
+def run_plain_losses(steps: int) -> list[float]:
+    torch.manual_seed(0)
+    module = Stack().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = square(module(plain_batch(step)[0]), None)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def step_after_a_forward(plan: str) -> list[float]:
+    with apply_script(Stack, plan=plan) as model:
+        model(plain_batch(0)[0])
+        return [model.step(plain_batch(step)).loss for step in range(2)]
+
+
 def step_with_an_early_average() -> float:
     with apply_script(Stack) as model:
         average = torch.optim.swa_utils.AveragedModel(model.module)
@@ -325,6 +359,7 @@ SCRIPTS: dict[str, Script] = {
     "frozen_stage": Script(Stack, before=freeze_last),
     "switched_by_name": Script(Stack, before=freeze_own_weights),
     "auxiliary": Script(Auxiliary, loss=with_aux, evaluates=(1,)),
+    "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),
     "memory": Script(Memory, steps=4),

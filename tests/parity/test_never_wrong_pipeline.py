@@ -5,6 +5,7 @@ Each script trains under a plan and in a plain float64 loop. What cannot be equa
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from parity import never_wrong_pipeline_jobs as jobs
 _TOLERANCE = 1e-11
 _SEVERAL_STAGES = (
     "auxiliary",
+    "cached",
     "hands_on",
     "identity",
     "memory",
@@ -91,7 +93,24 @@ def test_draws_that_the_first_look_has_not_seen() -> None:
 @pytest.mark.parametrize("empty_rank", [0, 1])
 def test_ranks_with_unequal_shares_are_refused(empty_rank: int) -> None:
     outcomes = testing.run_outcomes(jobs.step_with_an_empty_share, 2, empty_rank)
-    assert all("micro-batches" in str(outcome.error) for outcome in outcomes)
+    assert all("an empty share" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+@pytest.mark.parametrize("starts", ["step", "evaluate", "forward"])
+def test_a_layer_that_is_replaced_before_the_first_batch_is_refused(plan: str, starts: str) -> None:
+    for on_one_rank in (False, True):
+        job = functools.partial(jobs.replace_before_the_first_batch, on_one_rank=on_one_rank)
+        outcomes = testing.run_outcomes(job, 2, plan, starts)
+        assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+        assert all("'blocks.1.0'" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+def test_a_forward_may_come_before_the_first_step(plan: str) -> None:
+    expected = jobs.run_plain_losses(2)
+    for losses in testing.run_ranks(jobs.step_after_a_forward, 2, plan):
+        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
 
 
 def test_stages_that_take_different_ways_say_so() -> None:
