@@ -273,6 +273,12 @@ class SumExchange:
                 "loss_fn returned a meshwright.Loss whose weight is negative or NaN, on some rank",
                 fix="return how much was summed as weight, at least 0; the sign of a loss belongs into its sum",
             )
+        if math.isinf(weight):
+            raise ApplyError(
+                "the weight of a meshwright.Loss has a graph, or is infinite, on some rank; gradients are those of sum / weight "
+                "with the weight held fixed",
+                fix="return meshwright.Loss(sum, weight.detach()); a weight that is trained is not a count",
+            )
         if weight == 0:
             raise ApplyError(
                 "the weights of all micro-batches on all ranks add up to 0, so the loss of this step is 0 / 0",
