@@ -48,3 +48,25 @@ class Cached(nn.Module):
 def growing_batch(seed: int) -> Any:
     x = rows(seed, 4, (seed % 10 + 2) * WIDTH).view(4, -1, WIDTH)
     return x, x
+
+
+class OverOwnResult(nn.Module):
+    """Layers that write over what a product with a parameter has just given them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lines[0](x)
+        y += x
+        y = torch.relu_(self.lines[1](y).view(x.shape))
+        z = self.convolution(y.transpose(1, 2))
+        return x + z.mul_(0.5).transpose(1, 2)
+
+
+class OverOwnResults(Cached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OverOwnResult() for _ in range(4))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity.never_wrong_pipeline_caches import Cached, growing_batch
+from parity.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
 from parity.never_wrong_pipeline_states import (
     Activations,
     Auxiliary,
@@ -333,6 +333,22 @@ def step_after_a_forward(plan: str) -> list[float]:
         return [model.step(plain_batch(step)).loss for step in range(2)]
 
 
+def step_with_a_backward_hook(plan: str, inside: bool) -> float:
+    """Hook the gradients of a layer, or of a module inside of one; its gradients are doubled there."""
+    with apply_script(Stack, plan=plan) as model:
+        hooked = model.module.blocks[1][0] if inside else model.module
+        hooked.register_full_backward_hook(lambda _m, given, _o: tuple(2 * gradient for gradient in given))
+        return model.step(plain_batch(0)).grad_norm
+
+
+def plain_norm_with_a_backward_hook() -> float:
+    torch.manual_seed(0)
+    module = Stack().double()
+    module.blocks[1][0].register_full_backward_hook(lambda _m, given, _o: tuple(2 * gradient for gradient in given))
+    square(module(plain_batch(0)[0]), None).backward()
+    return float(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm())
+
+
 def step_with_an_early_average() -> float:
     with apply_script(Stack) as model:
         average = torch.optim.swa_utils.AveragedModel(model.module)
@@ -362,6 +378,7 @@ SCRIPTS: dict[str, Script] = {
     "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),
+    "over_own_results": Script(OverOwnResults, growing_batch),
     "memory": Script(Memory, steps=4),
     "resnet_group": Script(lambda: InPlaceCnn("group"), evaluates=(1,)),
     "resnet_batch": Script(lambda: InPlaceCnn("batch"), evaluates=(1,)),

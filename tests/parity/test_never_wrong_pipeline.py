@@ -68,6 +68,11 @@ def test_equals_a_plain_loop_with_several_stages_a_rank(name: str) -> None:
     _assert_equal(name, "pp=2,schedule=zbv")
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_layers_write_over_results_whose_backward_is_split(schedule: str) -> None:
+    _assert_equal("over_own_results", f"pp=2,schedule={schedule}")
+
+
 @pytest.mark.parametrize("name", list(jobs.REFUSED))
 def test_is_refused_on_all_ranks_with_a_fix(name: str) -> None:
     outcomes = testing.run_outcomes(jobs.run_planned, 2, name, "pp=2")
@@ -129,6 +134,19 @@ def test_a_hook_on_one_rank_changes_nothing() -> None:
     assert losses == others
     assert count > 0
     assert none == 0
+
+
+def test_a_backward_hook_around_several_stages_is_refused() -> None:
+    outcomes = testing.run_outcomes(jobs.step_with_a_backward_hook, 2, "pp=2", False)
+    assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+    assert all("backward hook" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv"])
+def test_a_backward_hook_of_a_layer_changes_what_it_changes_on_one_device(plan: str) -> None:
+    expected = jobs.plain_norm_with_a_backward_hook()
+    for norm in testing.run_ranks(jobs.step_with_a_backward_hook, 2, plan, True):
+        _assert_close(norm, expected, "norm")
 
 
 def test_an_inspection_finds_a_wrong_input_of_a_stage() -> None:
