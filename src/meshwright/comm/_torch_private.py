@@ -41,6 +41,7 @@ __all__ = [
     "is_in_backward",
     "run_backward",
     "set_worker_info",
+    "unsafe_view",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
