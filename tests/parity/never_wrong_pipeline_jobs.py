@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from parity.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
 from parity.never_wrong_pipeline_states import (
     Activations,
     Auxiliary,
@@ -299,6 +300,55 @@ def inspect_with_a_fault() -> tuple[list[str | None], list[str]]:
         return parts, findings
 
 
+def replace_before_the_first_batch(plan: str, starts: str, *, on_one_rank: bool) -> None:
+    """Replace a layer of an applied model, then start in one of the ways there are."""
+    with apply_script(Stack, plan=plan) as model:
+        if own_rank() == 0 or not on_one_rank:
+            model.module.blocks[1][0] = nn.Linear(6, 6).double()
+        if starts == "forward":
+            model(plain_batch(0)[0])
+        elif starts == "evaluate":
+            model.evaluate(plain_batch(0))
+        else:
+            model.step(plain_batch(0))
+
+
+def run_plain_losses(steps: int) -> list[float]:
+    torch.manual_seed(0)
+    module = Stack().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = square(module(plain_batch(step)[0]), None)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def step_after_a_forward(plan: str) -> list[float]:
+    with apply_script(Stack, plan=plan) as model:
+        model(plain_batch(0)[0])
+        return [model.step(plain_batch(step)).loss for step in range(2)]
+
+
+def step_with_a_backward_hook(plan: str, inside: bool) -> float:
+    """Hook the gradients of a layer, or of a module inside of one; its gradients are doubled there."""
+    with apply_script(Stack, plan=plan) as model:
+        hooked = model.module.blocks[1][0] if inside else model.module
+        hooked.register_full_backward_hook(lambda _m, given, _o: tuple(2 * gradient for gradient in given))
+        return model.step(plain_batch(0)).grad_norm
+
+
+def plain_norm_with_a_backward_hook() -> float:
+    torch.manual_seed(0)
+    module = Stack().double()
+    module.blocks[1][0].register_full_backward_hook(lambda _m, given, _o: tuple(2 * gradient for gradient in given))
+    square(module(plain_batch(0)[0]), None).backward()
+    return float(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm())
+
+
 def step_with_an_early_average() -> float:
     with apply_script(Stack) as model:
         average = torch.optim.swa_utils.AveragedModel(model.module)
@@ -325,8 +375,10 @@ SCRIPTS: dict[str, Script] = {
     "frozen_stage": Script(Stack, before=freeze_last),
     "switched_by_name": Script(Stack, before=freeze_own_weights),
     "auxiliary": Script(Auxiliary, loss=with_aux, evaluates=(1,)),
+    "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),
+    "over_own_results": Script(OverOwnResults, growing_batch),
     "memory": Script(Memory, steps=4),
     "resnet_group": Script(lambda: InPlaceCnn("group"), evaluates=(1,)),
     "resnet_batch": Script(lambda: InPlaceCnn("batch"), evaluates=(1,)),

@@ -9,7 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright import testing
-from parity import loss_jobs
+from parity import loss_jobs, never_wrong_loss_shares
 from tolerances import FLOAT32, FLOAT64
 
 NOT_A_MEAN = ["contrastive", "spread", "largest", "total", "root", "class_weights"]
@@ -127,6 +127,11 @@ def test_a_weight_with_a_graph_is_refused() -> None:
     assert "has a graph" in trained[0]
     assert "weight.detach()" in (trained[1] or "")
     assert held[0] == ""
+
+
+def test_a_weight_with_a_graph_is_refused_on_ranks_without_a_share() -> None:
+    outcomes = testing.run_outcomes(never_wrong_loss_shares.step_without_a_share, 2, "dp=2")
+    assert all("weight of a meshwright.Loss has a graph" in str(outcome.error) for outcome in outcomes)
 
 
 def test_a_negative_weight_is_refused_on_every_rank() -> None:

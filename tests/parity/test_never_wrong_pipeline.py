@@ -5,6 +5,7 @@ Each script trains under a plan and in a plain float64 loop. What cannot be equa
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from parity import never_wrong_pipeline_jobs as jobs
 _TOLERANCE = 1e-11
 _SEVERAL_STAGES = (
     "auxiliary",
+    "cached",
     "hands_on",
     "identity",
     "memory",
@@ -66,6 +68,11 @@ def test_equals_a_plain_loop_with_several_stages_a_rank(name: str) -> None:
     _assert_equal(name, "pp=2,schedule=zbv")
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_layers_write_over_results_whose_backward_is_split(schedule: str) -> None:
+    _assert_equal("over_own_results", f"pp=2,schedule={schedule}")
+
+
 @pytest.mark.parametrize("name", list(jobs.REFUSED))
 def test_is_refused_on_all_ranks_with_a_fix(name: str) -> None:
     outcomes = testing.run_outcomes(jobs.run_planned, 2, name, "pp=2")
@@ -91,7 +98,24 @@ def test_draws_that_the_first_look_has_not_seen() -> None:
 @pytest.mark.parametrize("empty_rank", [0, 1])
 def test_ranks_with_unequal_shares_are_refused(empty_rank: int) -> None:
     outcomes = testing.run_outcomes(jobs.step_with_an_empty_share, 2, empty_rank)
-    assert all("micro-batches" in str(outcome.error) for outcome in outcomes)
+    assert all("an empty share" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+@pytest.mark.parametrize("starts", ["step", "evaluate", "forward"])
+def test_a_layer_that_is_replaced_before_the_first_batch_is_refused(plan: str, starts: str) -> None:
+    for on_one_rank in (False, True):
+        job = functools.partial(jobs.replace_before_the_first_batch, on_one_rank=on_one_rank)
+        outcomes = testing.run_outcomes(job, 2, plan, starts)
+        assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+        assert all("'blocks.1.0'" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+def test_a_forward_may_come_before_the_first_step(plan: str) -> None:
+    expected = jobs.run_plain_losses(2)
+    for losses in testing.run_ranks(jobs.step_after_a_forward, 2, plan):
+        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
 
 
 def test_stages_that_take_different_ways_say_so() -> None:
@@ -110,6 +134,19 @@ def test_a_hook_on_one_rank_changes_nothing() -> None:
     assert losses == others
     assert count > 0
     assert none == 0
+
+
+def test_a_backward_hook_around_several_stages_is_refused() -> None:
+    outcomes = testing.run_outcomes(jobs.step_with_a_backward_hook, 2, "pp=2", False)
+    assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+    assert all("backward hook" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv"])
+def test_a_backward_hook_of_a_layer_changes_what_it_changes_on_one_device(plan: str) -> None:
+    expected = jobs.plain_norm_with_a_backward_hook()
+    for norm in testing.run_ranks(jobs.step_with_a_backward_hook, 2, plan, True):
+        _assert_close(norm, expected, "norm")
 
 
 def test_an_inspection_finds_a_wrong_input_of_a_stage() -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "run_backward",
     "set_worker_info",
     "storage_id",
+    "unsafe_view",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -71,6 +72,9 @@ def is_in_backward() -> bool:
 
 # What a TorchFunctionMode is told is not the function that was called, but what that one calls.
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+unsafe_view = torch.ops.aten._unsafe_view
+"""What `view` gives, as a tensor of its own: autograd knows it for no view, so that it may be written over."""
 TURNS = frozenset(
     {
         torch.t,

@@ -35,6 +35,24 @@ class Saying:
     digest: int
 
 
+def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Sequence[int]) -> None:
+    """Raise this rank's error, or one that names the first rank that has told a reason; none where no rank has.
+
+    Args:
+        reasons: Why each rank cannot go on, in the order of `ranks`.
+        own: This rank's own error.
+        ranks: The ranks' numbers in the world.
+    """
+    if own is not None:
+        raise own
+    found = next(((rank, reason) for rank, reason in zip(ranks, reasons, strict=True) if reason is not None), None)
+    if found is not None:
+        raise ApplyError(
+            f"rank {found[0]} cannot take this step: {found[1]}",
+            fix="change the model before apply_plan, on every rank",
+        )
+
+
 class Agreement:
     """What all ranks bring to a step, summed.
 
@@ -116,15 +134,9 @@ class Agreement:
                 self._on_difference(different)
         return self._total
 
-    def _raise_broken(self) -> NoReturn:
+    def _raise_broken(self) -> None:
         reasons = self._group.all_gather_json(self._broken and self._broken.message, device=self._device)
-        if self._broken is not None:
-            raise self._broken
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        raise ApplyError(
-            f"rank {self._group.ranks[rank]} cannot take this step: {reason}",
-            fix="change the model before apply_plan, on every rank",
-        )
+        raise_first(reasons, self._broken, self._group.ranks)
 
     def _refuse_switched(self) -> None:
         if self._held is not None:
@@ -260,6 +272,12 @@ class SumExchange:
             raise ApplyError(
                 "loss_fn returned a meshwright.Loss whose weight is negative or NaN, on some rank",
                 fix="return how much was summed as weight, at least 0; the sign of a loss belongs into its sum",
+            )
+        if math.isinf(weight):
+            raise ApplyError(
+                "the weight of a meshwright.Loss has a graph, or is infinite, on some rank; gradients are those of sum / weight "
+                "with the weight held fixed",
+                fix="return meshwright.Loss(sum, weight.detach()); a weight that is trained is not a count",
             )
         if weight == 0:
             raise ApplyError(

@@ -109,19 +109,16 @@ class LossRule:
 
 
 def _usable(weight: float | torch.Tensor) -> float | torch.Tensor:
-    """Return a weight; NaN, which makes the step fail on every rank, where it is negative."""
+    """Return a weight; NaN where it is negative, and infinity where it has a graph: these make the step fail on every rank."""
     if not isinstance(weight, torch.Tensor):
         return weight if weight >= 0 else float("nan")
-    if weight.requires_grad:
-        raise ApplyError(
-            "the weight of a meshwright.Loss has a graph, and gradients are those of sum / weight with the weight held fixed",
-            fix="return meshwright.Loss(sum, weight.detach()); a weight that is trained is not a count",
-        )
     if weight.numel() != 1:
         raise ApplyError(
             f"the weight of a meshwright.Loss must be one number, it is a tensor of shape {tuple(weight.shape)}",
             fix="pass how much was summed, mask.sum() for example",
         )
+    if weight.requires_grad:
+        return float("inf")
     weight = weight.reshape(())
     return torch.where(weight >= 0, weight, torch.nan)  # on its device: to read it would wait for the GPU
 

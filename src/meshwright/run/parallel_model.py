@@ -270,7 +270,7 @@ class ParallelModel:
 
         It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
         """
-        outputs = self.engine.forward(args, kwargs)
+        outputs = self.stepper.forward(args, kwargs)
         has_graph = self._plan.pp == 1 and (self._plan.zero < 2 or self._plan.dp == 1)
         is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
         return outputs if has_graph or not is_trained else without_backward(outputs, str(self._plan))

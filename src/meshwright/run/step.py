@@ -34,7 +34,7 @@ from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite, unchanged_draws
-from meshwright.run.exchange import Agreement, SumExchange, Sums
+from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.result import StepResult
@@ -156,7 +156,24 @@ class Stepper:
         """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
         self._prepare(self._micro_batches(batch))
 
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the module's outputs; the strategy may look at the model here first, as at the first batch."""
+        if self.engine.is_prepared:
+            return self.engine.forward(args, kwargs)
+        self._refuse_early_change()
+        outputs = self.engine.forward(args, kwargs)
+        self._watch()
+        return outputs
+
+    def _refuse_early_change(self) -> None:
+        """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
+        broken = self._guard.find_change()
+        told = self.engine.everyone.all_gather_json(broken and broken.message, device=self.engine.device)
+        raise_first(told, broken, self.engine.everyone.ranks)
+
     def _prepare(self, parts: list[Any]) -> None:
+        if not self.engine.is_prepared:
+            self._refuse_early_change()
         settle_loss(
             self.rule,
             self.engine,

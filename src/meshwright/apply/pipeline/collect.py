@@ -38,6 +38,10 @@ class Collector:
             self._pipe.broadcast(result.view(-1).view(torch.uint8), source)
         return result
 
+    def told(self, value: Any) -> list[Any]:
+        """Return what each rank of the pipe says, in their order; JSON must be able to hold it."""
+        return self._pipe.all_gather_json(value, device=self._device)
+
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
     ) -> Any:

@@ -27,6 +27,7 @@ class EarlyCopies:
         self._original = type(module)
         self._made: list[weakref.ref[nn.Module]] = []
         self._averages: list[weakref.ref[Any]] = []
+        self._accepted: dict[weakref.ref[Any], int] = {}
         made, original = self._made, self._original
 
         def deepcopy(child: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -53,17 +54,23 @@ class EarlyCopies:
             averages = [item for item in gc.get_objects() if type(item) is kind]
             self._averages = [weakref.ref(item) for item in averages if any(item.module is found for found in copies)]
 
+    def accept_used(self) -> None:
+        """Take note that averages were right to take values up to now: the model was whole, and paired with them."""
+        found = ((reference, reference()) for reference in self._averages)
+        self._accepted = {reference: int(average.n_averaged) for reference, average in found if average is not None}
+
     def refuse_used(self) -> None:
-        """Refuse an average that has taken values of the model since it was cut.
+        """Refuse an average that has taken values of the model since it was cut, but where the model was whole.
 
         Raises:
             ApplyError: It has.
         """
         for reference in self._averages:
             average = reference()
-            if average is not None and int(average.n_averaged) > 0:
+            if average is not None and int(average.n_averaged) > self._accepted.get(reference, 0):
                 raise ApplyError(
                     "an AveragedModel was made of the model before its first step, while the rank had all of it, and averages "
                     "now what this rank holds: its parameters are paired with the wrong ones",
-                    fix="make it after the first step, or pass example_batch= to apply_plan",
+                    fix="update it inside model.whole_parameters(), or make it after the first step, or pass example_batch= to "
+                    "apply_plan",
                 )

@@ -341,6 +341,7 @@ class PipelineEngine(OuterEngine):
         if self._inner is None:
             yield
             return
+        self._copies_before.refuse_used()
         with self._interception.suspended(), self._inner.whole_parameters():
             spread_buffers(
                 self.module,
@@ -351,6 +352,7 @@ class PipelineEngine(OuterEngine):
             )
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
+                self._copies_before.accept_used()
 
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.apply.pipeline.hooks import guard_hooks, release_hooks
+from meshwright.apply.pipeline.hooks import guard_hooks, refuse_backward_hooks, release_hooks, with_backward_hooks
 from meshwright.apply.pipeline.walk import Walk
 from meshwright.errors import ApplyError
 
@@ -85,6 +85,8 @@ class Interception:
         under_way, plain_call = self._under_way, original.__call__
 
         def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if (child._backward_hooks or child._backward_pre_hooks) and under_way.watched is not None:
+                refuse_backward_hooks(child, is_unit=forward is not None)
             if under_way.walk is not None and (child._forward_hooks or child._forward_pre_hooks):
                 guard_hooks(child, lambda: under_way.watched)
             return plain_call(child, *args, **kwargs)
@@ -96,7 +98,19 @@ class Interception:
                 return original.named_parameters(child, prefix, recurse, remove_duplicate)
             return _all_parameters(child, prefix, recurse, remove_duplicate)
 
-        members: dict[str, Any] = {"__call__": call, "named_parameters": named_parameters}
+        def backward_hooks(child: nn.Module) -> tuple[list[Forward], list[Forward]]:
+            # Those of a unit are run by the stage that runs it, around its own code.
+            return ([], []) if under_way.watched is not None else original._get_backward_hooks(child)
+
+        def backward_pre_hooks(child: nn.Module) -> list[Forward]:
+            return [] if under_way.watched is not None else original._get_backward_pre_hooks(child)
+
+        members: dict[str, Any] = {
+            "__call__": call,
+            "named_parameters": named_parameters,
+            "_get_backward_hooks": backward_hooks,
+            "_get_backward_pre_hooks": backward_pre_hooks,
+        }
         if forward is not None:
             members["forward"] = forward
         members |= {"__module__": original.__module__, "__doc__": original.__doc__}
@@ -118,11 +132,14 @@ class Interception:
         return child, original, changed
 
     def _of_unit(self, name: str, original: Forward) -> Forward:
+        hooked = with_backward_hooks(original)
+
         def forward(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
             walk = self._under_way.watched
             if walk is None:
                 return original(unit, *args, **kwargs)
-            return walk.call_unit(name, unit, original, args, kwargs)
+            is_hooked = unit._backward_hooks or unit._backward_pre_hooks
+            return walk.call_unit(name, unit, hooked if is_hooked else original, args, kwargs)
 
         return forward
 

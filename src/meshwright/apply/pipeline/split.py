@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.comm._torch_private import LINEAR, run_backward
+from meshwright.comm._torch_private import LINEAR, run_backward, unsafe_view
 
 __all__: list[str] = []
 
@@ -114,6 +114,11 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
     return all(type(p) is torch.nn.Parameter and p.is_leaf for p in parameters) and weight.requires_grad
 
 
+def _own(result: Tensor) -> Tensor:
+    """Return a result that the model's code may write over: autograd refuses that for a view which a Function has made."""
+    return unsafe_view(result, result.shape) if result._is_view() else result
+
+
 class _Linear(torch.autograd.Function):
     """y = x W^T + b: x [..., in], W [out, in], b [out].
 
@@ -125,7 +130,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], split: SplitBackward) -> Tensor:
         ctx.save_for_backward(x)
         ctx.parameters, ctx.split = parameters, split
-        return F.linear(x, *parameters)
+        return _own(F.linear(x, *parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,7 +159,7 @@ class _Convolution(torch.autograd.Function):
         ctx.sizes, ctx.groups, ctx.split = settings
         sizes, groups = ctx.sizes, ctx.groups
         stride, padding, dilation = sizes
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return _own(torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.stages import StageMap
@@ -40,10 +42,36 @@ def spread_buffers(
     for _, child in modules_around(module, tuple(stage_map.calls)):
         for key in child._buffers:
             _spread_own(child, key, collector, rank_of_stage, mine)
-    for name, calls in stage_map.calls.items():
-        for buffer in module.get_submodule(name).buffers():
-            if buffer.numel():
-                buffer.copy_(collector.tensor(buffer, rank_of_stage(calls[-1])))
+    sources = {name: rank_of_stage(calls[-1]) for name, calls in stage_map.calls.items()}
+    _spread_of_units(module, sources, collector)
+
+
+def _spread_of_units(module: nn.Module, sources: Mapping[str, int], collector: Collector) -> None:
+    """Give every rank the buffers of units as the rank has them that runs the unit: a cache may have grown there alone."""
+    own = {name: _describe(module.get_submodule(name)) for name in sources}
+    everyone = collector.told(own)
+    for name, source in sources.items():
+        unit = module.get_submodule(name)
+        for path, (shape, dtype, persistent) in everyone[source][name].items():
+            prefix, _, key = path.rpartition(".")
+            owner = unit.get_submodule(prefix)
+            present = owner._buffers.get(key)
+            if present is not None and own[name].get(path) == [shape, dtype, persistent]:
+                present.copy_(collector.tensor(present, source))
+                continue
+            new = collector.tensor(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), source)
+            if key in owner._buffers or not hasattr(owner, key):
+                owner.register_buffer(key, new, persistent=persistent)
+
+
+def _describe(unit: nn.Module) -> dict[str, list[Any]]:
+    """Return path -> [shape, dtype, whether a state dict has it] of each buffer that has entries, each once."""
+    persistent = {name for name, _ in persistent_buffers(unit)}
+    return {
+        name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), name in persistent]
+        for name, buffer in unit.named_buffers()
+        if buffer.numel()
+    }
 
 
 def _spread_own(
