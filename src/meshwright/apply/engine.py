@@ -130,6 +130,10 @@ class Engine:
         """Whether the parameters' values have to stay in the memory where they are."""
         return False
 
+    def find_lost_write(self) -> ApplyError | None:
+        """Return the error where a script has written into parameters whose values are not here."""
+        return None
+
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
         """Make an optimizer right whose groups were changed by the user, or return why that cannot be."""
         if self.everyone.size == 1 and self.num_replicas == 1:
