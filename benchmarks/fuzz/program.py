@@ -93,6 +93,8 @@ def _not_possible(program: dict[str, Any]) -> set[str]:
         found.add("input_gradient")
     if any(form["kind"] in ALONG for form in model["blocks"]):
         found.add("select")
+    if program["degree"] * program["micro_batches"] > 1:
+        found.add("trim")  # each part has a longest sample of its own
     return found | ({"cls"} if program.get("mask") else {"select", "trim"})
 
 

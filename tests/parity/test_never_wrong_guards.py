@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from torch import nn
@@ -70,15 +71,28 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2,recompute=full", "dp=2,tp=2,zero=2"], ids=["tp", "recompute", "zero"])
-@pytest.mark.parametrize("name", CASES)
+OTHER_PLANS = {"recompute": "tp=2,recompute=full", "zero": "dp=2,tp=2,zero=2"}
+WITH_OTHER_PLANS = (
+    "another argument",
+    "a longer stream",
+    "a layer left out",
+    "frozen at first",
+    "views of logits written over",
+)
+
+
+def _cells() -> list[Any]:
+    cells = [pytest.param(name, "tp=2", id=f"{name}-tp") for name in CASES]
+    others = [(name, kind) for name in WITH_OTHER_PLANS for kind in OTHER_PLANS]
+    return cells + [pytest.param(name, OTHER_PLANS[kind], id=f"{name}-{kind}") for name, kind in others]
+
+
+@pytest.mark.parametrize(("name", "plan"), _cells())
 def test_equals_one_process(name: str, plan: str) -> None:
     case = CASES[name]
     num_ranks = 4 if "dp" in plan else 2
     per_rank = testing.run_ranks(jobs.run_script, num_ranks, case.kind, list(case.script), plan, case.loss)
     expected = jobs.run_plain(case.kind, list(case.script), case.loss)
-    if "dp" in plan and case.kind == "samples":
-        pytest.skip("ranks have samples of their own, which this model mixes")
     for seen, reasons in per_rank:
         for place, ((loss, tensors), (wanted, reference)) in enumerate(zip(seen, expected, strict=True)):
             assert loss == pytest.approx(wanted, rel=FLOAT64), f"action {place}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.random_states import kept_random_states
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
 
@@ -39,7 +40,7 @@ def tell_everyone(group: Communicator, device: torch.device, run: Run | None, lo
     failure: Exception | None = None
     if group.group_rank == first and run is not None:
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with kept_random_states([device]):
                 told = {"seen": look(run)}
         except MeshwrightError as error:
             failure, told = error, {"refused": error.message, "fix": error.fix}

@@ -46,6 +46,7 @@ __all__ = [
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
+    "without_view",
 ]
 
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
@@ -57,6 +58,10 @@ FakeTensorError = (DataDependentOutputException, DynamicOutputShapeException, Un
 without_function_modes = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 """Contexts in which no TorchFunctionMode, and no tensor subclass's own `__torch_function__`, sees what is done."""
+
+
+without_view = torch.ops.aten._unsafe_view.default
+"""(tensor, shape) -> a result that lies in its memory and is no view of it to autograd: it may be written over."""
 
 
 def is_in_backward() -> bool:

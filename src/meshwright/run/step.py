@@ -30,7 +30,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
+from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite, unchanged_draws
@@ -41,6 +41,7 @@ from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
 from meshwright.run.sentinels import Sentinels
 from meshwright.run.settle import settle_loss
+from meshwright.run.terms import LossTerms
 
 __all__: list[str] = []
 
@@ -86,7 +87,7 @@ class Stepper:
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
-        self.autocast = autocast
+        self._terms = LossTerms(engine, rule, autocast)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.sentinels = sentinels
@@ -181,7 +182,7 @@ class Stepper:
         """Run a module and its loss on a few samples; return its outputs."""
         num_samples = self.splitter.count(part)
         few = self.splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
-        with self._autocast():
+        with self._terms.autocast():
             outputs = call_model(module, few)
             self.rule.term(outputs, few, self.rule.known_weight(few))
         return outputs
@@ -253,7 +254,7 @@ class Stepper:
 
         def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
             nonlocal exchange
-            term = self._loss_term_if_any(module, part)
+            term = self._terms.of_any(module, part)
             if term is None:
                 return
             with self._lock:  # replicas come here from several threads
@@ -261,14 +262,16 @@ class Stepper:
             if is_last and engine.num_replicas == 1 and not lockstep:
                 exchange = exchange_sums()
                 on_phase("backward")
-            root = self._root(term, agreement, alone=alone)
+            root = self._terms.root(term, agreement, alone=alone)
             engine.begin_backward()
             if root is not None:
                 torch.autograd.backward(*root)
 
         if isinstance(engine, PipelineEngine):
             agreement.wait()
-            terms += self._run_schedule(engine, parts, weights, lambda term: self._root(term, agreement, alone=alone))
+            terms += self._run_schedule(
+                engine, parts, weights, lambda term: self._terms.root(term, agreement, alone=alone)
+            )
             parts = []
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
@@ -292,7 +295,7 @@ class Stepper:
         root_of: Callable[[LossTerm], tuple[torch.Tensor, torch.Tensor | None] | None],
     ) -> list[LossTerm]:
         def term_of(module: nn.Module, index: int) -> LossTerm | None:
-            return self._loss_term(module, parts[index], weights[index]) if weights[index] else None
+            return self._terms.of(module, parts[index], weights[index]) if weights[index] else None
 
         try:
             return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
@@ -305,47 +308,13 @@ class Stepper:
             ).wait()
             raise
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        kind = self.engine.device.type
-        if self.autocast is None and not torch.is_autocast_enabled(kind):
-            return contextlib.nullcontext()
-        return torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None)
-
-    def _loss_term(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
-        """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
-        with self._autocast():
-            outputs = call_model(module, part)
-            if self.engine.owes_nothing_to_the_loss:
-                return None
-            first = next(tensors_in(outputs), None)
-            if first is not None and first.device != self.engine.device:
-                part = move_to(part, first.device)  # the last layers may live on another device
-            return self.rule.term(outputs, part, weight)
-
-    def _loss_term_if_any(self, module: nn.Module, part: Any) -> LossTerm | None:
-        # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
-        weight = self.rule.known_weight(part)
-        return self._loss_term(module, part, weight) if weight else None
-
-    def _root(
-        self, term: LossTerm, agreement: Agreement, *, alone: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return what backward is run from, and the gradient there; None where this micro-batch used frozen parameters only."""
-        if not term.value.requires_grad:
-            return None
-        if term.is_mean:
-            share = float(term.weight) / agreement.known_weight
-        else:
-            share = 1.0 / float(term.weight) if alone and term.weight else 1.0
-        return term.value, None if share == 1.0 else torch.full_like(term.value, share)
-
     # -- what is not finite -------------------------------------------------------------------------------------
 
     def _diagnose(self, parts: list[Any], snapshot: _Snapshot, loss: float, norm: float) -> NonFiniteError:
         engine = self.engine
 
         def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
-            term = self._loss_term(module, part, self.rule.known_weight(part))
+            term = self._terms.of(module, part, self.rule.known_weight(part))
             if term is None:
                 raise RuntimeError("the whole model has no loss")
             return term.value
@@ -395,7 +364,7 @@ class Stepper:
         if isinstance(engine, PipelineEngine):
             found = self._run_schedule(engine, parts, weights, lambda _: None)
         else:
-            found = [term for part in parts for term in engine.forward_backward(part, self._loss_term_if_any)]
+            found = [term for part in parts for term in engine.forward_backward(part, self._terms.of_any)]
         agreement.wait()
         for _ in range(agreement.num_passes - len(parts)):
             engine.idle_pass()

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.apply.tensor.cutting import find_tensor, is_inside
 from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.apply.tensor.inspection import is_inspecting
 from meshwright.apply.tensor.region import Region, TensorLayout
 from meshwright.measure.formulas import TensorExchange, tensor_bytes
 from meshwright.run.batch import model_inputs
@@ -36,7 +37,7 @@ class TokenWatch:
         own, tokens = {id(child) for child in watched}, self.tokens
 
         def note(child: nn.Module, _: Any, outputs: Any) -> None:
-            if id(child) in own and not is_trying():
+            if id(child) in own and not (is_trying() or is_inspecting()):
                 tokens[id(child)] = tokens.get(id(child), 0) + math.prod(outputs.shape[:-1])
 
         self._hooks = [child.register_forward_hook(note) for child in watched]

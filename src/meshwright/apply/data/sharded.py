@@ -23,11 +23,11 @@ from meshwright.apply.data.gathering import Gathering
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit import FlatUnit
+from meshwright.apply.data.units import cut_into_units
 from meshwright.comm._torch_private import foreach_norm
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
 from meshwright.comm.compression.reducer import PlainReducer
-from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -128,33 +128,10 @@ class ShardedEngine(DataParallelEngine):
         )
 
     def _make_units(self, *, keep_whole: bool) -> None:
-        zero = self.sharding.zero
-        compiled = [name for name, child in self.module.named_modules() if type(child).__name__ == "OptimizedModule"]
-        if zero == 3 and compiled:
-            raise ApplyError(
-                f"'{compiled[0] or 'the model itself'}' is compiled, and ZeRO-3 exchanges its values between calls of its layers",
-                fix="pass the model before torch.compile, or use zero=2",
-            )
-        for owner, members in self._layers():
-            kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
-            for name, parameter in members:
-                kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(
-                    (name, parameter)
-                )
-            for kind in kinds.values():
-                size = sum(parameter.nbytes for _, parameter in kind)
-                unit = FlatUnit(
-                    kind,
-                    self.sharding.shards,
-                    keep_whole=keep_whole,
-                    is_gathered=zero == 3 and size >= max(1, self.sharding.whole_below),
-                    keeps_gradients=zero == 1,
-                    offload=self.sharding.offload,
-                    within=self._within,
-                )
-                self.units.append(unit)
-                self._owners.append(owner)
-        if zero > 1 and not self.sharding.per_step:
+        self.units, self._owners = cut_into_units(
+            self.module, self.dense_parameters(), self.sharding, self._within, keep_whole=keep_whole
+        )
+        if self.sharding.zero > 1 and not self.sharding.per_step:
             self._gathering = Gathering(
                 self.module,
                 self.units,
@@ -164,24 +141,6 @@ class ShardedEngine(DataParallelEngine):
                 prefetches=self.sharding.prefetches,
                 reduce_bytes=self.sharding.reduce_bytes,
             )
-
-    def _layers(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
-        """Return (module, its parameters) of what is gathered and reduced together; each parameter once.
-
-        ZeRO-1 touches everything at once at the end of the step, so it has one layer.
-        """
-        dense = self.dense_parameters()
-        if self.sharding.zero == 1:
-            return [(self.module, dense)]
-        owner_of: dict[int, nn.Module] = {}
-        for _, layer in find_layers(self.module):
-            for parameter in layer.parameters():
-                owner_of.setdefault(id(parameter), layer)
-        members: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
-        for name, parameter in dense:
-            owner = owner_of.get(id(parameter), self.module)
-            members.setdefault(id(owner), (owner, []))[1].append((name, parameter))
-        return list(members.values())
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
         gathered = {id(parameter) for unit in self.units if unit.is_gathered for parameter in unit.parameters}

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.pipeline.memory import Memory
 from meshwright.apply.pipeline.received import with_leaf
 from meshwright.apply.pipeline.values import Meta, StandIn, StrayValueError, Value, mark, value_of, values_in
@@ -57,13 +56,20 @@ class Bookkeeping(TorchFunctionMode):
 
     def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """Return the values of this forward, and those of parameters that are not here."""
-        found = values_in(*args, kwargs) if kwargs else values_in(*args)
-        for place, value in enumerate(found):
-            if value.owner is not self and value.home is not None and self._is_of_model(value):
-                found[place] = self._adopt(value)
+        return self._known_here(values_in(*args, kwargs) if kwargs else values_in(*args))
+
+    def _values_of(self, tensors: list[Tensor]) -> list[Value]:
+        """Return `_own_values` of tensors."""
+        return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
+
+    def _known_here(self, found: list[Value]) -> list[Value]:
+        others = [place for place, value in enumerate(found) if value.owner is not self and value.home is not None]
+        for place in others:
+            if self._is_of_model(found[place]):
+                found[place] = self._adopt(found[place])
         if self._memory.is_touched:
             self._memory.refuse_stale(found)
-        return [value for value in found if value.owner is self or value.home is None]
+        return [value for value in found if value.owner is self or value.home is None] if others else found
 
     def _is_of_model(self, value: Value) -> bool:
         return isinstance(value.owner, Bookkeeping) and value.owner._module is self._module
@@ -122,15 +128,6 @@ class Bookkeeping(TorchFunctionMode):
                     self.sent.append((get_gradient_edge(tensor), Meta.of(tensor), stage))
                 self._mail.send(tensor.detach(), stage)
                 self._memory.note_copy(value)
-
-    def settle_buffers(self) -> None:
-        """Have real memory behind every buffer: one that another stage computes is a stand-in until the next forward."""
-        for owner, name in buffer_slots(self._module):
-            buffer = owner._buffers[name]
-            if isinstance(buffer, StandIn):
-                value = value_of(buffer)
-                settled = torch.zeros(buffer.meta.shape, dtype=buffer.meta.dtype, device=buffer.meta.device)
-                owner._buffers[name] = settled if value is None else mark(settled, value)
 
     def _note_written(self, target: Tensor, home: int | None) -> None:
         """Take note that this stage has written over a tensor."""

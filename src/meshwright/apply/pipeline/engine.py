@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
@@ -22,17 +21,16 @@ from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.early_copies import EarlyCopies
 from meshwright.apply.pipeline.flow import Flow
 from meshwright.apply.pipeline.holding import Holding, keep_only
+from meshwright.apply.pipeline.inspection import BoundaryInspection
 from meshwright.apply.pipeline.interception import Interception, UnderWay, refuse_compiled
-from meshwright.apply.pipeline.observation import observe
+from meshwright.apply.pipeline.observation import observe_undisturbed
 from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post
-from meshwright.apply.pipeline.scene import Scene
 from meshwright.apply.pipeline.shapes import Shapes, make_twins
-from meshwright.apply.pipeline.stage import Stage, boundary_name
+from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
 from meshwright.apply.pipeline.whole_buffers import modules_around, spread_buffers
-from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.comm.communicator import Communicator
@@ -99,6 +97,7 @@ class PipelineEngine(OuterEngine):
         self._schedules: dict[int, PipelineSchedule] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         self._interception: Interception
+        self._inspection: BoundaryInspection
         self._holding: Holding
         self._collector: Collector
         self._draws: Draws
@@ -153,15 +152,9 @@ class PipelineEngine(OuterEngine):
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
     def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
-        # Buffers, and what the forward counts or collects in attributes: no rank may be ahead of the others.
-        buffers, attributes = BufferSnapshot(self.module), Scene((), {}, self.module.named_modules())
         # What is cut afterwards must not have a graph, which knows parameters' shapes.
-        module = self.module if self._tensor is None else copy_module(self.module, Tensor.detach)
-        try:
-            return observe(module, run, num_stages=self._plan.num_stages, closed=closed)
-        finally:
-            attributes.restore()
-            buffers.restore()
+        is_cut = self._tensor is not None
+        return observe_undisturbed(self.module, run, num_stages=self._plan.num_stages, closed=closed, on_copy=is_cut)
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
         together = [] if layout is None else units_together(layout, flow.units)
@@ -190,18 +183,13 @@ class PipelineEngine(OuterEngine):
             )
             for index in own
         }
+        self._inspection = BoundaryInspection(self._stages.values(), self._plan.num_stages)
         self._holding = Holding(self.module, stage_map.holders, own)
         places = {
             name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
         }
         self._collector = Collector(self.pipe, self.device, places)
-        groups = {
-            held: self._make_group(held) for held in sorted({tuple(held) for held in places.values() if len(held) > 1})
-        }
-        self._tied = TiedGradients(
-            {name: (groups[tuple(held)], self._holding.all[name]) for name, held in places.items() if len(held) > 1},
-            self.pipe.rank,
-        )
+        self._tied = TiedGradients.over(places, self._holding.all, self._make_group, self.pipe.rank)
         self.parameters = list(self.module.parameters())
         if self._optimizer is not None:
             keep_only(self._optimizer, self.parameters)
@@ -340,18 +328,10 @@ class PipelineEngine(OuterEngine):
         inner = self.inner.begin_inspection(number // 2) if number % 2 == 0 else None
         if inner is not None or not self._post.has_notes(self.device):
             return inner
-        inspected = 1 + number // 2 % (self._plan.num_stages - 1)
-        for stage in self._stages.values():
-            stage.inspects = inspected
-        return boundary_name(inspected)
+        return self._inspection.begin(number // 2)
 
     def end_inspection(self) -> Sequence[Finding]:
-        found = list(self.inner.end_inspection())
-        for stage in self._stages.values():
-            stage.inspects = -1
-            found += stage.findings
-            stage.findings = []
-        return found
+        return [*self.inner.end_inspection(), *self._inspection.end()]
 
     # -- whole values -------------------------------------------------------------------------------------------
 

@@ -82,12 +82,12 @@ class Interception:
 
     def _class_of(self, original: type[nn.Module], forward: Forward | None) -> type[nn.Module]:
         """Return a subclass with another forward, whose hooks are guarded and whose parameters are there for who asks."""
-        under_way = self._under_way
+        under_way, plain_call = self._under_way, original.__call__
 
         def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if under_way.walk is not None and (child._forward_hooks or child._forward_pre_hooks):
                 guard_hooks(child, lambda: under_way.watched)
-            return original.__call__(child, *args, **kwargs)
+            return plain_call(child, *args, **kwargs)
 
         def named_parameters(
             child: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

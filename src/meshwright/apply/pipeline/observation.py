@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.pipeline.draws import python_moved, read_python
 from meshwright.apply.pipeline.flow import Flow, UnitCall, call_costs
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, writes_to
@@ -19,6 +20,7 @@ from meshwright.apply.pipeline.hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.scene import Places, Scene, holds_tensors, places_of_call, tensors_of_call
 from meshwright.apply.pipeline.values import Value, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.written import map_results
+from meshwright.apply.tensor.copies import copy_module
 from meshwright.comm._torch_private import without_function_modes
 from meshwright.describe.layers import find_layers
 from meshwright.describe.tree import tensors_in
@@ -48,6 +50,28 @@ def observe(
         if finer is None:
             return flow
         units = finer
+
+
+def observe_undisturbed(
+    module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str], on_copy: bool
+) -> Flow:
+    """Observe a model, and leave it as it was: its buffers, and what its forward counts or collects in attributes.
+
+    Args:
+        module: The plain model.
+        run: Runs it and its loss on a small batch.
+        num_stages: Stages that it will be cut into [count].
+        closed: Modules that stay in one piece.
+        on_copy: Whether a copy runs, whose parameters are others.
+    """
+    # No rank may be ahead of the others.
+    buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
+    observed = copy_module(module, Tensor.detach) if on_copy else module
+    try:
+        return observe(observed, run, num_stages=num_stages, closed=closed)
+    finally:
+        attributes.restore()
+        buffers.restore()
 
 
 def _opened(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm._torch_private import without_view
+
 __all__: list[str] = []
 
 
@@ -25,5 +27,8 @@ class _Arrival(torch.autograd.Function):
 
 def with_leaf(data: Tensor) -> tuple[Tensor, Tensor]:
     """Return (leaf, tensor) for what has come: the leaf collects the gradient, the tensor is for the code of this stage."""
+    if data.layout == torch.strided:
+        leaf = data.requires_grad_()
+        return leaf, without_view(leaf, leaf.shape)  # in C++: each micro-batch comes here, and so does its backward
     leaf = data.new_empty(()).expand(data.shape).requires_grad_()
     return leaf, _Arrival.apply(leaf, data)

@@ -119,7 +119,14 @@ class Known:
 
     def make(self, tensor_of: Callable[[Meta], Tensor]) -> Any:
         """Return the results with tensors made of their descriptions, in containers of their own."""
+        if type(self.results) is Meta:
+            return tensor_of(self.results)
         return _Decoder(tensor_of, [], (), {}).decode(self.results)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call gave one tensor and wrote nothing."""
+        return type(self.results) is Meta and not self.effects and not self.writes
 
     def repeat(
         self,

@@ -94,6 +94,20 @@ def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool
     return Places(roots, opens=opens).found
 
 
+def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """Return the tensors that a call is given, each once; None where anything else is given that may hold tensors.
+
+    Most calls of layers are of that kind, and each step has many: nothing is to be looked into then.
+    """
+    found: list[Tensor] = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif type(item) not in LEAVES:
+            return None
+    return found if len(found) < 2 else list({id(tensor): tensor for tensor in found}.values())
+
+
 def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Path, Any]]:
     """Return what code of these modules can write into: their attributes, and what is in those."""
     roots = [(("module", name), _AttributesOf(module)) for name, module in modules]

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from meshwright.apply.buffers import buffer_slots
 from meshwright.apply.pipeline.remembered import Encoder, Known
 from meshwright.apply.pipeline.scene import Scene, substitute_call
-from meshwright.apply.pipeline.values import FAKE_MODE, Meta, describe, make_fake, replace_tensors, value_of
+from meshwright.apply.pipeline.values import (
+    FAKE_MODE,
+    Meta,
+    describe,
+    describe_tensor,
+    make_fake,
+    replace_tensors,
+    value_of,
+)
 from meshwright.apply.tensor.copies import copy_module
 from meshwright.comm._torch_private import FakeTensorError
 from meshwright.describe.tree import LEAVES, tensors_in
@@ -90,29 +98,26 @@ class Shapes:
         return self._remember(key, _run_watched(scene, run, (args, kwargs), module, _zeros))
 
     def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (name, module.training, torch.is_grad_enabled(), describe(args), describe(kwargs))
-        return self._with_numbers(key, name, args, kwargs)
+        return self._key(name, module.training, args, kwargs)
 
-    def _with_numbers(self, key: Any, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        numbers = numbers_in((args, kwargs), most=_SMALL if what in self._needs_numbers else 1)
-        if numbers is None:
-            return None
-        return (key, numbers) if numbers else key
+    def _key(self, what: Any, is_training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts, integers = describe_call(args, kwargs)
+        numbers = numbers_of(integers, most=_SMALL if what in self._needs_numbers else 1) if integers else ()
+        return None if numbers is None else (what, is_training, torch.is_grad_enabled(), *parts, numbers)
 
     def of_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
     ) -> Known:
         """Return the results of a torch function."""
-        key = (func, torch.is_grad_enabled(), describe(args), describe(kwargs))
-        full = self._with_numbers(key, func, args, kwargs)
-        known = self._look_up(full)
+        key = self._key(func, None, args, kwargs)
+        known = self._look_up(key)
         if known is not None:
             return known
         results, needs_numbers = _find_of_function(func, args, kwargs, home)
         if needs_numbers and func not in self._needs_numbers:
             self._needs_numbers.add(func)
-            full = self._with_numbers(key, func, args, kwargs)
-        return self._remember(full, Known(replace_tensors(results, Meta.of)))
+            key = self._key(func, None, args, kwargs)
+        return self._remember(key, Known(replace_tensors(results, Meta.of)))
 
     def _look_up(self, key: Any) -> Known | None:
         try:
@@ -270,28 +275,59 @@ _SMALL = 4096
 """Integers that are compared to tell whether two calls are alike [count]."""
 
 
-def numbers_in(tree: Any, most: int) -> tuple[Any, ...] | None:
-    """Return the numbers in the integer tensors that every stage has: lengths, offsets; None where they are too many.
+def describe_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Tensor]]:
+    """Return `describe` of each argument, and the integer tensors among them that every stage has: lengths, offsets."""
+    parts: list[Any] = []
+    integers: list[Tensor] = []
+    for item in args:
+        parts.append(_describe_argument(item, integers))
+    for key, item in kwargs.items():
+        parts.append(("=", key, _describe_argument(item, integers)))
+    return parts, integers
+
+
+def _describe_argument(item: Any, integers: list[Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        value = value_of(item)
+        if value is None and _is_exact(item.dtype):
+            integers.append(item)
+        return describe_tensor(item, value)
+    kind = type(item)
+    if kind in LEAVES:
+        return (kind, item)
+    _find_integers(item, integers)
+    return describe(item)
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def numbers_of(found: Sequence[Tensor], most: int) -> tuple[Any, ...] | None:
+    """Return the numbers in tensors of integers; None where they are too many.
 
     Args:
-        tree: Arguments.
+        found: The tensors.
         most: Tensors of more elements are left out where this is 1: what is no single number decides no size by itself.
     """
-    found: list[Tensor] = []
-    _find_integers(tree, found)
-    if not found:
-        return ()
     if most == 1:
-        found = [tensor for tensor in found if tensor.numel() == 1]
-    elif sum(tensor.numel() for tensor in found) > most:
+        return tuple([_numbers_in(tensor) for tensor in found if tensor.numel() == 1])
+    if sum(tensor.numel() for tensor in found) > most:
         return None
-    return tuple(str(tensor.tolist()) for tensor in found)
+    return tuple([_numbers_in(tensor) for tensor in found])
+
+
+def _numbers_in(tensor: Tensor) -> Any:
+    """Return the numbers in a tensor whose shape and dtype are known."""
+    if tensor.dim() < 2:
+        numbers = tensor.tolist()
+        return tuple(numbers) if isinstance(numbers, list) else numbers
+    return tuple(tensor.flatten().tolist()) if tensor.layout == torch.strided else str(tensor.tolist())
 
 
 def _find_integers(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        is_exact = not tree.dtype.is_floating_point and not tree.dtype.is_complex
-        if is_exact and value_of(tree) is None:
+        if _is_exact(tree.dtype) and value_of(tree) is None:
             found.append(tree)
     elif type(tree) in (tuple, list):
         for item in tree:

@@ -17,6 +17,7 @@ from meshwright.apply.pipeline.frames import DIGEST, END, Note, digest_of
 from meshwright.apply.pipeline.interception import UnderWay
 from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post, other_way
+from meshwright.apply.pipeline.settled import Buffers
 from meshwright.apply.pipeline.shapes import ReadsValueError, Shapes
 from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.stages import StageMap
@@ -75,6 +76,7 @@ class Stage:
         self._rest: dict[int, list[Rest]] = {}
         self._under_way = under_way
         self._own_state = own_state
+        self._buffers = Buffers(module)
         self._has_notes = post.has_notes(draws.device)
         self.inspects = -1
         """The stage whose inputs are checked for what was sent, or -1."""
@@ -103,7 +105,7 @@ class Stage:
             result = None
         finally:
             self._under_way.walk = None
-        walk.settle_buffers()
+        self._buffers.settle()
         self._end_forward(micro_batch, way)
         if torch.is_grad_enabled():
             self._passed[micro_batch] = _Passed(
@@ -130,12 +132,12 @@ class Stage:
         """
         if not self._has_notes:
             return
-        names = list(self._map.calls)
         for source in range(self.index):
             if not self._post.is_elsewhere(source):
                 continue
             note = self._post.receive_note(source=source, target=self.index, micro_batch=micro_batch)
             if note is None or note.digest != way.note_digest:
+                names = list(self._map.calls)
                 mine = _way_text(way.num_calls, way.last, names)
                 theirs = "more" if note is None else _way_text(note.num_calls, note.last, names)
                 raise other_way(self.index, source, micro_batch, mine, theirs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import nn
@@ -34,6 +35,26 @@ class TiedGradients:
             id(parameter) for group, parameters in self._own.items() if group.group_rank > 0 for parameter in parameters
         )
         """Ids of the parameters whose gradient another rank counts in the norm."""
+
+    @classmethod
+    def over(
+        cls,
+        places: Mapping[str, Sequence[int]],
+        parameters: Mapping[str, nn.Parameter],
+        make_group: Callable[[Sequence[int]], Communicator],
+        rank: int,
+    ) -> Self:
+        """Return those of a pipeline, with a group for each set of ranks; every rank calls it.
+
+        Args:
+            places: FQN -> the pipe's ranks that hold the parameter.
+            parameters: FQN -> parameter, of the whole model.
+            make_group: (places on the pipe) -> the group of the ranks there.
+            rank: This process's global rank.
+        """
+        tied = {name: tuple(held) for name, held in places.items() if len(held) > 1}
+        groups = {held: make_group(held) for held in sorted(set(tied.values()))}
+        return cls({name: (groups[held], parameters[name]) for name, held in tied.items()}, rank)
 
     def copies(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
         """Return (ranks, [(FQN, parameter)]) of what is held whole on several ranks."""

@@ -189,15 +189,20 @@ def make_fake(meta: Meta) -> Tensor:
     return tensor
 
 
+def describe_tensor(tensor: Tensor, value: Value | None) -> tuple[Any, ...]:
+    """Return `describe` of a tensor of which this is known."""
+    if value is not None:
+        tensor = value.any
+    if isinstance(tensor, StandIn):
+        meta = tensor.meta
+        return (meta.shape, meta.dtype, tensor.requires_grad, meta.stride)
+    return (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride())
+
+
 def describe(tree: Any) -> Any:
     """Return something hashable that is equal for two trees of arguments from which a function makes results of equal shapes."""
     if isinstance(tree, Tensor):
-        value = value_of(tree)
-        tensor = tree if value is None else value.any
-        if isinstance(tensor, StandIn):
-            meta = tensor.meta
-            return (meta.shape, meta.dtype, tensor.requires_grad, meta.stride)
-        return (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride())
+        return describe_tensor(tree, value_of(tree))
     kind = type(tree)
     if kind in LEAVES:
         return (kind, tree)

@@ -13,7 +13,6 @@ and branches that the inputs decide need nothing of their own.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from meshwright.apply.pipeline.bookkeeping import Bookkeeping, Mail
 from meshwright.apply.pipeline.draws import Draws
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
 from meshwright.apply.pipeline.remembered import Known
-from meshwright.apply.pipeline.scene import places_of_call, substitute, substitute_call, tensors_of_call
+from meshwright.apply.pipeline.scene import places_of_call, plain_tensors, substitute, substitute_call, tensors_of_call
 from meshwright.apply.pipeline.shapes import Shapes
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import (
@@ -76,7 +75,7 @@ class Walk(Bookkeeping):
         self._shapes = shapes
         self._draws = draws
         self._way = way
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
         self.is_paused = False
         self._checkpoints = 0  # of the user's own, around what runs now
         self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
@@ -127,65 +126,99 @@ class Walk(Bookkeeping):
     ) -> Any:
         """Run one call of a unit, or stand in for it."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
-            given = tensors_of_call(args, kwargs, places)
             taken = self._stage_map.takes.get(name)
-            if taken:
-                places = [*places, *places_of_slots(self._module, taken)]
-                given = tensors_of_call(args, kwargs, places)
-            values = self._own_values(tuple(given), {})
+            given = None if taken else plain_tensors(args, kwargs)
+            is_plain = given is not None
+            places: list[Any] = []
+            if given is None:
+                places, given = self._look_into(name, args, kwargs)
+            values = self._values_of(given)
             stage = self._place_of_call(name, module, values)
             self._way.call(self._stage_map.number_of(name), stage, values)
+            known = None
             if stage != self.stage:
                 self._send_all(values, stage)
                 known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
-            else:
-                known = None
-                if any(value.stand_in is not None for value in values):
+                if known is not None and known.is_plain:
+                    return self._stand_in(known, stage)
+            elif values:
+                if [value for value in values if value.stand_in is not None]:
                     for value in values:
                         self.real(value)  # in the order in which they are sent
                     substitute(places, self._real_if_known)
                     args, kwargs = substitute_call(args, kwargs, self._real_if_known)
                     given = [self._real_if_known(tensor) for tensor in given]
-                if any(value.sent_to for value in values):
+                if [value for value in values if value.sent_to]:
                     self._mail.flush()  # the layer may write over it
+            if stage == self.stage and not is_plain:
+                given += tensors_of_call(args, kwargs, places_of_call(args, kwargs))
+            versions = _versions_of(given) if stage == self.stage else []
         if stage == self.stage:
-            return self._run_unit(name, module, forward, (args, kwargs), given)
+            outputs = self._run_unit(module, forward, args, kwargs)
+            with without_function_modes():
+                return self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
         if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
         return self._repeat_unit(name, known, stage, (args, kwargs))
 
+    def _look_into(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
+        """Return what a call can write into, and the tensors that it is given there and elsewhere."""
+        places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
+        taken = self._stage_map.takes.get(name)
+        if taken:
+            places = [*places, *places_of_slots(self._module, taken)]
+        return places, tensors_of_call(args, kwargs, places)
+
     def _run_unit(
-        self,
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
-        given: list[Tensor],
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        args, kwargs = call
-        with without_function_modes():
-            given = [*given, *tensors_of_call(args, kwargs, places_of_call(args, kwargs))]
-            versions = [_version_of(tensor) for tensor in given]
         with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
-                outputs = checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
-            else:
-                outputs = forward(module, *args, **kwargs)
-        with without_function_modes():
-            for tensor, version in zip(given, versions, strict=True):
-                if _version_of(tensor) != version:
+                return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+            return forward(module, *args, **kwargs)
+
+    def _take_results(
+        self,
+        name: str,
+        outputs: Any,
+        given: list[Tensor],
+        versions: list[int],
+        call: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    ) -> Any:
+        """Return the results of a call on this stage, with what is known of them; so with what the call wrote beside them.
+
+        Args:
+            name: The unit.
+            outputs: What it returned.
+            given: The tensors that it was given.
+            versions: What their versions were before.
+            call: Its arguments, where there is more than tensors in them.
+        """
+        now = _versions_of(given)
+        if now != versions:
+            for tensor, old_version, version in zip(given, versions, now, strict=True):
+                if version != old_version:
                     self._note_written(tensor, self.stage)
-            old, held = {id(tensor) for tensor in given}, {id(place) for _, place in places_of_call(args, kwargs)}
-            for tensor in written_tensors(call, self._module, self._stage_map.leaves.get(name, ())):
+        old = {id(tensor) for tensor in given}
+        leaves = self._stage_map.leaves.get(name, ())
+        places = [] if call is None else places_of_call(*call)
+        if places or leaves:
+            for tensor in written_tensors(places, self._module, leaves):
                 known = value_of(tensor)
                 if id(tensor) not in old and (known is None or known.owner is not self):
                     self._mark_own(tensor)
-            return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
+        if isinstance(outputs, Tensor):
+            return self._mark_result(outputs, old)
+        held = {id(place) for _, place in places}
+        return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
 
     def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
+        if known.is_plain:
+            return self._stand_in(known, stage)
         with without_function_modes():
             given: list[Tensor] = []
             if known.writes or known.effects:
@@ -210,9 +243,11 @@ class Walk(Bookkeeping):
 
     def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
         """Return the stage of the next call of a unit, which takes these."""
-        stage = self._stage_map.stage_of(name, self._calls[name])
-        self._calls[name] += 1
-        latest = max((value.home for value in values if value.home is not None), default=stage)
+        before = self._calls.get(name, 0)
+        self._calls[name] = before + 1
+        stage = self._stage_map.stage_of(name, before)
+        homes = [value.home for value in values if value.home is not None]
+        latest = max(homes) if homes else stage
         if (latest > stage or self._draws.apart) and not _holds_tensors(module):
             return latest  # a dropout that serves several layers, of which chance may have left some out this time
         if latest > stage and latest in self._stage_map.calls[name] and not any(True for _ in module.buffers()):
@@ -251,14 +286,15 @@ class Walk(Bookkeeping):
         values = self._own_values(args, kwargs)
         if not values:
             return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
-        home = max((value.home for value in values if value.home is not None), default=None)
+        homes = [value.home for value in values if value.home is not None]
+        home = max(homes) if homes else None
         self._way.between(home, values)
         if func in DIFFERENTIATES:
             refuse_gradient(func, args, kwargs)
         target = writes_to(func, args, kwargs)
-        if home == self.stage or (home is None and all(value.real is not None for value in values)):
+        if home == self.stage or (home is None and not [value for value in values if value.real is None]):
             given: Any = (args, kwargs)
-            if any(value.stand_in is not None for value in values):
+            if [value for value in values if value.stand_in is not None]:
                 given = replace_tensors(given, self._real_if_known)
             return self._run_here(func, given[0], given[1], home, target)
         if home is not None:
@@ -272,6 +308,8 @@ class Walk(Bookkeeping):
     ) -> Any:
         if target is None:
             result = func(*args, **kwargs)
+            if isinstance(result, Tensor):
+                return mark(result, Value(self, home, result, None))
             return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
         known = value_of(target)
         if known is not None and known.sent_to:
@@ -302,8 +340,11 @@ class Walk(Bookkeeping):
         return known.make(make)
 
 
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions_of(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Paused:

@@ -50,14 +50,14 @@ class Way:
             return
         self.num_calls += 1
         self.last = number
-        crossing = [_facts(value) for value in values if value.home is not None and value.home != stage]
+        crossing = [_facts(value) for value in values if value.home != stage and value.home is not None]
         self._hash = hash((self._hash, number, stage, *crossing))
 
     def between(self, home: int | None, values: Iterable[Value]) -> None:
         """Take note of code between layers, which runs on a stage or, None, on all."""
         if home is None or self.is_over or self.in_hook:
             return
-        crossing = [_facts(value) for value in values if value.home is not None and value.home != home]
+        crossing = [_facts(value) for value in values if value.home != home and value.home is not None]
         self._hash = hash((self._hash, home, *crossing))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.scene import Effect, Path, Places, fields_of, places_of_call, tensors_of_call
+from meshwright.apply.pipeline.scene import Effect, Path, Places, fields_of, tensors_of_call
 from meshwright.describe.tree import LEAVES, map_tensors
 from meshwright.errors import ApplyError
 
@@ -18,11 +18,8 @@ Slot = tuple[str, str]
 """A module's name and the name of an attribute."""
 
 
-def written_tensors(
-    call: tuple[tuple[Any, ...], dict[str, Any]], model: nn.Module, leaves: Sequence[Slot]
-) -> Iterator[Tensor]:
-    """Yield the tensors in what a call was given, and in the attributes that it is known to write."""
-    places = places_of_call(*call)
+def written_tensors(places: Sequence[tuple[Path, Any]], model: nn.Module, leaves: Sequence[Slot]) -> Iterator[Tensor]:
+    """Yield the tensors in what a call was given to write into, and in the attributes that it is known to write."""
     if places:
         yield from tensors_of_call((), {}, places)
     for module, attribute in leaves:

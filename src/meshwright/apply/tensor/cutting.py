@@ -205,6 +205,7 @@ class Cutting:
     def begin_step(self) -> None:
         """Take note of what was changed on the module since the last step, for the guards."""
         for part in self.parts:
+            part.refuse_patched()
             if part.guard is not None:
                 part.guard.refresh()
 

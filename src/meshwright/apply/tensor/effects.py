@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.signature import TORCHS_OWN
+from meshwright.apply.tensor.described import OWN
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
@@ -79,7 +79,7 @@ def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     known: set[int] = set()
     for name, child in module.named_modules():
         for key, value in vars(child).items():
-            if key not in TORCHS_OWN:
+            if key not in OWN:
                 yield from _inside(f"{name}.{key}" if name else key, value, known, 0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.random_states import kept_random_states
 from meshwright.apply.tensor import signatures
 from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.described import OWN, digest
@@ -99,7 +100,7 @@ class Guard:
         return verdict
 
     def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool] | None:
-        """Return as which kind of call the search has proven this one, on all ranks: where one is not sure, all prove it again."""
+        """Return as which kind of call the search has proven this one; None where a rank is not sure: then all prove it again."""
         calls = [self._signature(args, kwargs, kind) for kind in self._kinds]
         known = [call is not None and digest((self._structure, *call)) in self._proven for call in calls]
         told = torch.tensor(known, dtype=torch.int32, device=self._device)
@@ -143,8 +144,7 @@ class Guard:
         return is_proven, (not any_size, not any_value)
 
     def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
-        devices = {parameter.device for parameter in self._module.parameters() if parameter.device.type == "cuda"}
-        return torch.random.fork_rng(devices)
+        return kept_random_states({parameter.device for parameter in self._module.parameters()})
 
     @property
     def _device(self) -> torch.device:
@@ -197,5 +197,6 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
     for kind in signatures.HOOKS:
+        hooks = {key: hook for key, hook in getattr(live, kind).items() if not signatures.is_ours(hook)}
         getattr(twin, kind).clear()
-        getattr(twin, kind).update(getattr(live, kind))
+        getattr(twin, kind).update(hooks)

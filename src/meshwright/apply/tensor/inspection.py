@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.finding import Finding
+from meshwright.apply.random_states import kept_random_states
 from meshwright.apply.tensor.operations import DROPOUTS
 from meshwright.apply.tensor.slices import make_whole
+from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.describe.tree import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -22,6 +24,24 @@ __all__: list[str] = []
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of an entry, relative to the tensor's largest, that another order of sums is given, by dtype. In float64 it
 is that of float32 inside: many models compute norms and losses in float32 whatever their dtype is."""
+
+
+_under_way = 0
+
+
+def is_inspecting() -> bool:
+    """Tell whether what runs now is a comparison, and no part of the model's own forward; for those who count."""
+    return _under_way > 0
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[None]:
+    global _under_way
+    _under_way += 1
+    try:
+        yield
+    finally:
+        _under_way -= 1
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -49,7 +69,8 @@ def compare_runs(module: nn.Module, name: str, *, cut: Callable[[], Any], whole:
         whole: Runs it as one device.
     """
     results = []
-    with torch.no_grad(), WithoutDropout():
+    # Selective recompute, for one, keeps what a mode of it sees, and would look for it in backward.
+    with torch.no_grad(), without_dispatch_modes(), WithoutDropout(), _noted():
         for run in (cut, whole):
             with left_as_it_was(module):
                 results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(run(), torch.Tensor.detach))])
@@ -88,8 +109,7 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Put back, afterwards, buffers, attributes and random states that a run inside has changed."""
     buffers = BufferSnapshot(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
+    with kept_random_states({parameter.device for parameter in module.parameters()}):
         try:
             yield
         finally:

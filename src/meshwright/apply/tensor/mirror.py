@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from torch import nn
 
-from meshwright.apply.tensor.signature import TORCHS_OWN
+from meshwright.apply.tensor.described import OWN
 
 __all__: list[str] = []
 
@@ -50,7 +50,7 @@ def _shown_on(original: nn.Module, before: dict[str, Any]) -> Any:
     def show(copy: nn.Module, *_: Any) -> None:
         for key, value in vars(copy).items():
             is_new = before.get(key, before) is not value or isinstance(value, _WRITTEN_INTO)
-            if is_new and key not in TORCHS_OWN and not isinstance(value, nn.Module):
+            if is_new and key not in OWN and not isinstance(value, nn.Module):
                 vars(original)[key] = value
 
     return show

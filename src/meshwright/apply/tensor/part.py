@@ -23,6 +23,7 @@ from meshwright.apply.tensor.slices import make_whole, plain_values
 from meshwright.apply.tensor.whole import replaced_tensors
 from meshwright.comm._torch_private import PlainCheckpoints
 from meshwright.describe.tree import map_tensors, tensors_in
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -85,6 +86,10 @@ class Part:
         self._hands_on = hands_on
         self._values = values
         self._attributes = attributes
+        self._class: type[nn.Module] | None = None
+        self._is_patched = "forward" in vars(module)
+        for region in regions if guard is not None else ():
+            region.is_open = False
 
     def install(self, change: Callable[[nn.Module, str, Any], None]) -> None:
         """Put the part's forward around that of its module; `change` sets an attribute and can take it back."""
@@ -97,6 +102,10 @@ class Part:
         guard = self.guard
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with self._open():
+                return run(module, *args, **kwargs)
+
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if guard is not None and not guard.allows(args, kwargs):
                 return self._run_whole(original, module, args, kwargs)
             if self.is_inspected:
@@ -104,6 +113,28 @@ class Part:
             return self._run_cut(original, module, args, kwargs)
 
         return forward
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        before = [region.is_open for region in self._regions]
+        for region in self._regions:
+            region.is_open = True
+        try:
+            yield
+        finally:
+            for region, was in zip(self._regions, before, strict=True):
+                region.is_open = was
+
+    def refuse_patched(self) -> None:
+        """Raise ApplyError where the module has another forward than the part's, so that nothing guards its calls."""
+        if self._class is None:
+            self._class = type(self.module)
+        if type(self.module) is not self._class or ("forward" in vars(self.module)) != self._is_patched:
+            raise ApplyError(
+                f"the forward of '{self.name or 'the model itself'}' was replaced after the plan was applied, and the new one "
+                "was not proven to give one device's numbers on shards",
+                fix="replace it before apply_plan",
+            )
 
     def _repeated(self, module: nn.Module) -> Forward:
         original = type(module).forward

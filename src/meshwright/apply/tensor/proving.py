@@ -6,7 +6,6 @@ one class may hold another activation, or ask for their number.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Generator, Iterable
 from typing import Any
@@ -16,9 +15,10 @@ from torch import nn
 from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.conditions import Conditions
 from meshwright.apply.tensor.cutting import find_tensor
+from meshwright.apply.tensor.described import digest
 from meshwright.apply.tensor.proposals import Names
 from meshwright.apply.tensor.region import Region
-from meshwright.apply.tensor.signature import places_of, structure_of
+from meshwright.apply.tensor.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.trace import Trace
 from meshwright.errors import ApplyError
 
@@ -76,8 +76,8 @@ class Proving:
             kind: What stands for the way in which they were proposed.
             accept: Where a region is one of several that hold the same tensors: all of them together.
         """
-        shape = json.dumps([kind, self._shape_of(scope, keys)])
-        places = json.dumps(places_of(self._model.get_submodule(scope)))
+        shape = digest((kind, self._shape_of(scope, keys)))
+        places = digest(places_of(self._model.get_submodule(scope)))
         failed = self._failed.setdefault(shape, {})
         if places in failed:
             return None, failed[places]
@@ -200,8 +200,7 @@ class Proving:
         """Return what two scopes share that are likely to be cut alike, which is proven for each: structure, calls, place."""
         prefix = len(scope) + 1 if scope else 0
         own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
-        calls = [repr(signature) for signature in self._trace.distinct[scope]]
-        return [structure_of(self._model.get_submodule(scope)), own, calls]
+        return describe_likeness(self._model.get_submodule(scope)), own, list(self._trace.distinct[scope])
 
     def _fits(self, region: Region) -> bool:
         names = {name for names in self._names.of.values() for name in names}

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from meshwright.apply.tensor.running import RunningRegion
 from meshwright.apply.tensor.sizes import Resizing
 from meshwright.apply.tensor.slices import Slices, make_whole
-from meshwright.comm._torch_private import Convolution
+from meshwright.comm._torch_private import Convolution, is_in_backward
 from meshwright.comm.functional import (
     all_gather_along,
     reduce_from_group,
     scatter_to_group,
 )
 from meshwright.describe.tree import map_tensors
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -33,6 +34,12 @@ def unless_whole(original: Forward, running: RunningRegion, forward: Forward) ->
     """Return a forward that is the module's own while its region computes as on one device."""
 
     def chosen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (running.is_open or is_in_backward()):
+            raise ApplyError(
+                f"a {type(self).__name__} of {running.region.scope or 'the model'!r} was called outside of the module with which "
+                f"it was cut over {running.group.size} ranks; what it gives is a part",
+                fix="call the module around it, as in the first batch; or pass an example_batch= that calls it so; or use tp=1",
+            )
         return (original if running.is_whole else forward)(self, *args, **kwargs)
 
     return chosen
@@ -101,7 +108,9 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def enter(tensor: Tensor) -> Tensor:
-            return running.enter(tensor) if tensor.requires_grad or isinstance(tensor, Slices) else tensor
+            # Without gradients nothing but its sizes tells the stream from a mask.
+            enters = tensor.requires_grad or isinstance(tensor, Slices) or running.is_slice_of_stream(tensor)
+            return running.enter(tensor) if enters else tensor
 
         args, kwargs = map_tensors((args, kwargs), enter)
         position = iter(range(2**31))

@@ -155,6 +155,8 @@ class RunningRegion:
         self.group = group
         self.drawing = drawing
         self.chain = chain
+        self.is_open = True
+        """Whether its modules may be called: inside of the part that was proven, where there is one."""
         self.is_whole = False
         """Whether the modules of the region compute as on one device now, with whole parameters (`parts.py`)."""
         self._entered: tuple[Tensor, int, bool, Tensor] | None = None
@@ -188,6 +190,13 @@ class RunningRegion:
     def is_on_slices(self) -> bool:
         """Whether the stream comes in slices now; a module of the region may as well be called outside of its layer."""
         return self.chain is not None and self.chain.is_on_slices
+
+    def is_slice_of_stream(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor has the sizes of this rank's slice of the stream."""
+        chain = self.chain
+        if chain is None or not chain.is_on_slices or tensor.dim() != 3 or not tensor.is_floating_point():
+            return False
+        return tensor.shape[chain.dim] == chain.sizes[self.group.group_rank]
 
     def leave(self, term: Tensor) -> Tensor:
         """Add up the ranks' terms; where layers run on slices, of this rank's slice."""

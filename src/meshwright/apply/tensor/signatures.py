@@ -6,13 +6,18 @@ are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof
 
 Numbers inside of tensors count where a run of the code reads one of an argument or a buffer (`asked.py`). Not covered, and left
 to types and sentinels: numbers of activations, global variables, files and time.
+
+The search asks for less: it tells apart the calls of one forward, and finds modules that are likely to be cut alike. That is a
+filter that costs nothing, and the proof decides.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import operator
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +41,8 @@ __all__: list[str] = []
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Attributes of a module whose entries run in a forward."""
+PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
+"""Attributes that say where a module stands, which as a rule decides nothing."""
 
 
 # -- the structure of a module ------------------------------------------------------------------------------------
@@ -51,12 +58,58 @@ def _describe_module(module: nn.Module, describer: Describer) -> tuple[Any, ...]
     attributes = vars(module)
     own = tuple((name, describer.describe(v)) for name, v in attributes.items() if name not in OWN and not _is_child(v))
     of_class = tuple((name, describer.describe(value)) for name, value in class_attributes(module).items())
-    hooks = tuple(describer.describe(hook) for kind in HOOKS for hook in attributes[kind].values())
+    theirs = [hook for kind in HOOKS for hook in attributes[kind].values() if not is_ours(hook)]
+    hooks = tuple(map(describer.describe, theirs))
     return class_name(module), module.training, own, of_class, hooks
+
+
+def is_ours(hook: Any) -> bool:
+    """Tell whether a hook is of this package: it watches, and changes nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("meshwright.")
 
 
 def _is_child(value: Any) -> bool:
     return isinstance(value, nn.Module)
+
+
+def describe_likeness(module: nn.Module) -> tuple[Any, ...]:
+    """Return what modules that are cut alike have in common: not their modes, not where they stand, but parameters' shapes."""
+    describer = _Likeness()
+    rows: list[Any] = []
+    for name, child in module.named_modules():
+        plain = {key: v for key, v in vars(child).items() if key not in OWN and not isinstance(v, (Tensor, nn.Module))}
+        own = tuple((key, describer.describe(value)) for key, value in plain.items() if key not in PLACES)
+        shapes = tuple((key, tuple(value.shape)) for key, value in child._parameters.items() if value is not None)
+        rows.append((name, class_name(child), own, shapes, tuple(len(vars(child)[kind]) for kind in HOOKS)))
+    return tuple(rows)
+
+
+def places_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return where a module and all inside it say that they stand."""
+    return tuple(
+        (key, repr(value)) for child in module.modules() for key, value in vars(child).items() if key in PLACES
+    )
+
+
+class _Coarse(Describer):
+    """Describes functions by name and line, and objects by their attributes alone."""
+
+    def _function(self, value: Any, depth: int) -> Any:
+        name = getattr(value, "__qualname__", None)
+        if name is None:
+            return super()._function(value, depth)  # a partial is opened
+        code = getattr(value, "__code__", None)
+        return "function", getattr(value, "__module__", ""), name, None if code is None else code.co_firstlineno
+
+    def _object(self, value: Any, depth: int) -> Any:
+        return class_name(value), self._inside(items_of(value) or (), depth)
+
+
+class _Likeness(_Coarse):
+    """Describes attributes without those that say where a module stands."""
+
+    def _inside(self, items: Any, depth: int) -> tuple[Any, ...]:
+        return super()._inside(((key, item) for key, item in items if str(key) not in PLACES), depth)
 
 
 class Snapshot:
@@ -157,6 +210,16 @@ def signature(
     return None if arguments.is_opaque else found
 
 
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return what tells apart the calls of one forward: a digest of dtypes, sizes, nesting and plain arguments.
+
+    Modules count by identity. Objects that are neither containers nor dataclasses count by their class: a cache that all layers
+    take grows from one to the next, and they are alike.
+    """
+    describe = _WithinForward().describe
+    return digest((tuple(map(describe, args)), tuple((name, describe(value)) for name, value in kwargs.items())))
+
+
 def proven_digests(
     structure: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, kind: tuple[bool, bool], without_gradients: bool
 ) -> list[str]:
@@ -205,3 +268,16 @@ class _Arguments(Describer):
 
     def _place_of(self, size: int) -> Any:
         return size if size < 2 else self._places.setdefault(size, f"s{len(self._places)}")
+
+
+class _WithinForward(_Coarse):
+    """Describes arguments of calls that are compared within one forward."""
+
+    def describe(self, value: Any, depth: int = DEPTH) -> Any:
+        if isinstance(value, Tensor):
+            return str(value.dtype), tuple(value.shape), value.requires_grad
+        return ("module", id(value)) if isinstance(value, nn.Module) else super().describe(value, depth)
+
+    def _object(self, value: Any, depth: int) -> Any:
+        is_open = isinstance(value, (Mapping, list, tuple, set, frozenset)) or dataclasses.is_dataclass(value)
+        return super()._object(value, depth) if is_open else class_name(value)

@@ -104,10 +104,12 @@ class Slices(Tensor):
     def gathered(self) -> Tensor:
         """Return the plain, whole tensor. Every rank of the group comes here together."""
         if self._whole is None:
-            if self._parent is None:
-                self._whole = gather_from_group(self.local, self.group, dim=self.cut_dim, sizes=self.sizes)
-            else:
-                self._whole = self._retake(self._parent.gathered())
+            # With its graph, whoever looks first: somebody may look without gradients, to log a norm.
+            with torch.set_grad_enabled(self.local.requires_grad or torch.is_grad_enabled()):
+                if self._parent is None:
+                    self._whole = gather_from_group(self.local, self.group, dim=self.cut_dim, sizes=self.sizes)
+                else:
+                    self._whole = self._retake(self._parent.gathered())
         return self._whole
 
     @classmethod

@@ -32,7 +32,7 @@ from meshwright.apply.tensor.operations import (
     is_number,
     operands,
 )
-from meshwright.apply.tensor.signature import signature_of
+from meshwright.apply.tensor.signatures import call_key
 from meshwright.comm._torch_private import TURNS, without_function_modes
 from meshwright.describe.tree import tensors_in
 
@@ -128,7 +128,7 @@ class Trace(TorchFunctionMode):
         """Products whose results a cross-entropy took."""
         self.calls: dict[str, Call] = {}
         """The first of each module."""
-        self.distinct: dict[str, dict[Any, Call]] = {}
+        self.distinct: dict[str, dict[str, Call]] = {}
         """By module and signature, the first of each; at most one more than MAX_CALLS."""
         self.num_calls: collections.Counter[str] = collections.Counter()
         self._parameters = {id(parameter): parameter for parameter in module.parameters()}
@@ -149,7 +149,7 @@ class Trace(TorchFunctionMode):
             self._path.append(name)
             self.num_calls[name] += 1
             with without_function_modes():
-                signature = signature_of((args, kwargs))
+                signature = call_key(args, kwargs)
             known = self.distinct.setdefault(name, {})
             if signature not in known and len(known) <= MAX_CALLS:
                 self._alive.append((args, kwargs))

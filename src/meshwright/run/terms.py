@@ -1,0 +1,73 @@
+"""The loss of one micro-batch as a term of the step's, and what backward is run from so that terms add up to one device's."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.describe.tree import move_to, tensors_in
+from meshwright.run.batch import call_model
+from meshwright.run.exchange import Agreement
+from meshwright.run.loss import LossRule, LossTerm
+
+__all__: list[str] = []
+
+
+class LossTerms:
+    """Computes losses of micro-batches.
+
+    Args:
+        engine: The strategy.
+        rule: How losses are read.
+        autocast: The dtype that forward runs in, or None for the model's own.
+    """
+
+    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None) -> None:
+        self._engine = engine
+        self._rule = rule
+        self._autocast = autocast
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context that forward and loss run in."""
+        kind = self._engine.device.type
+        if self._autocast is None and not torch.is_autocast_enabled(kind):
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=self._autocast, enabled=self._autocast is not None)
+
+    def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
+        """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
+        with self.autocast():
+            outputs = call_model(module, part)
+            if self._engine.owes_nothing_to_the_loss:
+                return None
+            first = next(tensors_in(outputs), None)
+            if first is not None and first.device != self._engine.device:
+                part = move_to(part, first.device)  # the last layers may live on another device
+            return self._rule.term(outputs, part, weight)
+
+    def of_any(self, module: nn.Module, part: Any) -> LossTerm | None:
+        """Return the loss of a part of a batch; None also where nothing in it counts."""
+        # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
+        weight = self._rule.known_weight(part)
+        return self.of(module, part, weight) if weight else None
+
+    @staticmethod
+    def root(term: LossTerm, agreement: Agreement, *, alone: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return what backward is run from, and the gradient there; None where this micro-batch used frozen parameters only.
+
+        Args:
+            term: The loss.
+            agreement: What all ranks bring.
+            alone: Whether it is the only term of the step.
+        """
+        if not term.value.requires_grad:
+            return None
+        if term.is_mean:
+            share = float(term.weight) / agreement.known_weight
+        else:
+            share = 1.0 / float(term.weight) if alone and term.weight else 1.0
+        return term.value, None if share == 1.0 else torch.full_like(term.value, share)
