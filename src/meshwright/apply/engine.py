@@ -130,9 +130,8 @@ class Engine:
         """Whether the parameters' values have to stay in the memory where they are."""
         return False
 
-    def find_lost_write(self) -> ApplyError | None:
-        """Return the error where a script has written into parameters whose values are not here."""
-        return None
+    def refuse_lost_writes(self) -> None:
+        """Raise an ApplyError where a script has written into parameters whose values are not here."""
 
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
         """Make an optimizer right whose groups were changed by the user, or return why that cannot be."""

@@ -103,9 +103,7 @@ class Stepper:
         start = time.perf_counter()
         engine = self.engine
         parts = self._micro_batches(batch)
-        lost = engine.find_lost_write()
-        if lost is not None:
-            raise lost
+        engine.refuse_lost_writes()
         self._prepare(parts)
         weights = [self.rule.known_weight(part) for part in parts]
         self.sentinels.begin_step()

@@ -94,8 +94,9 @@ class ShardedEngine(DataParallelEngine):
             "parameters up through the module each time, by module.parameters() for example"
         )
 
-    def find_lost_write(self) -> ApplyError | None:
-        return next((lost for unit in self.units if (lost := unit.find_lost_write()) is not None), None)
+    def refuse_lost_writes(self) -> None:
+        for unit in self.units:
+            unit.refuse_lost_writes()
 
     @property
     def fixes_memory(self) -> bool:

@@ -142,9 +142,7 @@ class FlatUnit:
     def start_gather(self, *, async_op: bool = True) -> None:
         """Start to make the values whole, with fresh memory. All ranks of the group do, before `gather` finishes it."""
         if self.flat is None and self._coming is None:
-            lost = self.find_lost_write()
-            if lost is not None:
-                raise lost
+            self.refuse_lost_writes()
             flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
             self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=async_op)
 
@@ -168,17 +166,17 @@ class FlatUnit:
             parameter.data = self._placeholder.expand(shape)
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def find_lost_write(self) -> ApplyError | None:
-        """Return the error where a script has written where no values are: the gather would put others there."""
+    def refuse_lost_writes(self) -> None:
+        """Raise an ApplyError where a script has written where no values are: the gather would put others there."""
         kept = self._placeholder
         if not self.is_gathered or self.flat is not None or self._coming is not None:
-            return None
+            return
         is_spoiled = kept.device.type == "cpu" and kept.is_floating_point() and not math.isnan(kept.item())
         if not is_spoiled and self._versions == [parameter._version for parameter in self.parameters]:
-            return None
+            return
         pairs = zip(self.names, self.parameters, self._versions, strict=True)
         name = next((name for name, parameter, version in pairs if parameter._version != version), self.names[0])
-        return ApplyError(
+        raise ApplyError(
             f"'{name}', or another parameter of its layer, was written over while this rank has a part of its values alone: "
             "what was written would be lost",
             fix=WRITE_WHOLE,
