@@ -21,8 +21,6 @@ from benchmarks.fuzz.program import complete, features
 
 TIMEOUT_S = 60.0  # the pool's own
 OPEN = {
-    0: "recompute=selective and a result that is written over",
-    3: "recompute and a layer that first writes its input",
     35: "pipelines and a cache that grows with the sequence",
 }
 """Seeds that found something which is not mended yet; each comes out with its mend."""

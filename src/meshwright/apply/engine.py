@@ -130,6 +130,9 @@ class Engine:
         """Whether the parameters' values have to stay in the memory where they are."""
         return False
 
+    def refuse_lost_writes(self) -> None:
+        """Raise an ApplyError where a script has written into parameters whose values are not here."""
+
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
         """Make an optimizer right whose groups were changed by the user, or return why that cannot be."""
         if self.everyone.size == 1 and self.num_replicas == 1:

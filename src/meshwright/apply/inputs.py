@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from meshwright.apply.kept import tensors_in
-from meshwright.comm._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.comm._torch_private import pytree, without_dispatch_modes, without_function_modes
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -82,14 +81,14 @@ class Inputs:
                 )
             return args, kwargs
         with without_dispatch_modes(), without_function_modes():
-            return _pytree.tree_map_only(
+            return pytree.tree_map_only(
                 Tensor, lambda tensor: tensor.clone() if _is_plain(tensor) else tensor, (args, kwargs)
             )
 
 
 def _copies(given: tuple[Any, Any]) -> tuple[Any, Any]:
     with without_dispatch_modes(), without_function_modes(), torch.no_grad():
-        return _pytree.tree_map_only(Tensor, _copy, given)
+        return pytree.tree_map_only(Tensor, _copy, given)
 
 
 def _copy(tensor: Tensor) -> Tensor:

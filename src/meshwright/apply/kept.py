@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from meshwright.comm._torch_private import DEAR_OPERATORS, TorchDispatchMode, detach_with_version, storage_id
+from meshwright.comm._torch_private import DEAR_OPERATORS, TorchDispatchMode, detach_with_version, pytree, storage_id
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -34,7 +33,7 @@ class _Result:
 
     def __init__(self, value: Any, given: list[torch.Size]) -> None:
         self.given = given
-        self._value: Any = _pytree.tree_map_only(Tensor, detach_with_version, value)
+        self._value: Any = pytree.tree_map_only(Tensor, detach_with_version, value)
         self._versions = [(tensor, tensor._version) for tensor in tensors_in(self._value)]
 
     def watch(self, view: Tensor) -> None:
@@ -144,7 +143,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in what an operator or a layer was given, or gave."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:

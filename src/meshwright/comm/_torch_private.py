@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "is_in_backward",
+    "pytree",
     "run_backward",
     "set_worker_info",
     "storage_id",

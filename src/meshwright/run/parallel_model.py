@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.optimizer import refuse_coupled
+from meshwright.apply.data.unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
 from meshwright.apply.recompute import Recompute
 from meshwright.apply.state_guard import StateGuard
@@ -18,7 +19,7 @@ from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
 from meshwright.describe.tree import BatchSplitter
-from meshwright.errors import ConfigError
+from meshwright.errors import ApplyError, ConfigError
 from meshwright.mesh import MeshSpec
 from meshwright.run.build import (
     NamedOptimizerFactory,
@@ -38,6 +39,8 @@ from meshwright.spec import Plan
 
 __all__: list[str] = []
 
+# What torch says of a write into a parameter that has a shape, and no memory for each of its entries.
+_INTO_PARTS = "more than one element of the written-to tensor"
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -356,4 +359,10 @@ class ParallelModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        has_parts = self.engine.holds_parts
         self.close()
+        if has_parts and isinstance(error, RuntimeError) and _INTO_PARTS in str(error):
+            raise ApplyError(
+                f"a script wrote into a parameter under the plan '{self.plan}', where a rank has a part of its values alone",
+                fix=WRITE_WHOLE,
+            ) from error

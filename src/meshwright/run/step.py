@@ -103,6 +103,7 @@ class Stepper:
         start = time.perf_counter()
         engine = self.engine
         parts = self._micro_batches(batch)
+        engine.refuse_lost_writes()
         self._prepare(parts)
         weights = [self.rule.known_weight(part) for part in parts]
         self.sentinels.begin_step()

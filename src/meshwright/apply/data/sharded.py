@@ -94,6 +94,10 @@ class ShardedEngine(DataParallelEngine):
             "parameters up through the module each time, by module.parameters() for example"
         )
 
+    def refuse_lost_writes(self) -> None:
+        for unit in self.units:
+            unit.refuse_lost_writes()
+
     @property
     def fixes_memory(self) -> bool:
         return True

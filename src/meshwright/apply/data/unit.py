@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,11 @@ from meshwright.apply.data.flat import FlatLayout, Span
 from meshwright.comm._torch_private import foreach_add_, foreach_mul_
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+WRITE_WHOLE = "change parameters before apply_plan, or inside `with model.whole_parameters():` on every rank"
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,6 +84,7 @@ class FlatUnit:
         """A parameter whose gradient came in another dtype than its own was when the plan was applied."""
         self._settling: Exchange | None = None
         self._coming: tuple[torch.Tensor, Pending] | None = None
+        self._versions: list[int] = []
         self.expect([True] * len(self.parameters))
         self._take_over(keep_whole=keep_whole)
 
@@ -137,6 +142,7 @@ class FlatUnit:
     def start_gather(self, *, async_op: bool = True) -> None:
         """Start to make the values whole, with fresh memory. All ranks of the group do, before `gather` finishes it."""
         if self.flat is None and self._coming is None:
+            self.refuse_lost_writes()
             flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
             self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=async_op)
 
@@ -158,13 +164,33 @@ class FlatUnit:
         self.flat = self._coming = None
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def refuse_lost_writes(self) -> None:
+        """Raise an ApplyError where a script has written where no values are: the gather would put others there."""
+        kept = self._placeholder
+        if not self.is_gathered or self.flat is not None or self._coming is not None:
+            return
+        is_spoiled = kept.device.type == "cpu" and kept.is_floating_point() and not math.isnan(kept.item())
+        if not is_spoiled and self._versions == [parameter._version for parameter in self.parameters]:
+            return
+        pairs = zip(self.names, self.parameters, self._versions, strict=True)
+        name = next((name for name, parameter, version in pairs if parameter._version != version), self.names[0])
+        raise ApplyError(
+            f"'{name}', or another parameter of its layer, was written over while this rank has a part of its values alone: "
+            "what was written would be lost",
+            fix=WRITE_WHOLE,
+        )
 
     def keep_changes(self) -> None:
-        """Take over what was written into whole values of a gathered unit: this rank's segment of it."""
+        """Take over what was written into whole values of a gathered unit: this rank's segment. All ranks call it together."""
         if self.flat is not None and self.is_gathered:
             begin = self.group.group_rank * self.layout.segment_numel
             own = self.flat[begin : begin + self.layout.segment_numel]
-            if not torch.equal(own, self.segment):
+            is_written = torch.tensor([float(not torch.equal(own, self.segment))], device=self.segment.device)
+            # On every rank or on none: sentinels compare which ranks' state was written to.
+            self.group.all_reduce(is_written, "max")
+            if is_written.item():
                 with torch.no_grad():
                     self.segment.copy_(own)
                     self.master.copy_(self.segment)

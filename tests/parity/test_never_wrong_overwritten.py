@@ -1,0 +1,50 @@
+"""Parameters that a script writes over or that a loss reads: equal, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import testing
+from parity import overwritten_jobs as jobs
+
+WRITES = [jobs.write_all, jobs.write_one, jobs.write_entry]
+
+
+def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_parameters_that_are_sharded_are_not_written_over(write: Any, after: int) -> None:
+    plan = "dp=2,zero=3,whole_below=0"
+    for outcome in testing.run_outcomes(jobs.written, 2, plan, write, False, after):
+        assert isinstance(outcome.error, mw.ApplyError), f"{outcome.error!r} {outcome.result!r}"
+        assert "whole_parameters" in str(outcome.error)
+    for found in testing.run_ranks(functools.partial(jobs.written, plan, write, True, after), 2):
+        equal(found, jobs.plainly_written(write, after))
+
+
+@pytest.mark.parametrize("kind", ["squares", "orthogonal", "one"])
+@pytest.mark.parametrize("plan", ["data_parallel,dp=2", "data_parallel,dp=3,micro_batches=2"])
+def test_replicas_add_what_a_penalty_over_parameters_gives(plan: str, kind: str) -> None:
+    losses, found = jobs.penalized(plan, kind)
+    expected_losses, expected = jobs.penalized(None, kind)
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    equal(found, expected)
+
+
+def test_replicas_refuse_a_hook_that_was_called_with_a_part() -> None:
+    module, loss_fn = jobs.build(), jobs.Penalized("squares")
+    loss_fn.module = module
+    module[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    plan, devices = "data_parallel,dp=2", ["cpu"] * 2
+    model = mw.apply_plan(module, plan, loss_fn=loss_fn, optimizer=jobs.Sgd, devices=devices)
+    with model, pytest.raises(mw.ApplyError, match="was called with a part of it"):
+        model.step(jobs.batches()[0])
