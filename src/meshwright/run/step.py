@@ -13,19 +13,17 @@ before backward starts; a Loss is run backward from its sum, and the whole gradi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
@@ -33,10 +31,11 @@ from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
-from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite, unchanged_draws
+from meshwright.run.diagnose import explain_non_finite, find_non_finite, unchanged_draws
 from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.put_back import Snapshot, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
 from meshwright.run.sentinels import Sentinels
@@ -109,7 +108,7 @@ class Stepper:
         self.sentinels.begin_step()
         agreement = self._agree(batch, parts, weights, wants_stop=wants_stop)
         self.sentinels.begin_forward()
-        snapshot = _Snapshot(engine, keep_buffers=self.non_finite == "skip")
+        snapshot = Snapshot(engine, keep_buffers=self.non_finite == "skip")
         engine.begin_step()
         on_phase("forward")
         # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
@@ -184,7 +183,7 @@ class Stepper:
         )
         if not self.engine.is_prepared:
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
-            with _in_training_mode(self.engine.module), unchanged_draws(self.engine):
+            with in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
             self._watch()  # a strategy may have taken parameters out
 
@@ -325,7 +324,7 @@ class Stepper:
 
     # -- what is not finite -------------------------------------------------------------------------------------
 
-    def _diagnose(self, parts: list[Any], snapshot: _Snapshot, loss: float, norm: float) -> NonFiniteError:
+    def _diagnose(self, parts: list[Any], snapshot: Snapshot, loss: float, norm: float) -> NonFiniteError:
         engine = self.engine
 
         def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
@@ -339,7 +338,7 @@ class Stepper:
         guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
         return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)
 
-    def _leave_out(self, snapshot: _Snapshot, error: NonFiniteError) -> None:
+    def _leave_out(self, snapshot: Snapshot, error: NonFiniteError) -> None:
         self.engine.leave_out_step()
         if self.non_finite != "skip":
             raise error
@@ -388,28 +387,3 @@ class Stepper:
         sums = exchange.wait()
         engine.end_forward()
         return sums
-
-
-@contextlib.contextmanager
-def _in_training_mode(module: nn.Module) -> Iterator[None]:
-    """Have a module train inside where it does not; its parts keep the modes that they have where it does."""
-    modes = [] if module.training else [(child, child.training) for child in module.modules()]
-    if modes:
-        module.train()
-    try:
-        yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
-
-
-class _Snapshot:
-    """What must be known of the moment before a step, in case it has to be undone or run again."""
-
-    def __init__(self, engine: Engine, *, keep_buffers: bool) -> None:
-        self.random_state = RandomState.read(engine.device)
-        self._buffers = BufferSnapshot(engine.module) if keep_buffers else None
-
-    def restore_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.restore()
