@@ -42,11 +42,13 @@ class BufferSnapshot:
 
     def __init__(self, module: nn.Module) -> None:
         slots = ((owner, name, getattr(owner, name)) for owner, name in buffer_slots(module))
-        self._held = [(owner, name, tensor, tensor.detach().clone()) for owner, name, tensor in slots]
+        self._held = [(owner, name, tensor, tensor.detach().clone(), tensor._version) for owner, name, tensor in slots]
 
     def restore(self) -> None:
         """Give every name its tensor of then, with its values of then."""
         with torch.no_grad():
-            for owner, name, tensor, value in self._held:
-                tensor.detach().copy_(value)
+            for owner, name, tensor, value, version in self._held:
+                # Else to write it would look like the forward's own doing.
+                if tensor._version != version or not torch.equal(tensor.detach(), value):
+                    tensor.detach().copy_(value)
                 owner._buffers[name] = tensor

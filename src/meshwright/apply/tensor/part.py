@@ -21,7 +21,7 @@ from meshwright.apply.tensor.roles import change_stream
 from meshwright.apply.tensor.running import RunningChain, RunningRegion
 from meshwright.apply.tensor.slices import make_whole, plain_values
 from meshwright.apply.tensor.whole import replaced_tensors
-from meshwright.comm._torch_private import PlainCheckpoints
+from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode
 from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.errors import ApplyError
 
@@ -108,7 +108,8 @@ class Part:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if guard is not None and not guard.allows(args, kwargs):
                 return self._run_whole(original, module, args, kwargs)
-            if self.is_inspected:
+            # Not where somebody follows each function: a pipeline's stages would see calls that the others do not make.
+            if self.is_inspected and current_function_mode() is None:
                 self._inspect(original, module, args, kwargs)
             return self._run_cut(original, module, args, kwargs)
 
