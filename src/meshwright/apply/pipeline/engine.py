@@ -325,10 +325,10 @@ class PipelineEngine(OuterEngine):
 
     def begin_inspection(self, number: int) -> str | None:
         """Have the inputs of one stage checked for what was sent, or a part of the engine inside; they take turns."""
-        inner = self.inner.begin_inspection(number // 2) if number % 2 == 0 else None
-        if inner is not None or not self._post.has_notes(self.device):
-            return inner
-        return self._inspection.begin(number // 2)
+        # Whose turn it is must be the same on all stages, whether or not there is a part to inspect on each.
+        if self._tensor is not None and number % 2 == 0:
+            return self.inner.begin_inspection(number // 2)
+        return self._inspection.begin(number // 2) if self._post.has_notes(self.device) else None
 
     def end_inspection(self) -> Sequence[Finding]:
         return [*self.inner.end_inspection(), *self._inspection.end()]
