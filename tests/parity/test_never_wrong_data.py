@@ -12,6 +12,7 @@ import torch
 import meshwright as mw
 from meshwright import testing
 from parity import never_wrong_data_jobs as jobs
+from parity import never_wrong_replica_jobs as replica_jobs
 
 OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
@@ -253,8 +254,8 @@ def test_embeddings_that_look_at_the_whole_batch_are_refused(plan: str, option: 
 
 @pytest.mark.parametrize("plan", ["data_parallel,dp=2", "data_parallel,dp=3"])
 def test_replicas_take_over_attributes_and_give_them_back(plan: str) -> None:
-    losses, state, seen = jobs.annealed(plan)
-    expected, expected_state, expected_seen = jobs.annealed(None)
+    losses, state, seen = replica_jobs.annealed(plan)
+    expected, expected_state, expected_seen = replica_jobs.annealed(None)
     equal((losses, state), (expected, expected_state))
     assert seen == expected_seen == [0, 1, 2, 3, True]
 
@@ -265,7 +266,9 @@ def test_replicas_take_over_attributes_and_give_them_back(plan: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", ZERO3, "pp=2,micro_batches=2"])
 def test_recompute_changes_no_bit_of_values_buffers_and_counters(plan: str, kind: str) -> None:
-    without = testing.run_ranks(jobs.normed, 2, plan)
-    for found, expected in zip(testing.run_ranks(jobs.normed, 2, f"{plan},recompute={kind}"), without, strict=True):
+    without = testing.run_ranks(replica_jobs.normed, 2, plan)
+    for found, expected in zip(
+        testing.run_ranks(replica_jobs.normed, 2, f"{plan},recompute={kind}"), without, strict=True
+    ):
         assert found[:2] == expected[:2]
         assert all(torch.equal(value, other) for value, other in zip(found[2], expected[2], strict=True))

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.finding import Finding
 from meshwright.apply.random_states import kept_random_states
-from meshwright.apply.tensor.operations import DROPOUTS
+from meshwright.apply.tensor.operations import WithoutDropout
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.describe.tree import map_tensors, tensors_in
@@ -42,21 +40,6 @@ def _noted() -> Iterator[None]:
         yield
     finally:
         _under_way -= 1
-
-
-class WithoutDropout(TorchFunctionMode):
-    """Dropout lets everything through: shards draw other masks than the whole."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in DROPOUTS:
-            return args[0]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        return func(*args, **kwargs)
 
 
 def compare_runs(module: nn.Module, name: str, *, cut: Callable[[], Any], whole: Callable[[], Any]) -> list[Finding]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import _torch_private
 
@@ -136,3 +137,18 @@ def counts_ids(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 def is_number(index: Any) -> bool:
     """Tell whether an index picks one entry of a dim."""
     return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Dropout lets everything through: shards draw other masks than the whole."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        return func(*args, **kwargs)

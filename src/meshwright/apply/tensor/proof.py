@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.tensor.asked import Asked
 from meshwright.apply.tensor.comparison import (
@@ -30,7 +28,7 @@ from meshwright.apply.tensor.comparison import (
 from meshwright.apply.tensor.copies import copy_module, map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.effects import Before, Left
-from meshwright.apply.tensor.operations import DROPOUTS
+from meshwright.apply.tensor.operations import WithoutDropout
 from meshwright.apply.tensor.region import Region, Result, TensorLayout
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.threads import Meeting, ThreadGroup
@@ -55,23 +53,17 @@ class MisshapenError(DisprovedError):
         self.whole = whole
 
 
-class Exact(TorchFunctionMode):
+class Exact(WithoutDropout):
     """Float64 where code asks for float32, and no dropout: what remains must be equal to rounding."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in DROPOUTS:
-            return args[0]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         if func is torch.Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 # -- one run ------------------------------------------------------------------------------------------------------
