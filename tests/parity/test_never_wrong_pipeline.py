@@ -76,9 +76,6 @@ def test_layers_write_over_results_whose_backward_is_split(schedule: str) -> Non
     _assert_equal("over_own_results", f"pp=2,schedule={schedule}")
 
 
-@pytest.mark.skipif(
-    OVER_GLOO, reason="known: over gloo a stage that waits for a tensor hears of a refusal at its limit only"
-)
 @pytest.mark.parametrize("name", list(jobs.REFUSED))
 def test_is_refused_on_all_ranks_with_a_fix(name: str) -> None:
     outcomes = testing.run_outcomes(jobs.run_planned, 2, name, "pp=2")

@@ -299,10 +299,13 @@ class Communicator:
         flat = tensor.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
         return self.issue("send", tensor.nbytes, lambda _: self._alive_group.send([flat], target, tag), async_op=True)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        """Fill a contiguous tensor with what the group's rank `source` sends under this tag."""
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, num_bytes: int | None = None) -> None:
+        """Fill a contiguous tensor with what the group's rank `source` sends under this tag.
+
+        `num_bytes` is what the ledger counts where the tensor has room for more than is expected.
+        """
         flat = tensor.view(-1).view(torch.uint8)
-        entry = self.ledger.record("receive", self.axis, tensor.nbytes, self.size)
+        entry = self.ledger.record("receive", self.axis, tensor.nbytes if num_bytes is None else num_bytes, self.size)
         start = time.perf_counter()
         self.run_waiting("receive", lambda: self._alive_group.recv([flat], source, tag).wait())
         entry.wait_s += time.perf_counter() - start

@@ -52,6 +52,7 @@ class Post:
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
         self._notes: deque[tuple[Any, Tensor]] = deque()
         self._boxes: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        self._left_behind: list[Callable[[], bool]] = []
 
     def has_notes(self, device: torch.device) -> bool:
         """Tell whether notes travel beside tensors: on a GPU they would make the host wait for each of them."""
@@ -99,16 +100,33 @@ class Post:
         if not tensor.numel():
             return tensor
         try:
-            self.group.receive(tensor, rank, tag)
+            self._receive(tensor, rank, tag)
         except RuntimeError as error:
             if "bytes with tag" not in str(error):
                 raise
             raise _unexpected(error, meta, source, target, micro_batch, is_gradient=is_gradient) from error
+        except OtherStageError as error:
+            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient) from error
         if tensor.nbytes >= FRAME_BYTES and tensor.device.type == "cpu" and not self._refuses_lengths(tensor.nbytes):
             note = read_note(tensor.view(-1).view(torch.uint8))
             if note is not None:
                 raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
         return tensor
+
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Fill a tensor. Gloo ends the process where more comes than there is room for: a note must fit as well.
+
+        Raises:
+            OtherStageError: A note came that is longer than the tensor.
+        """
+        if tensor.device.type != "cpu" or self.group.shares_memory or tensor.nbytes >= FRAME_BYTES:
+            self.group.receive(tensor, rank, tag)
+            return
+        room = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        self.group.receive(room, rank, tag, num_bytes=tensor.nbytes)
+        if read_note(room) is not None:
+            raise OtherStageError(f"rank {self.group.ranks[rank]} sent a note in place of {tensor.nbytes} bytes")
+        tensor.view(-1).view(torch.uint8).copy_(room[: tensor.nbytes])
 
     def _refuses_lengths(self, num_bytes: int) -> bool:
         """Tell whether a note in place of so many bytes would have been an error already."""
@@ -193,7 +211,14 @@ class Post:
             self._notes.popleft()[0].wait()
 
     def forget(self) -> None:
-        """Forget what a step that ended in an error has left behind."""
+        """Forget what a step that ended in an error has left behind.
+
+        What is still being sent is held until it has left: gloo takes a message back whose handle is dropped, and the stage that
+        waits for it would not hear of the error.
+        """
+        self._left_behind += [lambda sent=sent: sent[0].is_done for sent in self._under_way]
+        self._left_behind += [lambda sent=sent: sent[0].is_completed() for sent in self._notes]
+        self._left_behind = [has_left for has_left in self._left_behind if not has_left()]
         self._under_way.clear()
         self._notes.clear()
         self._boxes.clear()
