@@ -202,6 +202,39 @@ class Moment:
         return [(value, read_parts(value)) for value in found]
 
 
+@contextlib.contextmanager
+def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
+    """Put back, afterwards, what the containers and objects among these values hold, tensors' entries included."""
+    insides: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def keep(value: Any, left: int) -> None:
+        if id(value) in insides or id(value) in tensors or not may_change(value) or not left:
+            return
+        if isinstance(value, Tensor):
+            if type(value) is Tensor:
+                tensors[id(value)] = value, value._version, value.detach().clone()
+            return
+        parts = value if isinstance(value, tuple) else read_parts(value)
+        if not isinstance(value, tuple):
+            insides[id(value)] = value, parts
+        for item in parts.values() if isinstance(parts, dict) else parts:
+            keep(item, left - 1)
+
+    with _unseen():
+        for value in values:
+            keep(value, depth)
+    try:
+        yield
+    finally:
+        with _unseen():
+            for value, parts in insides.values():
+                write_parts(value, parts)
+            for tensor, version, entries in tensors.values():
+                if tensor._version != version:
+                    tensor.detach().copy_(entries)
+
+
 class Attributes:
     """The buffers and attributes of a layer and of what is in it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -182,6 +183,27 @@ def _own_buffers(module: nn.Module) -> Iterator[None]:
             owner._buffers[name] = tensor
 
 
+@contextlib.contextmanager
+def _laid_out(module: nn.Module) -> Iterator[None]:
+    """Have parameters that are absent here, one number for all entries, lie in memory as any do: some kernels insist on that."""
+    own = itertools.chain.from_iterable(
+        vars(child).values() for child in module.modules()
+    )  # `Holding` keeps them there
+    parameters = {
+        id(value): value for value in (*own, *module.parameters()) if isinstance(value, nn.Parameter)
+    }.values()
+    absent = [
+        (parameter, parameter.data) for parameter in parameters if parameter.dim() and not any(parameter.stride())
+    ]
+    for parameter, data in absent:
+        parameter.data = data.contiguous()
+    try:
+        yield
+    finally:
+        for parameter, data in absent:
+            parameter.data = data
+
+
 def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
     """Replace the tensors that some stage computes."""
 
@@ -218,7 +240,7 @@ def _run_watched(
         new_args, new_kwargs = substitute_call(*call, stand_in)
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
-        with _own_buffers(module):
+        with _own_buffers(module), contextlib.nullcontext() if make is make_fake else _laid_out(module):
             results = (_run_fake if make is make_fake else _run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [
@@ -251,9 +273,9 @@ def _run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     except FakeTensorError as error:
         raise _NeedsNumbersError(type(error).__name__) from error
     except RuntimeError as error:
-        if "data is not allocated" in str(error):  # C++ code that reads a tensor's numbers
-            raise _NeedsNumbersError("data is not allocated") from error
-        raise
+        # C++ code that reads a tensor's numbers, or an operator whose shapes torch knows for some dtypes only (grouped_mm). An
+        # error of the user's own code comes again from the run on zeros.
+        raise _NeedsNumbersError(str(error)) from error
 
 
 def _run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.attributes import OF_TORCH, insides_put_back
 from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.finding import Finding
 from meshwright.apply.random_states import kept_random_states
@@ -42,12 +43,15 @@ def _noted() -> Iterator[None]:
         _under_way -= 1
 
 
-def compare_runs(module: nn.Module, name: str, *, cut: Callable[[], Any], whole: Callable[[], Any]) -> list[Finding]:
-    """Run a module on shards and whole, and return in what they differ. The module is left as it was.
+def compare_runs(
+    module: nn.Module, name: str, given: Any, *, cut: Callable[[Any], Any], whole: Callable[[Any], Any]
+) -> list[Finding]:
+    """Run a module on shards and whole, and return in what they differ. The module and what it is given are left as they were.
 
     Args:
         module: The module.
         name: Its FQN.
+        given: Its arguments; each run has copies of their tensors, which it may write over.
         cut: Runs it on shards.
         whole: Runs it as one device.
     """
@@ -55,8 +59,9 @@ def compare_runs(module: nn.Module, name: str, *, cut: Callable[[], Any], whole:
     # Selective recompute, for one, keeps what a mode of it sees, and would look for it in backward.
     with torch.no_grad(), without_dispatch_modes(), WithoutDropout(), _noted():
         for run in (cut, whole):
-            with left_as_it_was(module):
-                results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(run(), torch.Tensor.detach))])
+            with left_as_it_was(module), insides_put_back(given):
+                outputs = run(map_tensors(given, torch.Tensor.clone))
+                results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(outputs, torch.Tensor.detach))])
     findings = []
     for place, (mine, expected) in enumerate(zip(*results, strict=False)):
         tolerance = TOLERANCES.get(_precision(expected), 0.0)
@@ -92,7 +97,8 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Put back, afterwards, buffers, attributes and random states that a run inside has changed."""
     buffers = BufferSnapshot(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
-    with kept_random_states({parameter.device for parameter in module.parameters()}):
+    inside = [value for own, _ in attributes for name, value in own.items() if name not in OF_TORCH]
+    with insides_put_back(*inside), kept_random_states({parameter.device for parameter in module.parameters()}):
         try:
             yield
         finally:

@@ -193,6 +193,7 @@ class Part:
         self.findings += compare_runs(
             module,
             self.name,
-            cut=lambda: self._run_cut(original, module, *given),
-            whole=lambda: self._run_whole(original, module, *given),
+            given,
+            cut=lambda given: self._run_cut(original, module, *given),
+            whole=lambda given: self._run_whole(original, module, *given),
         )

@@ -36,6 +36,7 @@ from meshwright.apply.tensor.described import (
     slots_of,
     user_classes,
 )
+from meshwright.comm._torch_private import WrapperTensor
 
 __all__: list[str] = []
 
@@ -263,7 +264,9 @@ class _Arguments(Describer):
             return super().describe(value, depth)
         shape = tuple(value.shape) if self._exact_sizes else tuple(map(self._place_of, value.shape))
         needs = value.requires_grad
-        numbers = numbers_of(value) if self._with_values and not needs else None
+        # What another stage computes has no numbers here; code that reads them is refused where it does.
+        has_numbers = self._with_values and not needs and not isinstance(value, WrapperTensor)
+        numbers = numbers_of(value) if has_numbers else None
         return str(value.dtype), shape, self._with_gradients and needs, numbers
 
     def _place_of(self, size: int) -> Any:

@@ -1,0 +1,130 @@
+"""Layers whose arguments are written, and layers of operators whose shapes torch does not know without running them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+class Cache:
+    """What layers hand on beside the stream, as Hugging Face's caches are: it grows with each call."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.sums: Tensor | None = None
+
+    def add(self, keys: Tensor) -> Tensor:
+        self.keys.append(keys)
+        total = keys.sum(-1)
+        self.sums = total if self.sums is None else torch.cat([self.sums, total], dim=0)
+        return self.sums.mean(0)
+
+
+class Caching(nn.Module):
+    """Writes into its argument, and into an object among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, scale: Tensor, cache: Cache) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        past = cache.add(x.detach())
+        out = x + self.down(hidden) * scale.clone() + 0.1 * past.mean()
+        scale *= 1.5
+        return out
+
+
+class CachingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Caching() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache, scale = Cache(), torch.ones(8, dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, scale, cache)
+        return self.head(x) + 0.1 * len(cache.keys)
+
+
+class Grouped(nn.Module):
+    """Experts in one product, which torch's fake tensors know for bfloat16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.weight = nn.Parameter(torch.randn(4, 16, 16) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        chosen = self.gate(h).softmax(-1)
+        weight, expert = chosen.max(-1)
+        order = expert.argsort(stable=True)
+        offsets = torch.bincount(expert, minlength=4).cumsum(0).to(torch.int32)
+        products = F.grouped_mm(h[order], self.weight, offs=offsets)
+        return x + weight[:, None] * torch.zeros_like(products).index_copy(0, order, products)
+
+
+class GroupedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Grouped() for _ in range(4)))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+BUILD: dict[str, tuple[type[nn.Module], int, torch.dtype]] = {
+    "caching": (CachingStack, 8, torch.float64),
+    "grouped": (GroupedStack, 16, torch.float32),
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    kind, _, dtype = BUILD[name]
+    return kind().to(dtype)
+
+
+def batch(name: str, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    _, width, dtype = BUILD[name]
+    return torch.randn(6, width, generator=generator, dtype=dtype), torch.randn(6, 3, generator=generator, dtype=dtype)
+
+
+def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(outputs, batch[1])
+
+
+def run_plain(name: str) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step of a plain loop."""
+    module = build(name)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_fn(module(batch(name, step)[0]), batch(name, step))
+        loss.backward()
+        grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        found.append((loss.item(), torch.cat([grad.flatten() for grad in grads]).norm().item()))
+        optimizer.step()
+    return found
+
+
+def run_planned(name: str, plan: str) -> list[tuple[float, float]]:
+    """Return the same under a plan, with a sentinel in each step."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    build_it = functools.partial(build, name)
+    with mw.apply_plan(build_it, plan, loss_fn=loss_fn, optimizer=optimizer, sentinel_every=1) as model:
+        results = [model.step(batch(name, step)) for step in range(3)]
+        return [(result.loss, result.grad_norm) for result in results]

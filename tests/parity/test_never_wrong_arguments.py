@@ -1,0 +1,26 @@
+"""What layers write into their arguments, and operators whose shapes are not known without running them."""
+
+from __future__ import annotations
+
+import pytest
+
+import meshwright as mw
+from meshwright import testing
+from parity import never_wrong_arguments_jobs as jobs
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2"])
+def test_an_inspection_leaves_arguments_as_they_were(plan: str) -> None:
+    # A sentinel runs a layer twice more: neither run may show in what the layer is given, or in the object that collects.
+    expected = jobs.run_plain("caching")
+    for found in testing.run_ranks(jobs.run_planned, mw.Plan.parse(plan).num_ranks, "caching", plan):
+        for got, step in zip(found, expected, strict=True):
+            assert got == pytest.approx(step, rel=1e-11)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv"])
+def test_an_operator_whose_shapes_torch_does_not_know(plan: str) -> None:
+    expected = jobs.run_plain("grouped")
+    for found in testing.run_ranks(jobs.run_planned, 2, "grouped", plan):
+        for got, step in zip(found, expected, strict=True):
+            assert got == pytest.approx(step, rel=1e-5)
