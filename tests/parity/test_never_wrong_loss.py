@@ -9,7 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright import testing
-from parity import loss_jobs, never_wrong_loss_shares
+from parity import loss_jobs, never_wrong_loss_shares, uncut_jobs
 from tolerances import FLOAT32, FLOAT64
 
 NOT_A_MEAN = ["contrastive", "spread", "largest", "total", "root", "class_weights"]
@@ -149,14 +149,14 @@ def test_split_needs_no_count_of_samples_beside_the_targets(name: str, line: str
     # Sizes in dim 0 differ: this was refused with "pass split=", which had been passed.
     args = (name, line)
     per_rank = (
-        [loss_jobs.uncut_steps(*args)] if "single" in line else testing.run_ranks(loss_jobs.uncut_steps, 2, *args)
+        [uncut_jobs.uncut_steps(*args)] if "single" in line else testing.run_ranks(uncut_jobs.uncut_steps, 2, *args)
     )
-    batch = loss_jobs.UNCUT[name][1](5)
-    expected = testing.oracle_steps(functools.partial(loss_jobs.build_uncut, name), [batch], loss_jobs.mean_square)
+    batch = uncut_jobs.UNCUT[name][1](5)
+    expected = testing.oracle_steps(functools.partial(uncut_jobs.build_uncut, name), [batch], loss_jobs.mean_square)
     for records in per_rank:
         testing.assert_parity(records, expected, FLOAT64)
 
 
 def test_a_split_that_loses_samples_is_refused() -> None:
     with pytest.raises(mw.ApplyError, match=r"cut a batch of 5 samples into 2 parts, and gave 1 with \[3\] samples"):
-        loss_jobs.losing_step()
+        uncut_jobs.losing_step()

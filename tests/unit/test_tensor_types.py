@@ -17,55 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.apply.tensor import proof
-from meshwright.apply.tensor.attention import attention_region
-from meshwright.apply.tensor.proof import DisprovedError, Experiment
-from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout
+from meshwright.apply.tensor.proof import DisprovedError
+from meshwright.apply.tensor.region import Cut, Region, TensorLayout
 from meshwright.apply.tensor.search import Search
-from meshwright.apply.tensor.trace import Call
-from meshwright.apply.tensor.types.report import TypeReport
+from unit.tensor_type_cases import HIDDEN, PAIR, WIDTH, Between, experiment_of, types_of
 
-WIDTH, HIDDEN = 6, 8
 OUTSIDE = torch.tensor(2.0, dtype=torch.float64)
-
-
-class Between(nn.Module):
-    """Two layers with something between them, which a test chooses."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.seen = nn.Buffer(torch.zeros(()))
-        self.function = function
-        self.aux: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.function(self, self.up(x)))
-
-
-PAIR = Region(
-    scope="",
-    num_units=HIDDEN,
-    cuts={
-        "up.weight": Cut(dim=0, groups=(HIDDEN,)),
-        "up.bias": Cut(dim=0, groups=(HIDDEN,)),
-        "down.weight": Cut(dim=1, groups=(HIDDEN,), kind="row"),
-    },
-    roles={"up": "column", "down": "row"},
-)
-
-
-def experiment_of(module: nn.Module, shape: tuple[int, ...] = (2, 4, WIDTH), num_parts: int = 2) -> Experiment:
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    return Experiment(module.double(), Call(args=(x,), kwargs={}), num_parts)
-
-
-def types_of(function: Callable[[Any, Tensor], Tensor], region: Region = PAIR, **options: Any) -> TypeReport:
-    experiment = experiment_of(Between(function), **options)
-    experiment.prove(region)
-    assert experiment.types is not None
-    return experiment.types
 
 
 # -- right programs -----------------------------------------------------------------------------------------------
@@ -397,85 +354,6 @@ def test_masks_on_what_every_rank_has_are_refused_where_ranks_draw_apart() -> No
         experiment_of(Skipped(lambda _, y: y)).prove(SUM.replace(drops=True))
     assert experiment_of(Skipped(lambda _, y: y)).prove(SUM)
     assert types_of(lambda _, h: F.dropout(h, 0.5), PAIR.replace(drops=True)).refusals == []
-
-
-# -- chains -----------------------------------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """A layer between whose regions something stands."""
-
-    def __init__(self, before: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = Between(lambda _, h: h.relu())
-        self.before = before
-        self.aux: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(self.before(self, x)))
-
-
-def on_slices(before: Callable[[Any, Tensor], Tensor], length: int, dim: int = 1) -> tuple[Experiment, TensorLayout]:
-    experiment = experiment_of(Layer(before), (4, length, WIDTH))
-    return experiment, TensorLayout(regions=(PAIR.above("mlp"),), chains=(Chain(layers=("",), dims=(dim,)),))
-
-
-def check_on_slices(before: Callable[[Any, Tensor], Tensor], length: int, dim: int = 1) -> TypeReport:
-    experiment, layout = on_slices(before, length, dim)
-    assert set(experiment.check(layout)) >= {"norm.weight", "norm.bias"}
-    assert experiment.types is not None
-    return experiment.types
-
-
-def test_a_bias_of_attention_is_added_on_slices() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    experiment = Experiment(layer.double(), Call(args=(torch.randn(4, 6, 8).double().requires_grad_(),), kwargs={}), 2)
-    region = attention_region(layer.self_attn).above("self_attn")
-    for dim in (0, 1):
-        layout = TensorLayout(regions=(region,), chains=(Chain(layers=("",), dims=(dim,)),))
-        assert "self_attn.out_proj.bias" in experiment.check(layout)
-        assert "self_attn.out_proj.bias" in experiment.check_types(layout).partial
-    whole = TensorLayout(regions=(region,))
-    assert "self_attn.out_proj.bias" not in experiment.check_types(whole).partial | set(experiment.check(whole))
-
-
-def _by_length(_: Any, x: Tensor) -> Tensor:
-    return x - 0 * x.amax(1, keepdim=True) if x.shape[1] > 8 else x
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_layer_that_treats_each_position_alike_runs_on_slices(dim: int) -> None:
-    assert not check_on_slices(lambda _, x: x.relu() + 1, 8, dim).refusals
-
-
-def test_a_branch_on_the_length_is_told_or_refused() -> None:
-    assert check_on_slices(_by_length, 8).compared_sizes
-    assert not check_on_slices(lambda _, x: x, 8).compared_sizes
-    with pytest.raises(DisprovedError, match=r"comes out otherwise|another path|goes over the sharded dim"):
-        check_on_slices(_by_length, 12)
-
-
-def test_an_auxiliary_loss_of_a_slice_is_refused() -> None:
-    def keep(m: Any, x: Tensor) -> Tensor:
-        m.aux = (x.mean((0, 1)) ** 2).sum()
-        return x
-
-    def keep_sum(m: Any, x: Tensor) -> Tensor:
-        m.aux = x.detach().sum()
-        return x
-
-    for before in (keep, keep_sum):
-        experiment, layout = on_slices(before, 8)
-        assert re.search(r"goes over the sharded dim|kept as 'aux'", str(experiment.check_types(layout).refusals[0]))
-        with pytest.raises(DisprovedError, match="what is left in 'aux'"):
-            check_on_slices(before, 8)
-
-
-def test_samples_that_are_mixed_are_refused_on_slices_of_the_batch() -> None:
-    assert check_on_slices(lambda _, x: x + 0 * x.mean(0), 8, 1)
-    with pytest.raises(DisprovedError, match="goes over the sharded dim 0"):
-        check_on_slices(lambda _, x: x + 0 * x.mean(0), 8, 0)
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
