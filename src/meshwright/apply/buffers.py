@@ -42,13 +42,19 @@ class BufferSnapshot:
 
     def __init__(self, module: nn.Module) -> None:
         slots = ((owner, name, getattr(owner, name)) for owner, name in buffer_slots(module))
-        self._held = [(owner, name, tensor, tensor.detach().clone(), tensor._version) for owner, name, tensor in slots]
+        self._held = [
+            (owner, name, tensor, tensor.detach().clone(), tensor._version, dict(vars(tensor)))
+            for owner, name, tensor in slots
+        ]
 
     def restore(self) -> None:
-        """Give every name its tensor of then, with its values of then."""
+        """Give every name its tensor of then, with its values of then, and what was known of it."""
         with torch.no_grad():
-            for owner, name, tensor, value, version in self._held:
+            for owner, name, tensor, value, version, known in self._held:
                 # Else to write it would look like the forward's own doing.
                 if tensor._version != version or not torch.equal(tensor.detach(), value):
                     tensor.detach().copy_(value)
+                if vars(tensor) != known:
+                    vars(tensor).clear()
+                    vars(tensor).update(known)
                 owner._buffers[name] = tensor

@@ -169,7 +169,7 @@ class PipelineEngine(OuterEngine):
         seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
         self._post.life = life
         self._draws = Draws(seed, self.device, apart=flow.draws, python=flow.draws_python)
-        self._own_state = OwnState([module for _, module in around]) if len(own) > 1 else None
+        self._own_state = OwnState([module for _, module in around], own) if len(own) > 1 else None
         self._stages = {
             index: Stage(
                 index,
@@ -348,7 +348,7 @@ class PipelineEngine(OuterEngine):
                 self.stage_map,
                 self._collector,
                 self.schedule(1).rank_of_stage,
-                (self._own_state, self._stages),
+                self._stages,
             )
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield

@@ -10,9 +10,9 @@ from torch import nn
 
 from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.pipeline.collect import Collector
-from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.stages import StageMap
-from meshwright.apply.pipeline.values import value_of
+from meshwright.apply.pipeline.values import mark, value_of
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ def spread_buffers(
     stage_map: StageMap,
     collector: Collector,
     rank_of_stage: Callable[[int], int],
-    mine: tuple[OwnState | None, Collection[int]],
+    own: Collection[int],
 ) -> None:
     """Give every rank the buffers of the model's own forward, and those of units.
 
@@ -37,19 +37,64 @@ def spread_buffers(
         stage_map: Which stage runs what.
         collector: Gives all ranks what one has.
         rank_of_stage: Stage -> the pipe's rank that holds it.
-        mine: What the stages of this rank have each for itself, and these stages.
+        own: The stages of this rank.
     """
-    for _, child in modules_around(module, tuple(stage_map.calls)):
-        for key in child._buffers:
-            _spread_own(child, key, collector, rank_of_stage, mine)
+    around = dict(modules_around(module, tuple(stage_map.calls)))
+    places = [_places(child) for child in around.values()]
     sources = {name: rank_of_stage(calls[-1]) for name, calls in stage_map.calls.items()}
-    _spread_of_units(module, sources, collector)
+    units = {name: _describe(module.get_submodule(name)) for name in sources}
+    everyone = collector.told([places, units])
+    for number, child in enumerate(around.values()):
+        _spread_own(child, [theirs[0][number] for theirs in everyone], collector, rank_of_stage, own)
+    _spread_of_units(module, sources, collector, [theirs[1] for theirs in everyone])
 
 
-def _spread_of_units(module: nn.Module, sources: Mapping[str, int], collector: Collector) -> None:
+def _places(child: nn.Module) -> dict[str, list[Any]]:
+    """Return key -> [stage, shape, dtype] of each buffer that the code between layers has written, where a stage computes it."""
+    found: dict[str, list[Any]] = {}
+    for key, buffer in child._buffers.items():
+        value = None if buffer is None else value_of(buffer)
+        if buffer is not None and value is not None and value.home is not None:
+            found[key] = [value.home, list(buffer.shape), str(buffer.dtype).removeprefix("torch.")]
+    return found
+
+
+def _spread_own(
+    child: nn.Module,
+    everyone: Sequence[Mapping[str, list[Any]]],
+    collector: Collector,
+    rank_of_stage: Callable[[int], int],
+    own: Collection[int],
+) -> None:
+    """Spread the buffers that the code between layers writes, where a stage computes them; of others every rank has its own."""
+    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
+        home = max(theirs[key][0] for theirs in everyone if key in theirs)
+        source = rank_of_stage(home)
+        if key not in everyone[source]:
+            raise ApplyError(
+                f"buffer '{key}' of {type(child).__name__} was changed between steps on some ranks of a pipeline alone",
+                fix="change buffers on every rank alike, or inside `with model.whole_parameters():`",
+            )
+        _, shape, dtype = everyone[source][key]
+        buffer = child._buffers.get(key)
+        is_source = home in own and buffer is not None
+        like = buffer if is_source else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        new = collector.tensor(like, source)
+        if home in own:
+            continue
+        with torch.no_grad():
+            if buffer is not None and list(buffer.shape) == shape and buffer.dtype == new.dtype:
+                buffer.copy_(new)
+            else:
+                known = None if buffer is None else value_of(buffer)
+                child._buffers[key] = new if known is None else mark(new, known)
+
+
+def _spread_of_units(
+    module: nn.Module, sources: Mapping[str, int], collector: Collector, everyone: Sequence[Mapping[str, Any]]
+) -> None:
     """Give every rank the buffers of units as the rank has them that runs the unit: a cache may have grown there alone."""
     own = {name: _describe(module.get_submodule(name)) for name in sources}
-    everyone = collector.told(own)
     for name, source in sources.items():
         unit = module.get_submodule(name)
         for path, (shape, dtype, persistent) in everyone[source][name].items():
@@ -72,27 +117,3 @@ def _describe(unit: nn.Module) -> dict[str, list[Any]]:
         for name, buffer in unit.named_buffers()
         if buffer.numel()
     }
-
-
-def _spread_own(
-    child: nn.Module,
-    key: str,
-    collector: Collector,
-    rank_of_stage: Callable[[int], int],
-    mine: tuple[OwnState | None, Collection[int]],
-) -> None:
-    """Spread a buffer that the code between layers writes, where a stage computes it; else every rank has it."""
-    own_state, own = mine
-    buffer = child._buffers[key]
-    value = None if buffer is None else value_of(buffer)
-    if buffer is None or value is None or value.home is None or not buffer.numel():
-        return
-    if own_state is not None and value.home in own:
-        own_state.enter(value.home)
-        buffer = child._buffers[key]
-    if buffer is None:
-        return
-    with torch.no_grad():
-        new = collector.tensor(buffer, rank_of_stage(value.home))
-        if value.home not in own:
-            buffer.copy_(new)

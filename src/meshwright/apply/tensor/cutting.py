@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,9 +148,14 @@ class Cutting:
             chain=chain,
             hands_on=chain is not None and chain.chain.layers[-1] != name,
             values=functools.partial(self._whole_values, name, layout),
-            attributes=self._attributes,
+            attributes=self._attributes_of(running),
             guard=guard,
         )
+
+    def _attributes_of(self, regions: Sequence[RunningRegion]) -> dict[tuple[int, str], Any]:
+        """Return what these regions' integers are in the whole model; a part may lie inside of another, and stays cut then."""
+        keys = {(id(self.module.get_submodule(n)), key) for running in regions for n, key in running.region.integers}
+        return {key: full for key, full in self._attributes.items() if key in keys}
 
     def _whole_values(self, name: str, layout: TensorLayout) -> dict[str, Tensor]:
         """Return what the module of this name runs whole with, by name from there: gathered tensors, shared-out gradients."""

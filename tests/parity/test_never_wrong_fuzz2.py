@@ -1,0 +1,49 @@
+"""Programs of the fuzzer, reduced to what was wrong with them: each is equal to a plain float64 process, on every rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # benchmarks is a folder of the repository, not of the package
+
+from benchmarks.fuzz import engine, verdict
+from benchmarks.fuzz.classes import MLP, make, step
+
+TIMEOUT_S = 60.0
+ZBV = "pp=2,schedule=zbv,micro_batches=2"
+INTERLEAVED = "pp=2,schedule=interleaved,virtual=2,micro_batches=2"
+EVAL = {"do": "mode", "training": False}
+TWO = [step(5, 4), step(6, 4, 2)]
+
+
+def outcome(program: dict[str, Any]) -> verdict.Verdict:
+    return engine.run_program(program, TIMEOUT_S)[0]
+
+
+@pytest.mark.parametrize("where", ["early", "late"])
+def test_a_pipeline_whose_first_look_wrote_a_buffer_of_the_root(where: str) -> None:
+    # The look runs in training mode, on one rank; the step in evaluation mode does not write the buffer.
+    program = make("pp=2", root={"ema": where}, script=[EVAL, *TWO, {"do": "state"}, {**EVAL, "training": True}, *TWO])
+    assert outcome(program).kind == "equal"
+
+
+@pytest.mark.parametrize("plan", [ZBV, INTERLEAVED, f"dp=2,{ZBV}", f"dp=2,{INTERLEAVED},zero=2"])
+def test_a_buffer_of_the_root_where_a_rank_has_several_stages(plan: str) -> None:
+    script = [*TWO, {"do": "state"}, {"do": "eval", "n": 4, "t": 4, "batch": 5}, *TWO, {"do": "state"}]
+    assert outcome(make(plan, [MLP, MLP], root={"ema": "early", "calls": True}, script=script)).kind == "equal"
+
+
+@pytest.mark.parametrize("width", [6, 7])
+def test_a_part_inside_of_another_stays_cut_while_the_outer_one_runs_whole(width: int) -> None:
+    # The outer region goes from the stem into the first block; channels that a norm counts in the second one are its own.
+    form = {"norm": "group", "hidden": 6, "act": "GELU", "groups": 1}
+    model = {"domain": "images", "width": width, "stem": {"stride": 1}, "head_norm": "rms"}
+    blocks = [{"kind": "conv_plain", **form}, {"kind": "residual", **form}]
+    program = make("tp=2", blocks, model=model, loss={"kind": "mse"}, script=[step(2, 4), step(2, 6, 2)])
+    assert outcome(program).kind == "equal"
