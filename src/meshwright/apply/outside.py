@@ -218,10 +218,10 @@ class Outside:
 
     # -- its state --------------------------------------------------------------------------------------------------
 
-    def take(self, *, with_attributes: bool = True) -> Moment:
+    def take(self, *, with_attributes: bool = True) -> Elsewhere:
         """Return what there is now; attributes of the module's own are among it unless told otherwise."""
         module = None if self._module is None else self._module()
-        moment = Moment()
+        moment = Elsewhere()
         for space, name, label in self._slots.values():
             try:
                 moment.add_slot(space, name, label)
@@ -260,7 +260,7 @@ def _names_of(code: types.CodeType) -> set[str]:
     return names
 
 
-class Moment:
+class Elsewhere:
     """Values at one moment, and how to put them back."""
 
     def __init__(self) -> None:
