@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.attributes import OF_TORCH, may_change, read_parts, write_parts
-from meshwright.apply.generators import draws_globally
+from meshwright.apply.generators import draws_globally, is_generator
 
 __all__: list[str] = []
 
@@ -54,6 +54,9 @@ class _OfClass:
     def __getitem__(self, name: str) -> Any:
         return vars(self._kind)[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in vars(self._kind)
+
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._kind, name, value)
 
@@ -69,6 +72,9 @@ class _OfCell:
             return self._cell.cell_contents
         except ValueError:
             raise KeyError from None
+
+    def __contains__(self, _: str) -> bool:
+        return self._cell != types.CellType()  # as an empty one is
 
     def __setitem__(self, _: str, value: Any) -> None:
         self._cell.cell_contents = value
@@ -222,20 +228,20 @@ class Outside:
         """Return what there is now; attributes of the module's own are among it unless told otherwise."""
         module = None if self._module is None else self._module()
         moment = Elsewhere()
-        for space, name, label in self._slots.values():
-            try:
-                moment.add_slot(space, name, label)
-            except KeyError:
-                continue
+        for key, (space, name, label) in self._slots.items():
+            moment.add_slot(space, name, label, key)
         for value in self._values:
             moment.keep(value, type(value).__name__)
+        for child in () if with_attributes or module is None else module.modules():
+            for value in filter(is_generator, vars(child).values()):
+                moment.keep(value, f"a generator of {type(child).__name__}")
         own = module.modules() if with_attributes and module is not None else ()
         for child in [*own, *self._others]:
             for name in vars(child).keys() - OF_TORCH:
-                moment.add_slot(vars(child), name, f"{type(child).__name__}.{name}")
+                moment.add_slot(vars(child), name, f"{type(child).__name__}.{name}", (id(child), name))
         for child in self._others:
             for name in child._buffers:
-                moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}")
+                moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}", (id(child), name))
         return moment
 
     @property
@@ -264,17 +270,19 @@ class Elsewhere:
     """Values at one moment, and how to put them back."""
 
     def __init__(self) -> None:
-        self._slots: list[tuple[Any, str, str, Any]] = []
+        self._slots: list[tuple[Any, str, str, Any, tuple[int, str]]] = []
         self._tensors: list[tuple[Tensor, int, Tensor | None]] = []
         self._inside: list[tuple[Any, Any, str]] = []
         self._seen: set[int] = set()
 
-    def add_slot(self, space: Any, name: str, label: str) -> None:
-        """Keep a variable, and what is in it."""
-        value = space[name]
+    def add_slot(self, space: Any, name: str, label: str, key: tuple[int, str]) -> None:
+        """Keep a variable, and what is in it, if it has been assigned."""
+        value = _get(space, name)
+        if value is None and name not in space:
+            return
         if isinstance(value, _ITERATORS):
             value = copy.copy(value)  # one is not wound back: another that stands where it does takes its place
-        self._slots.append((space, name, label, value))
+        self._slots.append((space, name, label, value, key))
         self.keep(value, label)
 
     def keep(self, value: Any, label: str, depth: int = _DEPTH) -> None:
@@ -304,7 +312,7 @@ class Elsewhere:
 
     def restore(self) -> None:
         """Put everything back."""
-        for space, name, _, value in self._slots:
+        for space, name, _, value, _ in self._slots:
             if _get(space, name) is not value:
                 space[name] = value
         for value, parts, _ in self._inside:
@@ -315,25 +323,27 @@ class Elsewhere:
                 if tensor._version != version and held is not None:
                     tensor.detach().copy_(held)
 
-    def changed(self) -> dict[str, int]:
-        """Return what is not as it was: names, each with the id of the variable's place or of the object."""
-        found: dict[str, int] = {}
-        for space, name, label, value in self._slots:
-            if _get(space, name) is not value:
-                found[label] = id(space)
-        for value, parts, label in self._inside:
-            if not _is_same(read_parts(value), parts):
-                found[label] = id(value)
+    def changed(self) -> dict[Any, str]:
+        """Return what is not as it was: keys for `reaches`, with names. A dict that has only grown is a cache, and no change."""
+        found: dict[Any, str] = {}
+        for space, name, label, value, key in self._slots:
+            if _get(space, name) is not value and not isinstance(value, _ITERATORS):
+                found[key] = label
+        for value, then, label in self._inside:
+            now = read_parts(value)
+            has_grown = isinstance(now, dict) and all(name in now and now[name] is then[name] for name in then)
+            if not (has_grown or _is_same(now, then)):
+                found[id(value)] = label
         for tensor, version, _ in self._tensors:
             if tensor._version != version:
-                found[f"a tensor of shape {list(tensor.shape)}"] = id(tensor)
+                found[id(tensor)] = f"a tensor of shape {list(tensor.shape)}"
         return found
 
-    def reaches(self, ids: Mapping[str, int]) -> list[str]:
-        """Return which of the places that `changed` gave are among what is kept here."""
-        mine = {id(value) for value, _, _ in self._inside} | {id(tensor) for tensor, _, _ in self._tensors}
-        mine |= {id(space) for space, *_ in self._slots}
-        return [label for label, place in ids.items() if place in mine]
+    def reaches(self, changes: Mapping[Any, str]) -> list[str]:
+        """Return the names of those among what `changed` gave elsewhere that are kept here as well."""
+        mine: set[Any] = {id(value) for value, _, _ in self._inside} | {id(tensor) for tensor, _, _ in self._tensors}
+        mine |= {key for *_, key in self._slots}
+        return [label for key, label in changes.items() if key in mine]
 
 
 def _get(space: Any, name: str) -> Any:

@@ -30,14 +30,23 @@ class PythonState:
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
 
-    def to_bytes(self) -> bytes:
-        """Return both as bytes, equal where the states are; of one length."""
+    def to_json(self) -> list[Any]:
+        """Return both as JSON values, equal where the states are."""
         version, words, gauss = self.python
-        found = [version, *words, repr(gauss)]
-        if self.numpy is not None:
-            kind, keys, place, has_gauss, cached = self.numpy
-            found += [kind, keys.tolist(), place, has_gauss, repr(cached)]
-        return repr(found).encode()
+        if self.numpy is None:
+            return [[version, list(words), gauss], None]
+        kind, keys, *rest = self.numpy
+        return [[version, list(words), gauss], [kind, keys.tolist(), *rest]]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> PythonState:
+        """Return what `to_json` gave."""
+        state = cls()
+        (version, words, gauss), arrays = value
+        state.python = (version, tuple(words), gauss)
+        if state.numpy is not None and arrays is not None:
+            state.numpy = (arrays[0], sys.modules["numpy"].array(arrays[1], dtype="uint32"), *arrays[2:])
+        return state
 
 
 @contextlib.contextmanager
