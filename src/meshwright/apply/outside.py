@@ -32,6 +32,7 @@ _LIBRARIES = (
 ) - {"__main__"}
 _ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), itertools.count, itertools.cycle)
 """Iterators that may stand in a variable, and of which a copy goes on from the same place."""
+_NUMBERS = frozenset({int, float, bool, str, complex})
 _MAX_FUNCTIONS = 3000
 """Functions that are followed; more are those of a library that is not known by name [count]."""
 _DEPTH = 4  # of containers and objects inside each other
@@ -243,6 +244,15 @@ class Outside:
             for name in child._buffers:
                 moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}", (id(child), name))
         return moment
+
+    def plain_values(self) -> list[Any]:
+        """Return the numbers, flags and texts that the code reads in variables and in attributes of objects."""
+        values = [_get(space, name) for space, name, _ in self._slots.values()]
+        for value in self._values:
+            values += getattr(value, "__dict__", {}).values()
+        for child in self._others:
+            values += [value for name, value in vars(child).items() if name not in OF_TORCH]
+        return [value if type(value) in _NUMBERS else None for value in values]
 
     @property
     def is_empty(self) -> bool:

@@ -100,6 +100,11 @@ class Sentinels:
         return self.is_watching and self._step % self._every == 0
 
     @property
+    def is_turn(self) -> bool:
+        """Whether this step is one of those at which something is looked at again, be there other ranks or not."""
+        return self._every > 0 and self._step % self._every == 0
+
+    @property
     def needs_agreement_first(self) -> bool:
         """Whether the ranks must have agreed before forward begins: another batch would have them wait for each other in it."""
         return not self._sharing.is_alone or self.is_due

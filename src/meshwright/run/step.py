@@ -35,6 +35,7 @@ from meshwright.run.diagnose import explain_non_finite, find_non_finite, unchang
 from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.loss_watch import LossWatch
 from meshwright.run.put_back import Snapshot, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
@@ -86,7 +87,8 @@ class Stepper:
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
-        self._terms = LossTerms(engine, rule, autocast)
+        self._watch_loss = LossWatch(rule, splitter, engine.device, is_threaded=engine.num_replicas > 1)
+        self._terms = LossTerms(engine, rule, autocast, self._watch_loss)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.sentinels = sentinels
@@ -106,6 +108,7 @@ class Stepper:
         self._prepare(parts)
         weights = [self.rule.known_weight(part) for part in parts]
         self.sentinels.begin_step()
+        self._watch_loss.begin(batch, is_due=self.sentinels.is_turn)
         agreement = self._agree(batch, parts, weights, wants_stop=wants_stop)
         self.sentinels.begin_forward()
         snapshot = Snapshot(engine, keep_buffers=self.non_finite == "skip")
@@ -174,7 +177,7 @@ class Stepper:
     def _prepare(self, parts: list[Any]) -> None:
         if not self.engine.is_prepared:
             self._refuse_early_change()
-        settle_loss(
+        self._watch_loss.is_on &= settle_loss(
             self.rule,
             self.engine,
             self.splitter,
@@ -260,6 +263,7 @@ class Stepper:
                 buffers_changed=changed,
                 in_background=not later,
                 is_trained=self._guard.is_trained,
+                failure=self._watch_loss.failure,
             )
 
         lockstep = engine.needs_lockstep
@@ -357,6 +361,7 @@ class Stepper:
         engine.module.eval()
         try:
             weights = [self.rule.known_weight(part) for part in parts]
+            self._watch_loss.begin(batch, is_due=False)
             agreement = self._agree(batch, parts, weights, wants_stop=False)
             with torch.no_grad(), unchanged_draws(engine):
                 sums = self._evaluate(parts, weights, agreement)
@@ -383,7 +388,11 @@ class Stepper:
         for _ in range(agreement.num_passes - len(parts)):
             engine.idle_pass()
         terms = [term for term in found if term is not None]
-        exchange = SumExchange(engine.loss_group, engine.device, terms, buffers_changed=False, in_background=False)
-        sums = exchange.wait()
+        sums = SumExchange(
+            *(engine.loss_group, engine.device, terms),
+            buffers_changed=False,
+            in_background=False,
+            failure=self._watch_loss.failure,
+        ).wait()
         engine.end_forward()
         return sums
