@@ -224,7 +224,8 @@ def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
         parts = value if isinstance(value, tuple) else read_parts(value)
         if not isinstance(value, tuple):
             insides[id(value)] = value, parts
-        for item in parts.values() if isinstance(parts, dict) else parts:
+        items = parts.values() if isinstance(parts, dict) else parts
+        for item in () if is_generator(value) else items:
             keep(item, left - 1)
 
     with _unseen():

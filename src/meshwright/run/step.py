@@ -28,6 +28,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.pipeline.interception import refuse_functional_call
 from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
@@ -124,6 +125,7 @@ class Stepper:
         skipped = not (math.isfinite(norm_value) and math.isfinite(sums.loss))
         if skipped:
             on_phase("diagnose")
+            engine.refuse_taken()
             error = self._diagnose(parts, snapshot, sums.loss, norm_value)
             self._leave_out(snapshot, error)
         else:
@@ -193,7 +195,7 @@ class Stepper:
     def _watch(self) -> None:
         engine = self.engine
         self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
-        self._optimizer_guard = OptimizerGuard(self.optimizer, engine.accept_groups)
+        self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -319,11 +321,14 @@ class Stepper:
             return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
         except LostPeerError:
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = refuse_functional_call(raised)
             engine.tell_failure(len(parts))
             SumExchange(
                 engine.loss_group, engine.device, [], buffers_changed=False, in_background=False, failure=error
             ).wait()
+            if error is not raised:
+                raise error from raised
             raise
 
     # -- what is not finite -------------------------------------------------------------------------------------
