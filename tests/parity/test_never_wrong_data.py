@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import meshwright as mw
 from meshwright import testing
 from parity import never_wrong_data_jobs as jobs
 from parity import never_wrong_replica_jobs as replica_jobs
-
-OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
 ZERO3 = "dp=2,zero=3,whole_below=1"
 
@@ -207,9 +204,6 @@ def test_a_hook_on_one_rank(plan: str) -> None:
         assert losses == pytest.approx(jobs.plain(jobs.build_net)[0], rel=1e-12)
 
 
-@pytest.mark.skipif(
-    OVER_GLOO, reason="known: over gloo the rank with the hook raises alone, and the others wait for the limit"
-)
 def test_a_hook_on_one_rank_that_takes_a_gradient_away() -> None:
     refused(jobs.taken_on_one_rank, 2, "dp=2", word="'out.bias' away on rank 1")
 

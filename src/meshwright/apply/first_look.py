@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.apply.attributes import SMALL_BYTES
 from meshwright.apply.random_states import kept_random_states
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
@@ -18,12 +20,15 @@ __all__: list[str] = []
 Run = Callable[[nn.Module], Any]
 
 
-def tell_everyone(group: Communicator, device: torch.device, run: Run | None, look: Callable[[Run], Any]) -> Any:
+def tell_everyone(
+    group: Communicator, device: torch.device, module: nn.Module, run: Run | None, look: Callable[[Run], Any]
+) -> Any:
     """Return, on every rank, the JSON value that `look` gave on the first rank that has a sample.
 
     Args:
         group: All ranks; each calls this.
         device: Where what is told travels.
+        module: The model; what its code keeps outside of it is put back.
         run: Runs the model and its loss on a small batch; None where this rank has no sample.
         look: Looks at the model with it.
 
@@ -40,7 +45,7 @@ def tell_everyone(group: Communicator, device: torch.device, run: Run | None, lo
     failure: Exception | None = None
     if group.group_rank == first and run is not None:
         try:
-            with kept_random_states([device]):
+            with kept_random_states([device], module=module), _kept_parameters(module):
                 told = {"seen": look(run)}
         except MeshwrightError as error:
             failure, told = error, {"refused": error.message, "fix": error.fix}
@@ -58,3 +63,27 @@ def tell_everyone(group: Communicator, device: torch.device, run: Run | None, lo
             traceback_text=answer["traceback"],
         )
     return answer["seen"]
+
+
+@contextlib.contextmanager
+def _kept_parameters(module: nn.Module) -> Iterator[None]:
+    """Put back, afterwards, parameters that a forward writes into: the other ranks do not run it.
+
+    Raises:
+        ApplyError: It has written into one that is too large to keep a copy of.
+    """
+    held = [
+        (name, parameter, parameter._version, parameter.detach().clone() if parameter.nbytes <= SMALL_BYTES else None)
+        for name, parameter in module.named_parameters()
+    ]
+    yield
+    for name, parameter, version, value in held:
+        if parameter._version == version:
+            continue
+        if value is None:
+            raise ApplyError(
+                f"the model's forward writes into its parameter '{name}' of {parameter.numel()} values, and it was run on trial",
+                fix="run one forward before apply_plan, if it initialises itself by its first batch; or write outside of forward",
+            )
+        with torch.no_grad():
+            parameter.copy_(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,22 +182,34 @@ class ModelGuard:
         return self._requires_grad
 
 
+def _hooks_of(optimizer: Any) -> list[Any]:
+    """Return the user's functions that run before and after the optimizer's step; torch's and ours are not among them."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
+    return [
+        hook
+        for hook in hooks
+        if (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] not in ("torch", "meshwright")
+    ]
+
+
 class OptimizerGuard:
-    """Notices that the optimizer's groups hold other parameters than a strategy has given them.
+    """Notices that the optimizer's groups hold other parameters than a strategy has given them, and hooks that would see parts.
 
     Args:
         optimizer: The optimizer, after the strategy has adopted it; None has no groups.
-        accept: Called with the optimizer where they do: it makes them right, or returns the error that says why not.
+        engine: The strategy: `accept_groups` makes changed groups right, or returns the error that says why not.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        accept: Callable[[torch.optim.Optimizer], ApplyError | None],
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None, engine: Any) -> None:
         self._optimizer = optimizer
-        self._accept = accept
+        self._engine = engine
         self._ids = self._read_ids()
+
+    def _has_parts(self) -> bool:
+        """Tell whether the optimizer updates parts of parameters, or some of the model's parameters alone."""
+        whole = {id(parameter) for parameter in self._engine.module.parameters()}
+        return self._engine.holds_parts or not whole.issuperset(self._ids)
 
     def _read_ids(self) -> list[int]:
         groups = () if self._optimizer is None else self._optimizer.param_groups
@@ -206,9 +217,20 @@ class OptimizerGuard:
 
     def find_change(self) -> ApplyError | None:
         """Return why this rank's groups cannot be trained, or None."""
-        if self._optimizer is None or self._read_ids() == self._ids:
+        if self._optimizer is None:
             return None
-        error = self._accept(self._optimizer)
+        hooks = _hooks_of(self._optimizer)
+        if hooks and self._has_parts():
+            name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+            return ApplyError(
+                f"'{name}' was registered to run around {type(self._optimizer).__name__}.step(), where this plan has each rank "
+                "hold parts of the parameters and gradients alone: a norm, a mean or a clip would be of those",
+                fix="pass max_grad_norm= to clip; read model.full_gradients() after the step, and change values between steps "
+                "inside `with model.whole_parameters():`; or use zero=0, tp=1 and pp=1",
+            )
+        if self._read_ids() == self._ids:
+            return None
+        error = self._engine.accept_groups(self._optimizer)
         if error is None:
             self._ids = self._read_ids()
         return error

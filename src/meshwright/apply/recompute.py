@@ -11,9 +11,10 @@ running statistics, power iterations, counters and what a layer keeps for its lo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.apply.attributes import Attributes, Moment
 from meshwright.apply.inputs import Inputs, Writers
 from meshwright.apply.kept import keeping_contexts
+from meshwright.apply.outside import Elsewhere, Outside
+from meshwright.apply.random_states import PythonState
 from meshwright.apply.subclass import with_forward
 from meshwright.comm._torch_private import DEAR_OPERATORS
 from meshwright.describe.layers import find_layers
@@ -50,6 +53,7 @@ class Recompute:
         # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
         self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
+        self._outside: weakref.WeakKeyDictionary[nn.Module, Outside | None] = weakref.WeakKeyDictionary()
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for layer in layers:
             contexts = keeping_contexts if kind == "selective" and not _writes_in_place(layer) else None
@@ -62,6 +66,13 @@ class Recompute:
         if found is None:
             found = self._attributes[layer] = Attributes(layer)
         return found
+
+    def outside_of(self, layer: nn.Module) -> Outside | None:
+        """Return what a layer's code keeps elsewhere, or None where it keeps and draws nothing there, as most do."""
+        if layer not in self._outside:
+            found = Outside(layer)
+            self._outside[layer] = None if found.is_empty and not found.draws else found
+        return self._outside[layer]
 
     def close(self) -> None:
         """Give the layers their own classes back."""
@@ -94,7 +105,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
         options = {} if contexts is None else {"context_fn": contexts}
         inputs = owner.writers.begin(self, args, kwargs)
         kept_args, kept_kwargs = inputs.kept
-        twice = _Twice(run, owner.attributes_of(self), inputs, original.__name__)
+        twice = _Twice(run, (owner.attributes_of(self), owner.outside_of(self)), inputs, original.__name__)
         result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
         owner.writers.end(self, inputs, original.__name__)
         return result
@@ -126,28 +137,57 @@ class _Twice:
 
     Args:
         run: The forward.
-        attributes: What it may change on its layer.
+        state: What it may change on its layer, and elsewhere.
         inputs: What it is given the first time, and may write over.
         name: The class of the layer, for messages.
     """
 
-    def __init__(self, run: Callable[..., Any], attributes: Attributes, inputs: Inputs, name: str) -> None:
+    def __init__(
+        self, run: Callable[..., Any], state: tuple[Attributes, Outside | None], inputs: Inputs, name: str
+    ) -> None:
         self._name = name
         self._run = run
-        self._attributes = attributes
+        self._attributes, self._outside = state
         self._inputs = inputs
         self._before: Moment | None = None
+        self._elsewhere: tuple[Elsewhere, PythonState | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             args, kwargs = self._inputs.again(self._name, args, kwargs)
-            with self._attributes.as_of(self._before):
+            with self._attributes.as_of(self._before), self._elsewhere_as_before():
                 return self._run(*args, **kwargs)
         self._before = self._attributes.take()
+        self._elsewhere = self._look_elsewhere()
         given_args, given_kwargs = self._inputs.given
         result = self._run(*given_args, **given_kwargs)
         self._attributes.forward_is_over(self._before)
         return result
+
+    def _look_elsewhere(self) -> tuple[Elsewhere, PythonState | None] | None:
+        if self._outside is None:
+            return None
+        state = PythonState() if self._outside.draws else None
+        return self._outside.take(with_attributes=False), state
+
+    @contextlib.contextmanager
+    def _elsewhere_as_before(self) -> Iterator[None]:
+        """Have what the layer's code keeps elsewhere be as it was before the first forward, and then as it is now again."""
+        now = self._look_elsewhere()
+        if self._elsewhere is None or now is None:
+            yield
+            return
+        _put_back(*self._elsewhere)
+        try:
+            yield
+        finally:
+            _put_back(*now)
+
+
+def _put_back(elsewhere: Elsewhere, state: PythonState | None) -> None:
+    elsewhere.restore()
+    if state is not None:
+        state.restore()
 
 
 def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -79,6 +79,11 @@ class LossRule:
         """What is to be known of the loss, for people."""
 
     @property
+    def loss_fn(self) -> Callable[[Any, Any], Any] | None:
+        """The user's loss, or None for the model's own."""
+        return self._loss_fn
+
+    @property
     def is_given(self) -> bool:
         """Whether the loss is the user's, not the model's own."""
         return self._loss_fn is not None

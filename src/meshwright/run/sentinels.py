@@ -23,6 +23,8 @@ import torch
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
+from meshwright.apply.outside import Outside
+from meshwright.apply.random_states import PythonState
 from meshwright.errors import ConfigError, CorruptionError
 from meshwright.mesh import MeshSpec
 from meshwright.run import settings
@@ -84,6 +86,8 @@ class Sentinels:
         self._batch: Any = None
         self._found: list[str] = []
         self._has_warned_of_draws = False
+        # To read their states takes longer than torch's: only where the model's code can draw from them.
+        self._draws_python = not self._drawing.is_alone and Outside(engine.module).draws
 
     @property
     def is_watching(self) -> bool:
@@ -94,6 +98,11 @@ class Sentinels:
     def is_due(self) -> bool:
         """Whether the step under way is one at which everything is compared."""
         return self.is_watching and self._step % self._every == 0
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether this step is one of those at which something is looked at again, be there other ranks or not."""
+        return self._every > 0 and self._step % self._every == 0
 
     @property
     def needs_agreement_first(self) -> bool:
@@ -113,7 +122,10 @@ class Sentinels:
         found: list[Saying] = []
         if not self._drawing.is_alone:
             state = RandomState.read(self._engine.device)
-            found.append(Saying("draws", self._drawing, digest_rng(state.cpu, state.cuda)))
+            digest = digest_rng(state.cpu, state.cuda)
+            if self._draws_python:
+                digest = (digest + digest_text(repr(PythonState().to_json()))) & 2**63 - 1
+            found.append(Saying("draws", self._drawing, digest))
         if not self.is_watching:
             return found
         self._batch = batch
@@ -171,6 +183,9 @@ class Sentinels:
             )
         cpu, cuda = leader[: state.cpu.numel()], leader[state.cpu.numel() :]
         RandomState(cpu, None if state.cuda is None else cuda).restore(engine.device)
+        if self._draws_python:
+            told = engine.everyone.all_gather_json(PythonState().to_json(), device=engine.device)
+            PythonState.from_json(told[self._drawing.ranks[0]]).restore()
 
     # -- a sentinel -------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ _BRANCHES = (
 
 def settle_loss(
     rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any], *, micro_batches: int | None
-) -> None:
+) -> bool:
     """Find out what the loss is a mean over, by forwards of the first batch and of parts of it; every rank calls this.
 
     Args:
@@ -48,15 +48,18 @@ def settle_loss(
         parts: This rank's micro-batches, perhaps none.
         micro_batches: Parts that a share is cut into; None: as many as its size asks for [count].
 
+    Returns:
+        Whether batches are cut, and a loss that parts do not give is refused.
+
     Raises:
         ApplyError: On every rank: steps would add up losses of parts of a batch, and those do not give the loss of the whole.
     """
-    if rule.is_settled:
-        return
     is_cut = engine.group.size * engine.num_replicas * (micro_batches or _FEW) > 1
+    if rule.is_settled:
+        return is_cut and rule.refuses
     if not is_cut and rule.is_given:
         rule.settle(None)
-        return
+        return False
     if isinstance(engine, LayersEngine) and parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     ledger = engine.group.ledger
@@ -70,6 +73,7 @@ def settle_loss(
         raise decision.error
     reasons = (*decision.reasons, *([decision.error.message] if decision.error is not None else []))
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
+    return is_cut and rule.refuses
 
 
 # -- the trials -----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.pipeline.interception import refuse_functional_call
 from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
@@ -35,6 +36,7 @@ from meshwright.run.diagnose import explain_non_finite, find_non_finite, unchang
 from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.loss_watch import LossWatch
 from meshwright.run.put_back import Snapshot, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
@@ -86,7 +88,8 @@ class Stepper:
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
-        self._terms = LossTerms(engine, rule, autocast)
+        self._watch_loss = LossWatch(rule, splitter, engine.device, is_threaded=engine.num_replicas > 1)
+        self._terms = LossTerms(engine, rule, autocast, self._watch_loss)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.sentinels = sentinels
@@ -106,6 +109,7 @@ class Stepper:
         self._prepare(parts)
         weights = [self.rule.known_weight(part) for part in parts]
         self.sentinels.begin_step()
+        self._watch_loss.begin(batch, is_due=self.sentinels.is_turn)
         agreement = self._agree(batch, parts, weights, wants_stop=wants_stop)
         self.sentinels.begin_forward()
         snapshot = Snapshot(engine, keep_buffers=self.non_finite == "skip")
@@ -121,6 +125,7 @@ class Stepper:
         skipped = not (math.isfinite(norm_value) and math.isfinite(sums.loss))
         if skipped:
             on_phase("diagnose")
+            engine.refuse_taken()
             error = self._diagnose(parts, snapshot, sums.loss, norm_value)
             self._leave_out(snapshot, error)
         else:
@@ -174,7 +179,7 @@ class Stepper:
     def _prepare(self, parts: list[Any]) -> None:
         if not self.engine.is_prepared:
             self._refuse_early_change()
-        settle_loss(
+        self._watch_loss.is_on &= settle_loss(
             self.rule,
             self.engine,
             self.splitter,
@@ -190,7 +195,7 @@ class Stepper:
     def _watch(self) -> None:
         engine = self.engine
         self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
-        self._optimizer_guard = OptimizerGuard(self.optimizer, engine.accept_groups)
+        self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -260,6 +265,7 @@ class Stepper:
                 buffers_changed=changed,
                 in_background=not later,
                 is_trained=self._guard.is_trained,
+                failure=self._watch_loss.failure,
             )
 
         lockstep = engine.needs_lockstep
@@ -315,11 +321,14 @@ class Stepper:
             return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
         except LostPeerError:
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = refuse_functional_call(raised)
             engine.tell_failure(len(parts))
             SumExchange(
                 engine.loss_group, engine.device, [], buffers_changed=False, in_background=False, failure=error
             ).wait()
+            if error is not raised:
+                raise error from raised
             raise
 
     # -- what is not finite -------------------------------------------------------------------------------------
@@ -357,6 +366,7 @@ class Stepper:
         engine.module.eval()
         try:
             weights = [self.rule.known_weight(part) for part in parts]
+            self._watch_loss.begin(batch, is_due=False)
             agreement = self._agree(batch, parts, weights, wants_stop=False)
             with torch.no_grad(), unchanged_draws(engine):
                 sums = self._evaluate(parts, weights, agreement)
@@ -383,7 +393,11 @@ class Stepper:
         for _ in range(agreement.num_passes - len(parts)):
             engine.idle_pass()
         terms = [term for term in found if term is not None]
-        exchange = SumExchange(engine.loss_group, engine.device, terms, buffers_changed=False, in_background=False)
-        sums = exchange.wait()
+        sums = SumExchange(
+            *(engine.loss_group, engine.device, terms),
+            buffers_changed=False,
+            in_background=False,
+            failure=self._watch_loss.failure,
+        ).wait()
         engine.end_forward()
         return sums

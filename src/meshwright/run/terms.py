@@ -13,6 +13,7 @@ from meshwright.describe.tree import move_to, tensors_in
 from meshwright.run.batch import call_model
 from meshwright.run.exchange import Agreement
 from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.loss_watch import LossWatch
 
 __all__: list[str] = []
 
@@ -24,9 +25,11 @@ class LossTerms:
         engine: The strategy.
         rule: How losses are read.
         autocast: The dtype that forward runs in, or None for the model's own.
+        watch: What looks at losses of new kinds of batches.
     """
 
-    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None) -> None:
+    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None, watch: LossWatch) -> None:
+        self.watch = watch
         self._engine = engine
         self._rule = rule
         self._autocast = autocast
@@ -47,7 +50,9 @@ class LossTerms:
             first = next(tensors_in(outputs), None)
             if first is not None and first.device != self._engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
-            return self._rule.term(outputs, part, weight)
+            term = self._rule.term(outputs, part, weight)
+            self.watch.look(outputs, part)
+            return term
 
     def of_any(self, module: nn.Module, part: Any) -> LossTerm | None:
         """Return the loss of a part of a batch; None also where nothing in it counts."""

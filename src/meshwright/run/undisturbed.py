@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.buffers import BufferSnapshot, buffer_slots
+from meshwright.apply.outside import Outside
 
 __all__: list[str] = []
 
@@ -112,6 +113,7 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """
     global _trials
     generators, buffers, attributes = GeneratorStates(device), BufferSnapshot(module), AttributeSnapshot(module)
+    outside = Outside.of(module).take()
     _trials += 1
     try:
         with torch.no_grad():
@@ -120,4 +122,5 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         _trials -= 1
         attributes.restore()
         buffers.restore()
+        outside.restore()
         generators.restore()

@@ -20,10 +20,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.apply.data.loose import raise_taken
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
 from meshwright.errors import ApplyError
@@ -152,11 +154,13 @@ class GradientBuckets:
         self._learned_order: list[int] | None = None
         self._num_launched = 0
         self._slots: list[_Slot] = []
+        self._taken: set[int] = set()
         self._fill_buckets(list(reversed(range(len(self.parameters)))))
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot))
-            for parameter, slot in zip(self.parameters, self._slots, strict=True)
-        ]
+        self._hooks = [self._watch(place) for place in range(len(self.parameters))]
+
+    def _watch(self, place: int) -> Any:
+        on_gradient = functools.partial(self._on_gradient, self._slots[place])
+        return self.parameters[place].register_post_accumulate_grad_hook(on_gradient)
 
     def _fill_buckets(self, order: Sequence[int]) -> None:
         """Distribute the parameters over buckets in this order (positions in registration order)."""
@@ -183,8 +187,13 @@ class GradientBuckets:
 
     def begin_step(self) -> None:
         """Forget the gradients, and take over an order that was learned."""
-        for parameter in self.parameters:
+        for place, parameter in enumerate(self.parameters):
             parameter.grad = None
+            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks and next(reversed(hooks)) != self._hooks[place].id:
+                # Somebody's hook came later. Ours must see what it leaves, and may send it away.
+                self._hooks[place].remove()
+                self._hooks[place] = self._watch(place)
         if self._learned_order is not None:
             self._fill_buckets(self._learned_order)
             self._learned_order = None
@@ -194,6 +203,7 @@ class GradientBuckets:
             slot.is_ready = False
         self._num_launched = 0
         self._arrivals = []
+        self._taken.clear()
         self._is_armed = False
 
     def _learn_order(self) -> None:
@@ -222,12 +232,11 @@ class GradientBuckets:
                 fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or add overlap=off to the plan",
             )
         if grad is None:
-            raise ApplyError(
-                f"a hook took the gradient of '{self.names[slot.position]}' away before the ranks had summed it (an "
-                "optimizer that runs inside backward does that, and would train each rank on its own share alone)",
-                fix="remove the hook and pass the optimizer to apply_plan",
-            )
-        if grad is not view:
+            # To raise here would leave the other ranks waiting: it makes the sum NaN, and then every rank asks why.
+            self._taken.add(slot.position)
+            view.fill_(torch.nan)
+            parameter.grad = view
+        elif grad is not view:
             # The first gradient of the step comes in autograd's own memory; later ones are added in place.
             view.copy_(grad.to_dense() if grad.is_sparse else grad.detach())
             parameter.grad = view
@@ -265,6 +274,10 @@ class GradientBuckets:
             bucket.finish(scale)
         if self._is_learning and self.buckets:
             self._learn_order()
+
+    def refuse_taken(self) -> None:
+        """Raise ApplyError, on every rank, where a hook took a gradient away on any; every rank calls this."""
+        raise_taken(self.names, self._taken, self.group, self.buckets[0].flat.device if self.buckets else None)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return tensors that together hold each gradient element once."""

@@ -92,5 +92,8 @@ class DistributedEngine(DataParallelEngine):
         norms = self._buckets.norms() + [torch.linalg.vector_norm(values) for values in self.sparse_values()]
         return norm_of_norms(norms, self.gradient_tensors, self.device)
 
+    def refuse_taken(self) -> None:
+        self._buckets.refuse_taken()
+
     def close(self) -> None:
         self._buckets.close()

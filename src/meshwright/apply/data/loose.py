@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class LooseGradients:
         self.group.all_reduce_together([*(torch.view_as_real(g) if g.is_complex() else g for g in full), _real(census)])
         *counts, num_takers = census.tolist()
         if num_takers:
-            self._raise_taken()
+            self.refuse_taken()
         used = [count != 0 for count in counts]
         for parameter, grad, was_here, is_used in zip(self.parameters, full, present, used, strict=True):
             if was_here != is_used:
@@ -80,14 +80,9 @@ class LooseGradients:
             with torch.no_grad():
                 foreach_mul_(there, scale)
 
-    def _raise_taken(self) -> NoReturn:
-        found = self.group.all_gather_json(sorted(self._taken), device=torch.device("cpu"))
-        rank, index = next((rank, taken[0]) for rank, taken in enumerate(found) if taken)
-        raise ApplyError(
-            f"a hook took the gradient of '{self.names[index]}' away on rank {self.group.ranks[rank]} before the ranks had "
-            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share alone)",
-            fix="remove the hook and pass the optimizer to apply_plan",
-        )
+    def refuse_taken(self) -> None:
+        """Raise ApplyError, on every rank, where a hook took a gradient away on any; every rank calls this."""
+        raise_taken(self.names, self._taken, self.group, torch.device("cpu"))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""
@@ -108,6 +103,25 @@ class LooseGradients:
         """Take the hooks off the parameters."""
         for hook in self._watched.values():
             hook.remove()
+
+
+def raise_taken(names: Sequence[str], taken: set[int], group: Communicator, device: torch.device | None) -> None:
+    """Raise ApplyError, on every rank, where any has noticed that a gradient was taken away; every rank calls this.
+
+    Args:
+        names: FQNs.
+        taken: Places among them, on this rank.
+        group: The ranks that sum gradients.
+        device: Where what is told travels.
+    """
+    found = group.all_gather_json(sorted(taken), device=device or torch.device("cpu"))
+    rank, index = next(((rank, places[0]) for rank, places in enumerate(found) if places), (None, 0))
+    if rank is not None:
+        raise ApplyError(
+            f"a hook took the gradient of '{names[index]}' away on rank {group.ranks[rank]} before the ranks had "
+            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share alone)",
+            fix="remove the hook and pass the optimizer to apply_plan",
+        )
 
 
 def _real(census: torch.Tensor) -> torch.Tensor:

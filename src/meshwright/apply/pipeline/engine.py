@@ -145,7 +145,9 @@ class PipelineEngine(OuterEngine):
             return
         layout = None if self._tensor is None else self._tensor.find_layout(run)
         closed = set[str]() if layout is None else closed_units(layout)
-        told = tell_everyone(self._everyone, self.device, run, lambda run: self._observe(run, closed).to_json())
+        told = tell_everyone(
+            self._everyone, self.device, self.module, run, lambda run: self._observe(run, closed).to_json()
+        )
         flow = Flow.from_json(told)
         flow.refuse()
         self._copies_before.end()

@@ -44,6 +44,7 @@ class Flow:
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
+        shared: What a unit changes outside of its module, and others use, as text.
     """
 
     calls: tuple[UnitCall, ...]
@@ -56,6 +57,7 @@ class Flow:
     takes: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -66,7 +68,7 @@ class Flow:
         """Return what `to_json` gave."""
         calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks")}
+        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared")}
         slots = {
             key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
             for key in ("leaves", "takes")
@@ -91,6 +93,11 @@ class Flow:
                 f"a tensor leaves its layer beside the layer's results: {'; '.join(self.leaks[:3])}; other stages would "
                 "not find it",
                 fix="return it from the layer, or keep it as an attribute of a module that only that layer writes; or use pp=1",
+            )
+        if self.shared:
+            raise ApplyError(
+                f"{'; '.join(self.shared[:3])}: each stage runs its own layers alone, and would see other values",
+                fix="keep it as an attribute of the layer that changes it; or use pp=1",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
+_NOT_ASSIGNED = re.compile(r"[Cc]annot assign .*(non-leaf Tensor|as parameter)")
 Forward = Callable[..., Any]
 
 
@@ -44,6 +46,18 @@ def refuse_compiled(module: nn.Module) -> None:
                 f"'{name or 'the model'}' is compiled, and a pipeline follows the calls of the layers inside",
                 fix="apply the plan to the model before torch.compile, or use pp=1",
             )
+
+
+def refuse_functional_call(error: Exception) -> Exception:
+    """Return the error that names torch.func.functional_call where it met a layer of another stage; else the error itself."""
+    # Such a layer has no parameters that torch could exchange, and what it says of that does not name the plan.
+    if not isinstance(error, (ValueError, TypeError)) or not _NOT_ASSIGNED.search(str(error)):
+        return error
+    return ApplyError(
+        "a layer of another stage was to run with other parameters than its own (functional_call, or an assignment to one): "
+        "stages of a pipeline hold their own layers' parameters alone",
+        fix="use pp=1 (dp, zero and tp take it)",
+    )
 
 
 class Interception:

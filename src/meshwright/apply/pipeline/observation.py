@@ -18,6 +18,7 @@ from meshwright.apply.pipeline.flow import Flow, UnitCall, call_costs
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, writes_to
 from meshwright.apply.pipeline.hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.scene import Places, Scene, holds_tensors, places_of_call, tensors_of_call
+from meshwright.apply.pipeline.shared_state import SharedState
 from meshwright.apply.pipeline.values import Value, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.written import map_results
 from meshwright.apply.tensor.copies import copy_module
@@ -129,6 +130,7 @@ class _Observer(TorchFunctionMode):
         self._random_state = torch.get_rng_state()
         self._python_state = read_python()
         self._changed_buffers: dict[int, str] = {}
+        self._shared = SharedState(module, self._units)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -202,6 +204,7 @@ class _Observer(TorchFunctionMode):
                     "flops": self.counter.get_total_flops(),
                     "module": unit,
                     "scene": Scene(args, kwargs, self._modules.items()),
+                    "elsewhere": self._shared.begin(name, unit),
                     "given": [(tensor, tensor._version) for tensor in given],
                     "buffers": [(b, b._version) for b in unit.buffers()],
                 }
@@ -220,6 +223,7 @@ class _Observer(TorchFunctionMode):
         call = self._calls[place]
         call["flops"] = self.counter.get_total_flops() - call["flops"]
         self._note_left(call, place)
+        self._shared.end(call["unit"], call.pop("elsewhere"))
         held = {id(b): version for b, version in call.pop("buffers")}
         self._changed_buffers |= {id(b): call["unit"] for b in unit.buffers() if held.get(id(b)) != b._version}
         with without_function_modes():
@@ -371,6 +375,7 @@ class _Observer(TorchFunctionMode):
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             leaks=tuple(dict.fromkeys(self._leaks)),
+            shared=tuple(self._shared.texts()),
         )
 
 

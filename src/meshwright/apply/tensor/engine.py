@@ -137,7 +137,7 @@ class TensorEngine(OuterEngine):
         Raises:
             ApplyError: No rank has a batch, or nothing can be cut.
         """
-        layout = TensorLayout.from_dict(tell_everyone(self._everyone, self.device, run, self._search))
+        layout = TensorLayout.from_dict(tell_everyone(self._everyone, self.device, self.module, run, self._search))
         self._refuse_uncut(layout)
         return layout
 

@@ -144,7 +144,7 @@ class Guard:
         return is_proven, (not any_size, not any_value)
 
     def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
-        return kept_random_states({parameter.device for parameter in self._module.parameters()})
+        return kept_random_states({parameter.device for parameter in self._module.parameters()}, module=self._module)
 
     @property
     def _device(self) -> torch.device:

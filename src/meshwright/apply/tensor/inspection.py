@@ -98,7 +98,8 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
     buffers = BufferSnapshot(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
     inside = [value for own, _ in attributes for name, value in own.items() if name not in OF_TORCH]
-    with insides_put_back(*inside), kept_random_states({parameter.device for parameter in module.parameters()}):
+    devices = {parameter.device for parameter in module.parameters()}
+    with insides_put_back(*inside), kept_random_states(devices, module=module):
         try:
             yield
         finally:

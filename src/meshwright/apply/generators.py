@@ -1,0 +1,68 @@
+"""Generators of random numbers that the user's code has made itself: Python's, NumPy's and torch's, read and set back."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import types
+from typing import Any
+
+import torch
+
+__all__: list[str] = []
+
+
+class GeneratorState:
+    """A generator's state; equal to another that stands at the same number."""
+
+    __slots__ = ("_bytes", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._bytes = pickle.dumps(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GeneratorState) and self._bytes == other._bytes
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+
+def is_generator(value: Any) -> bool:
+    """Tell whether a value is a generator of random numbers whose state can be read."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)
+    return type(value).__module__.startswith("numpy.random") and (
+        hasattr(value, "bit_generator") or hasattr(value, "get_state")
+    )
+
+
+def read_generator(value: Any) -> GeneratorState:
+    """Return where a generator stands."""
+    if isinstance(value, random.Random):
+        return GeneratorState(value.getstate())
+    if hasattr(value, "bit_generator"):
+        return GeneratorState(value.bit_generator.state)
+    return GeneratorState(value.get_state())
+
+
+def write_generator(value: Any, state: GeneratorState) -> None:
+    """Have a generator go on from a state."""
+    if isinstance(value, random.Random):
+        value.setstate(state.value)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = state.value
+    else:
+        value.set_state(state.value)
+
+
+def draws_globally(value: Any) -> bool:
+    """Tell whether a value is a function of Python's or NumPy's that draws from its global generator."""
+    owner = getattr(value, "__self__", None)
+    if not isinstance(value, (types.MethodType, types.BuiltinMethodType)) or owner is None:
+        return False
+    numpy = sys.modules.get("numpy")
+    # These are methods of one hidden object each.
+    hidden = getattr(random, "_inst", None), None if numpy is None else getattr(numpy.random, "mtrand", numpy)
+    return owner is hidden[0] or (hidden[1] is not None and owner is getattr(hidden[1], "_rand", numpy))
