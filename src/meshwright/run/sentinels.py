@@ -4,7 +4,8 @@
                                                                 learning rates, the last step's loss and norm, and which
                                                                 parameters were written to since
     every `sentinel_every` steps, before forward                digests of all that several ranks hold whole: parameters,
-                                                                buffers, what the optimizer keeps; all settings
+                                                                buffers, what the optimizer keeps; all settings; and what
+                                                                one rank holds, as it was when the step before ended
     ... around forward and backward                             one part of the strategy, in turn, beside one device
     ... before the optimizer                                    the loss and the norm of this very step
 
@@ -122,6 +123,8 @@ class Sentinels:
         if not self._holding.is_alone:
             names = [*self._watch.written(), *self._watch.changed()]
             found.append(Saying("written", self._holding, digest_text(",".join(names))))
+        else:  # what nobody else holds changes on one rank alone where a script changes it, too: `compare` tells
+            found.append(Saying("written", self._everyone, digest_text(",".join(self._watch.changed()))))
         common = digest_text(settings.learning_rates(self._optimizer))
         if self._compares_outcome:
             common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
@@ -185,7 +188,9 @@ class Sentinels:
             return
         engine = self._engine
         settings.require_equal_settings(engine.everyone, self._rows(), engine.device)
-        self._report(compare_copies(engine, self._optimizer))
+        self._report(
+            [*compare_copies(engine, self._optimizer), *self._watch.compare_imprint(engine.everyone, self._mesh)]
+        )
         self._part = engine.begin_inspection(self._num_inspections)
         self._num_inspections += 1
 
@@ -204,7 +209,7 @@ class Sentinels:
         """Take note of how a step ended; return what was found in it, one text for each finding."""
         if self.is_watching:
             self._outcome = (loss, norm)
-            self._watch.note()
+            self._watch.note(keeps_imprint=(self._step + 1) % self._every == 0)
         self._batch = None
         return self._found
 

@@ -320,9 +320,11 @@ class TensorEngine(OuterEngine):
         parts = [] if self.cutting is None else self.cutting.parts
         if not parts:
             return None
-        part = parts[number % len(parts)]
-        part.is_inspected = True
-        return part.name
+        # All of them at first, when the layout is new; then in turn.
+        chosen = parts if number == 0 else [parts[number % len(parts)]]
+        for part in chosen:
+            part.is_inspected = True
+        return chosen[0].name
 
     def end_inspection(self) -> Sequence[Finding]:
         found: list[Finding] = []
