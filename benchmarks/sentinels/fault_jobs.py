@@ -21,7 +21,11 @@ from meshwright.apply.tensor import proof
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 VOCABULARY, WIDTH, LENGTH, BATCH = 13, 8, 5, 8
-FAULTY_RANK = 1
+
+
+def faulty_rank(fault: str, num_ranks: int) -> int:
+    """Return the rank that has a fault: one that has inputs of another stage, where it is in those."""
+    return num_ranks - 1 if fault == "stage_input" else 1
 
 
 class Block(nn.Module):
@@ -217,6 +221,11 @@ def everything_is_proven() -> Iterator[None]:
         yield
 
 
+def _is_faulty(fault: str) -> bool:
+    world = mw.current_world()
+    return world is not None and world.rank == faulty_rank(fault, world.world_size)
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +254,7 @@ def run(plan: str, dtype: str, fault: str, at: int, every: int, num_steps: int, 
             undo.enter_context(contextlib.closing(model))
             for step in range(num_steps):
                 share = mw.split_batch(global_batch(step), model)
-                if step == at and fault in FAULTS and mw.current_world().rank == FAULTY_RANK:
+                if step == at and fault in FAULTS and _is_faulty(fault):
                     share = FAULTS[fault](model, share, told)
                 told["losses"] = [*told.get("losses", []), model.step(share).loss]
                 told["steps"] += 1

@@ -3,9 +3,9 @@
 What only one rank holds has no copy to be compared with. Between the end of a step and the begin of the next one nobody writes to
 it but scripts, whose writes torch counts; what changes without a count is a fault of the memory, or a write to `.data`.
 
-Memory is read as 64-bit words in rows of one length; kept are the sum of each row and of each column, modulo 2^64. One changed word
-moves one row and one column by the same number: so a single change is told from several, its place is known, and the old word is the
-new one minus that number. Two sums of plain words are read at the speed of the memory.
+Memory is read as 64-bit words in rows of one length; kept are the sum of each row and of each column, modulo 2^64. One changed
+word moves one row and one column by the same number: so a single change is told from several, its place is known, and the old
+word is the new one minus that number. Two sums of plain words are read at the speed of the memory.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import torch
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
+from meshwright.apply.recompute import Recompute
 from meshwright.errors import ConfigError, CorruptionError
 from meshwright.mesh import MeshSpec
 from meshwright.run import settings
@@ -85,6 +86,8 @@ class Sentinels:
         self._batch: Any = None
         self._found: list[str] = []
         self._has_warned_of_draws = False
+        self.recompute: Recompute | None = None
+        """The layers that run again in backward, which are inspected as well."""
 
     @property
     def is_watching(self) -> bool:
@@ -192,6 +195,8 @@ class Sentinels:
             [*compare_copies(engine, self._optimizer), *self._watch.compare_imprint(engine.everyone, self._mesh)]
         )
         self._part = engine.begin_inspection(self._num_inspections)
+        if self.recompute is not None:
+            self.recompute.begin_inspection(self._num_inspections)
         self._num_inspections += 1
 
     def end_backward(self, loss: float, norm: float) -> None:
@@ -203,6 +208,7 @@ class Sentinels:
         if not self.is_due:
             return
         findings = list(self._engine.end_inspection()) if self._part is not None else []
+        findings += [] if self.recompute is None else self.recompute.end_inspection()
         self._report([*findings, *self._compare_outcome(loss, norm, step=self._step)])
 
     def end_step(self, loss: float, norm: float) -> list[str]:

@@ -146,8 +146,11 @@ class StateWatch:
             mesh: Their places.
         """
         written, labels = self.written(), self._written(self._labels)
-        changes = [change for change in self._changes() if change.name not in labels]
-        mine = [written, labels[0] if written == [_PIECES] else None, len(changes)]
+        looked_at = self._changes()
+        changes = [change for change in looked_at if change.name not in labels]
+        # Pieces lie in one memory, for which torch counts the writes together: which of them it was shows in the bits.
+        seen = [change.name for change in looked_at if change.name in labels]
+        mine = [written, (seen or labels)[0] if written == [_PIECES] else None, len(changes)]
         everyone = group.all_gather_json(mine, device=self._engine.device)
         findings = []
         for circle in circles_of(mesh, "dp", "cp", "tp"):
