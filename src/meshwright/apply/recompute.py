@@ -19,13 +19,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from meshwright.apply.attributes import Attributes, Moment
+from meshwright.apply.finding import Finding
 from meshwright.apply.inputs import Inputs, Writers
 from meshwright.apply.kept import keeping_contexts
 from meshwright.apply.outside import Elsewhere, Outside
 from meshwright.apply.random_states import PythonState
+from meshwright.apply.repetition import Repetition
 from meshwright.apply.subclass import with_forward
 from meshwright.comm._torch_private import DEAR_OPERATORS
 from meshwright.describe.layers import find_layers
@@ -49,12 +56,15 @@ class Recompute:
         """Called with a layer before its forward runs, again too; a strategy that shards makes its values whole then."""
         self.writers = Writers()
         """The layers that write over their inputs."""
+        self._inspected: nn.Module | None = None
+        self._findings: list[Finding] = []
         pieces = [layer for _, layer in find_layers(module)]
         # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
         self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
         self._outside: weakref.WeakKeyDictionary[nn.Module, Outside | None] = weakref.WeakKeyDictionary()
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._names = {id(layer): name for name, layer in module.named_modules()}
         for layer in layers:
             contexts = keeping_contexts if kind == "selective" and not _writes_in_place(layer) else None
             self._changed.append((layer, type(layer)))
@@ -73,6 +83,27 @@ class Recompute:
             found = Outside(layer)
             self._outside[layer] = None if found.is_empty and not found.draws else found
         return self._outside[layer]
+
+    def begin_inspection(self, number: int) -> None:
+        """Compare what one layer gives when it runs again with what it gave at first; layers take turns.
+
+        Args:
+            number: Inspections before this one [count].
+        """
+        self._inspected = self._changed[number % len(self._changed)][0] if self._changed else None
+
+    def end_inspection(self) -> list[Finding]:
+        """Return in what they differed."""
+        self._inspected = None
+        found, self._findings = self._findings, []
+        return found
+
+    def look_at(self, layer: nn.Module) -> Repetition | None:
+        """Return what compares the results of a layer that begins a forward; None where it is not its turn."""
+        if layer is not self._inspected:
+            return None
+        self._inspected = None  # its first call in the step; others would keep their results as well
+        return Repetition(self._names.get(id(layer), ""), self._findings)
 
     def close(self) -> None:
         """Give the layers their own classes back."""
@@ -105,8 +136,12 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
         options = {} if contexts is None else {"context_fn": contexts}
         inputs = owner.writers.begin(self, args, kwargs)
         kept_args, kept_kwargs = inputs.kept
-        twice = _Twice(run, (owner.attributes_of(self), owner.outside_of(self)), inputs, original.__name__)
-        result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
+        inspection = owner.look_at(self)
+        state = owner.attributes_of(self), owner.outside_of(self)
+        twice = _Twice(run, state, inputs, original.__name__, inspection)
+        # Else it ends with the last tensor that backward needs, before the results are there.
+        with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
+            result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
         owner.writers.end(self, inputs, original.__name__)
         return result
 
@@ -140,10 +175,16 @@ class _Twice:
         state: What it may change on its layer, and elsewhere.
         inputs: What it is given the first time, and may write over.
         name: The class of the layer, for messages.
+        inspection: Compares the results of the two; None where nobody wants to know.
     """
 
     def __init__(
-        self, run: Callable[..., Any], state: tuple[Attributes, Outside | None], inputs: Inputs, name: str
+        self,
+        run: Callable[..., Any],
+        state: tuple[Attributes, Outside | None],
+        inputs: Inputs,
+        name: str,
+        inspection: Repetition | None = None,
     ) -> None:
         self._name = name
         self._run = run
@@ -151,17 +192,23 @@ class _Twice:
         self._inputs = inputs
         self._before: Moment | None = None
         self._elsewhere: tuple[Elsewhere, PythonState | None] | None = None
+        self._inspection = inspection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             args, kwargs = self._inputs.again(self._name, args, kwargs)
             with self._attributes.as_of(self._before), self._elsewhere_as_before():
-                return self._run(*args, **kwargs)
+                result = self._run(*args, **kwargs)
+            if self._inspection is not None:
+                self._inspection.compare(result)
+            return result
         self._before = self._attributes.take()
         self._elsewhere = self._look_elsewhere()
         given_args, given_kwargs = self._inputs.given
         result = self._run(*given_args, **given_kwargs)
         self._attributes.forward_is_over(self._before)
+        if self._inspection is not None:
+            self._inspection.keep(result)
         return result
 
     def _look_elsewhere(self) -> tuple[Elsewhere, PythonState | None] | None:

@@ -71,6 +71,7 @@ def _differences(group: Communicator, held: Named, device: torch.device) -> list
         digests = [theirs[name] for theirs in everyone]
         usual = max(digests, key=digests.count)
         source = digests.index(usual)
+        is_tie = digests.count(usual) * 2 == len(digests)
         others = [group.ranks[index] for index, digest in enumerate(digests) if digest != usual]
         measure = place < _MOST_SHOWN and len({shape for _, shape in digests}) == 1
         difference = _largest_difference(group, tensors[name], source, device) if measure else float("nan")
@@ -80,7 +81,8 @@ def _differences(group: Communicator, held: Named, device: torch.device) -> list
                     part=name,
                     difference=difference,
                     tolerance=_allowed(group, tensors[name]),
-                    text=f"the values on rank(s) {others} are not those of rank {group.ranks[source]}, of which they are copies",
+                    text=f"the values on rank(s) {others} are not those of rank {group.ranks[source]}, of which they are copies"
+                    + ("; which of them are wrong, copies alone do not show" if is_tie else ""),
                 )
             )
     return findings

@@ -134,6 +134,7 @@ def apply_plan(
     )
     if recompute is not None:
         recompute.before = engine.before_layer
+        sentinels.recompute = recompute
     if example_batch is not None:
         stepper.prepare(example_batch)
     if engine.everyone.size > 1 or engine.num_replicas > 1:

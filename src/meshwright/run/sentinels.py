@@ -4,7 +4,8 @@
                                                                 learning rates, the last step's loss and norm, and which
                                                                 parameters were written to since
     every `sentinel_every` steps, before forward                digests of all that several ranks hold whole: parameters,
-                                                                buffers, what the optimizer keeps; all settings
+                                                                buffers, what the optimizer keeps; all settings; and what
+                                                                one rank holds, as it was when the step before ended
     ... around forward and backward                             one part of the strategy, in turn, beside one device
     ... before the optimizer                                    the loss and the norm of this very step
 
@@ -25,6 +26,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.outside import Outside
 from meshwright.apply.random_states import PythonState
+from meshwright.apply.recompute import Recompute
 from meshwright.errors import ConfigError, CorruptionError
 from meshwright.mesh import MeshSpec
 from meshwright.run import settings
@@ -88,6 +90,8 @@ class Sentinels:
         self._has_warned_of_draws = False
         # To read their states takes longer than torch's: only where the model's code can draw from them.
         self._draws_python = not self._drawing.is_alone and Outside(engine.module).draws
+        self.recompute: Recompute | None = None
+        """The layers that run again in backward, which are inspected as well."""
 
     @property
     def is_watching(self) -> bool:
@@ -134,6 +138,8 @@ class Sentinels:
         if not self._holding.is_alone:
             names = [*self._watch.written(), *self._watch.changed()]
             found.append(Saying("written", self._holding, digest_text(",".join(names))))
+        else:  # what nobody else holds changes on one rank alone where a script changes it, too: `compare` tells
+            found.append(Saying("written", self._everyone, digest_text(",".join(self._watch.changed()))))
         common = digest_text(settings.learning_rates(self._optimizer))
         if self._compares_outcome:
             common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
@@ -200,8 +206,12 @@ class Sentinels:
             return
         engine = self._engine
         settings.require_equal_settings(engine.everyone, self._rows(), engine.device)
-        self._report(compare_copies(engine, self._optimizer))
+        self._report(
+            [*compare_copies(engine, self._optimizer), *self._watch.compare_imprint(engine.everyone, self._mesh)]
+        )
         self._part = engine.begin_inspection(self._num_inspections)
+        if self.recompute is not None:
+            self.recompute.begin_inspection(self._num_inspections)
         self._num_inspections += 1
 
     def end_backward(self, loss: float, norm: float) -> None:
@@ -213,13 +223,14 @@ class Sentinels:
         if not self.is_due:
             return
         findings = list(self._engine.end_inspection()) if self._part is not None else []
+        findings += [] if self.recompute is None else self.recompute.end_inspection()
         self._report([*findings, *self._compare_outcome(loss, norm, step=self._step)])
 
     def end_step(self, loss: float, norm: float) -> list[str]:
         """Take note of how a step ended; return what was found in it, one text for each finding."""
         if self.is_watching:
             self._outcome = (loss, norm)
-            self._watch.note()
+            self._watch.note(keeps_imprint=(self._step + 1) % self._every == 0)
         self._batch = None
         return self._found
 

@@ -1,11 +1,13 @@
 """Writes between steps: to a parameter on one rank, and not on others that hold it, or the rest of it, as well.
 
 torch counts the writes to a tensor, so that those cost a look at a number. What it does not count (a write to `.data`, a fault of
-the memory) shows in copies, which sentinels compare; of what has no copy a part is looked at in each step, in turn.
+the memory) shows in copies, which sentinels compare. Of what has no copy a part is looked at in each step, in turn, and before a
+sentinel all of it, what the optimizer keeps included (`imprint.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,9 +17,11 @@ from meshwright.apply.finding import Finding
 from meshwright.comm.communicator import Communicator
 from meshwright.mesh import MeshSpec
 from meshwright.run.circles import circles_of
+from meshwright.run.imprint import Change, Imprint, change_of
 
 __all__: list[str] = []
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PIECES = "what this rank's optimizer updates"
 _WINDOW_BYTES = 2**14
 """What is looked at in one step, of that which has no copy [bytes]."""
@@ -41,6 +45,7 @@ class StateWatch:
         self._windows: list[list[tuple[str, torch.Tensor]]] = []
         self._turn = 0
         self._seen: torch.Tensor | None = None
+        self._imprint: Imprint | None = None
 
     def _find(self) -> None:
         named = dict(self._engine.module.named_parameters())
@@ -51,24 +56,51 @@ class StateWatch:
         fqns = {id(tensor): name for _, held in self._engine.copies_of_state() for name, tensor in held}
         self._labels = [*named, *(fqns.get(id(piece), _PIECES) for piece in pieces)]
         self._tensors = [*named.values(), *pieces]
-        self._windows = list(_windows(self._alone()))
+        on_host = [(name, value.detach().view(-1)) for name, value in self._alone() if value.device.type == "cpu"]
+        self._windows = list(_windows(on_host))
 
     def _alone(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, values) of what this rank holds and no other, as far as it lies in the host's memory in one piece."""
+        """Yield (name, values) of what no other rank holds for longer than a step, as far as it lies in memory in one piece.
+
+        Under ZeRO copies get the owner's values after each step, so that what one of them was in between is seen here alone.
+        """
+        has_pieces = _PIECES in self._names
+        held = [] if has_pieces else [named for group, named in self._engine.copies_of_state() if group.size > 1]
+        copied = {_place(tensor) for named in held for _, tensor in named}
+        seen: list[tuple[int, int]] = []
+        for name, tensor in zip(self._labels, self._tensors, strict=True):
+            start, size = _place(tensor)
+            is_known = any(first <= start and start + size <= last for first, last in seen)
+            if _is_plain(tensor) and (start, size) not in copied and not is_known:
+                seen += [(start, start + size)] if has_pieces else []
+                yield name, tensor
+
+    def _kept_alone(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, values) of what `_alone` gives, of what the optimizer keeps for what it updates, and of buffers."""
+        yield from self._alone()
         copied = {
             _place(tensor) for group, named in self._engine.copies_of_state() if group.size > 1 for _, tensor in named
         }
+        state = getattr(self._optimizer, "state", None) or {}
         for name, tensor in zip(self._labels, self._tensors, strict=True):
-            value = tensor.detach()
-            is_plain = value.device.type == "cpu" and value.layout == torch.strided and value.is_contiguous()
-            if is_plain and value.numel() and _place(value) not in copied and 0 not in value.stride():
-                yield name, value.view(-1)
+            is_alone = tensor in state and (_place(tensor) not in copied or _PIECES in self._names)
+            for key, value in state[tensor].items() if is_alone else ():
+                if isinstance(value, torch.Tensor) and _is_plain(value):
+                    yield f"{name} (the optimizer's {key})", value
+        for name, buffer in self._engine.module.named_buffers():
+            if _is_plain(buffer) and _place(buffer) not in copied:
+                yield name, buffer
 
-    def note(self) -> None:
-        """Take note of everything at the end of a step."""
+    def note(self, *, keeps_imprint: bool = False) -> None:
+        """Take note of everything at the end of a step.
+
+        Args:
+            keeps_imprint: Whether all that has no copy is looked at before the next step.
+        """
         if not self._tensors:
             self._find()
         self._versions = [tensor._version for tensor in self._tensors]
+        self._imprint = Imprint(list(self._kept_alone())) if keeps_imprint else None
         if self._windows:
             self._turn = (self._turn + 1) % len(self._windows)
             self._seen = self._look()
@@ -89,6 +121,9 @@ class StateWatch:
 
     def changed(self) -> list[str]:
         """Return the FQNs of what has other bits than when the last step ended, of what was looked at."""
+        return [change.name for change in self._changes()]
+
+    def _changes(self) -> list[Change]:
         seen = self._seen
         if seen is None:
             return []
@@ -98,8 +133,10 @@ class StateWatch:
         window = self._windows[self._turn]
         sizes = [part.numel() for _, part in window]
         pairs = zip(window, now.split(sizes), seen.split(sizes), strict=True)
-        names = [name for (name, _), new, old in pairs if not torch.equal(new.view(torch.uint8), old.view(torch.uint8))]
-        return list(dict.fromkeys(names))
+        found = [change for (name, _), new, old in pairs if (change := change_of(name, new, old)) is not None]
+        # Two parts of one tensor: several entries.
+        names = [change.name for change in found]
+        return list({c.name: c if names.count(c.name) == 1 else Change(c.name) for c in found}.values())
 
     def compare(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
         """Return what was written to on this rank and not on all that hold it as well; every rank calls it.
@@ -109,7 +146,11 @@ class StateWatch:
             mesh: Their places.
         """
         written, labels = self.written(), self._written(self._labels)
-        mine = [written, labels[0] if written == [_PIECES] else None, [n for n in self.changed() if n not in labels]]
+        looked_at = self._changes()
+        changes = [change for change in looked_at if change.name not in labels]
+        # Pieces lie in one memory, for which torch counts the writes together: which of them it was shows in the bits.
+        seen = [change.name for change in looked_at if change.name in labels]
+        mine = [written, (seen or labels)[0] if written == [_PIECES] else None, len(changes)]
         everyone = group.all_gather_json(mine, device=self._engine.device)
         findings = []
         for circle in circles_of(mesh, "dp", "cp", "tp"):
@@ -120,18 +161,47 @@ class StateWatch:
                     others = [rank for rank in circle.ranks if rank not in wrote]
                     text = f"it was written to on rank(s) {wrote} and not on rank(s) {others}"
                     findings.append(_finding(mine[1] or name, text))
-        hidden = [(rank, name) for rank, (_, _, names) in enumerate(everyone) for name in names]
-        # Who clamps `.data` on every rank changes many tensors on many ranks: a fault is one tensor on one rank.
-        if not findings and len(hidden) == 1 and hidden[0][0] == group.rank:
-            name = hidden[0][1]
-            findings.append(
-                _finding(name, "its values changed on this rank alone, by a write to .data or a fault of the memory")
-            )
-        return findings
+        return findings or self._hidden(changes, sum(num for _, _, num in everyone), mesh)
+
+    def compare_imprint(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
+        """Return what has changed since the last step ended, though torch counted no write; every rank calls it.
+
+        Args:
+            group: All ranks.
+            mesh: Their places.
+        """
+        changes = [] if self._imprint is None else self._imprint.changes()
+        self._imprint = None
+        count = torch.tensor([len(changes)], dtype=torch.float64, device=self._engine.device)
+        group.all_reduce(count)
+        return self._hidden(changes, int(count.item()), mesh)
+
+    def _hidden(self, changes: list[Change], num_of_all: int, mesh: MeshSpec) -> list[Finding]:
+        """Return a finding where one tensor of one rank has changed behind torch's back.
+
+        Args:
+            changes: Those of this rank.
+            num_of_all: Those of all ranks together [count].
+            mesh: The ranks' places.
+        """
+        # Who clamps `.data` on every rank changes many tensors on many ranks: a fault is one tensor on one rank. Where no
+        # other rank has a part of it, a script changes one tensor on one rank as well; a fault changes one entry.
+        if not changes or num_of_all > 1:
+            return []
+        change, has_parts_elsewhere = changes[0], len(mesh.groups("dp", "cp", "tp")[0]) > 1
+        if change.place is None and not has_parts_elsewhere:
+            return []
+        text = f"{change.text} on this rank alone, by a write to .data or a fault of the memory"
+        return [_finding(change.name, text, change.relative)]
 
 
-def _finding(name: str, text: str) -> Finding:
-    return Finding(part=name, difference=float("nan"), tolerance=0.0, text=f"{text}, between two steps")
+def _finding(name: str, text: str, difference: float = math.nan) -> Finding:
+    return Finding(part=name, difference=difference, tolerance=0.0, text=f"{text}, between two steps")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_there = tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in _PLAIN
+    return is_there and tensor.is_contiguous() and bool(tensor.numel()) and 0 not in tensor.stride()
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from meshwright.apply.tensor.running import Drawing, RunningChain, RunningRegion
 from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm.communicator import Communicator
-from meshwright.nn.shards import take_shard
+from meshwright.nn.shards import gather_full, take_shard
 
 __all__: list[str] = []
 
@@ -62,6 +62,8 @@ class Cutting:
         self._attributes: dict[tuple[int, str], Any] = {}  # (id of a module, attribute) -> of the whole model
         own = layout.parts() if make_guard is not None or layout.chains else {}
         self._make_guard = make_guard
+        self.misplaced: list[str] = []
+        """FQNs of what the ranks' shards, put together, are not: they were cut wrong."""
         # From before the cut: a proof is made on the whole module.
         templates = {name: _without_values(module.get_submodule(name)) for name in own} if make_guard else {}
         self._cut_tensors()
@@ -81,10 +83,21 @@ class Cutting:
                 tensor = find_tensor(self.module, name)
                 if id(tensor) not in self._full_shapes:
                     self._shapes[name] = self._full_shapes[id(tensor)] = tuple(tensor.shape)
-                    tensor.data = take_shard(tensor.data, self._layout(name, region, cut, self.group.group_rank))
+                    whole = tensor.data
+                    tensor.data = take_shard(whole, self._layout(name, region, cut, self.group.group_rank))
+                    if self._make_guard is not None and not self._is_in_place(name, whole, tensor.data, region, cut):
+                        self.misplaced.append(name)
 
     def _layout(self, name: str, region: Region, cut: Cut, part: int) -> ShardLayout:
         return cut.layout(self._shapes[name], region.num_units, self.group.size, part)
+
+    def _is_in_place(self, name: str, whole: Tensor, shard: Tensor, region: Region, cut: Cut) -> bool:
+        """Tell whether the ranks' shards are together what was cut: the last moment at which somebody has the whole."""
+        if whole.is_meta or not whole.numel():
+            return True
+        layouts = [self._layout(name, region, cut, part) for part in range(self.group.size)]
+        joined = gather_full(shard, layouts, self.group)
+        return torch.equal(joined.view(-1).view(torch.uint8), whole.contiguous().view(-1).view(torch.uint8))
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, list[ShardLayout]]:

@@ -26,7 +26,7 @@ from meshwright.apply.tensor.search import Search
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import map_tensors
-from meshwright.errors import ApplyError, did_you_mean
+from meshwright.errors import ApplyError, CorruptionError, did_you_mean
 from meshwright.nn.shards import gather_full
 from meshwright.spec import Plan
 
@@ -196,6 +196,7 @@ class TensorEngine(OuterEngine):
     def cut(self, layout: TensorLayout) -> None:
         """Cut the module, and make the engine on the shards."""
         self.cutting = Cutting(self.module, layout, self.shards, make_guard=Guard)
+        self._refuse_misplaced(self.cutting.misplaced)
         self._whole_matrices = WholeMatrices(self.cutting)
         self._cut_ids = {id(find_tensor(self.module, name)) for name in layout.cuts}
         named = dict(self.module.named_parameters(remove_duplicate=False))
@@ -203,6 +204,20 @@ class TensorEngine(OuterEngine):
         self._hook_partial()
         self._inner = self._make_inner()
         self._inner.adopt_optimizer(self._optimizer)
+
+    def _refuse_misplaced(self, names: Sequence[str]) -> None:
+        told = self._everyone.all_gather_json(list(names), device=self.device)
+        found = [(rank, name) for rank, theirs in zip(self._everyone.ranks, told, strict=True) for name in theirs]
+        if found:
+            rank, name = found[0]
+            raise CorruptionError(
+                f"the shards of '{name}', put together again on rank {rank}, are not the parameter that was cut "
+                f"({len(found) - 1} more are wrong)",
+                rank=rank,
+                step=0,
+                part=name,
+                fix="run again; where it comes again it is a bug of Meshwright: please report it",
+            )
 
     def _hook_partial(self) -> None:
         for hook in self._partial_hooks:
@@ -320,9 +335,11 @@ class TensorEngine(OuterEngine):
         parts = [] if self.cutting is None else self.cutting.parts
         if not parts:
             return None
-        part = parts[number % len(parts)]
-        part.is_inspected = True
-        return part.name
+        # All of them at first, when the layout is new; then in turn.
+        chosen = parts if number == 0 else [parts[number % len(parts)]]
+        for part in chosen:
+            part.is_inspected = True
+        return chosen[0].name
 
     def end_inspection(self) -> Sequence[Finding]:
         found: list[Finding] = []

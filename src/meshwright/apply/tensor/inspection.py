@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.apply.attributes import OF_TORCH, insides_put_back
 from meshwright.apply.buffers import BufferSnapshot
+from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
 from meshwright.apply.random_states import kept_random_states
 from meshwright.apply.tensor.operations import WithoutDropout
@@ -19,11 +20,6 @@ from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.describe.tree import map_tensors, tensors_in
 
 __all__: list[str] = []
-
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of an entry, relative to the tensor's largest, that another order of sums is given, by dtype. In float64 it
-is that of float32 inside: many models compute norms and losses in float32 whatever their dtype is."""
-
 
 _under_way = 0
 
@@ -64,32 +60,12 @@ def compare_runs(
                 results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(outputs, torch.Tensor.detach))])
     findings = []
     for place, (mine, expected) in enumerate(zip(*results, strict=False)):
-        tolerance = TOLERANCES.get(_precision(expected), 0.0)
-        difference = _relative(mine, expected)
+        tolerance = tolerance_of(expected)
+        difference = relative_difference(mine, expected)
         if not difference <= tolerance:
             text = f"result {place} of '{name or 'the model itself'}' on shards differs from what it gives whole"
             findings.append(Finding(part=name, difference=difference, tolerance=tolerance, text=text))
     return findings
-
-
-def _precision(tensor: Tensor) -> torch.dtype:
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind) and tensor.is_floating_point():
-        return torch.get_autocast_dtype(kind)
-    return tensor.dtype
-
-
-def _relative(mine: Tensor, expected: Tensor) -> float:
-    if mine.shape != expected.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    if not expected.is_floating_point():
-        return float((mine != expected).double().mean())
-    same_nan = mine.isnan() & expected.isnan()
-    gap = (mine.double() - expected.double()).masked_fill(same_nan | (mine == expected), 0.0).abs().max().item()
-    scale = expected.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    return gap / scale if scale else gap
 
 
 @contextlib.contextmanager
