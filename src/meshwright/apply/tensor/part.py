@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.apply.finding import Finding
@@ -190,6 +191,9 @@ class Part:
     def _inspect(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_inspected = False
         given = plain_values((args, kwargs))
+        with torch.no_grad():  # as the comparison is made
+            if self.guard is not None and not self.guard.allows(*given):
+                return
         self.findings += compare_runs(
             module,
             self.name,
