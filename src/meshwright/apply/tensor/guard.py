@@ -89,6 +89,12 @@ class Guard:
         self._structure = digest(signatures.describe_structure(self._template))
         self._known = self._verdicts.setdefault(self._structure, {})
 
+    def _take_over_buffers(self) -> None:
+        """Have the copy decide by the numbers that buffers have now; of one that is cut nobody here has them all."""
+        for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
+            if name not in self._layout.cuts:
+                twin.data = live.detach().clone()
+
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
         ambient = current_ambient()
@@ -138,6 +144,7 @@ class Guard:
         sizes, asks_values, is_same = set(names), True, True
         if self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
+            self._take_over_buffers()
             given = map_tensors((args, kwargs), _for_proof)
             call = Call(args=given[0], kwargs=given[1], ambient=ambient)
             # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
