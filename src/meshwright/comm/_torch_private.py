@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "DEAR_OPERATORS",
+    "GLOBAL_MODULE_HOOKS",
     "LINEAR",
     "TURNS",
     "Convolution",
@@ -54,6 +55,15 @@ __all__ = [
 
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
 """The base of torch's convolution layers."""
+
+_modules = torch.nn.modules.module
+GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
+    _modules._global_forward_pre_hooks,
+    _modules._global_forward_hooks,
+    _modules._global_backward_pre_hooks,
+    _modules._global_backward_hooks,
+)
+"""Hooks of all modules of this process, by their numbers: `torch.nn.modules.module.register_module_forward_hook` and the like."""
 
 FakeTensorError = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """What is raised where a fake tensor, which has a shape and no values, does not suffice."""

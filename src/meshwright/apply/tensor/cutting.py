@@ -14,6 +14,7 @@ from meshwright.apply.recompute import with_repeated_forward
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.copies import copy_module
+from meshwright.apply.tensor.held_buffers import HeldBuffer
 from meshwright.apply.tensor.part import CallGuard, Part
 from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.roles import (
@@ -67,6 +68,7 @@ class Cutting:
         # From before the cut: a proof is made on the whole module.
         templates = {name: _without_values(module.get_submodule(name)) for name in own} if make_guard else {}
         self._cut_tensors()
+        self._buffers = list(self._held_buffers())
         self._chains = chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
         for region in layout.regions:
             self._start(region, next((chain for chain in chains if _lies_in(region, chain.chain)), None))
@@ -87,6 +89,15 @@ class Cutting:
                     tensor.data = take_shard(whole, self._layout(name, region, cut, self.group.group_rank))
                     if self._make_guard is not None and not self._is_in_place(name, whole, tensor.data, region, cut):
                         self.misplaced.append(name)
+
+    def _held_buffers(self) -> Iterator[HeldBuffer]:
+        rank = self.group.group_rank
+        for name in self.layout.cuts:
+            path, _, own = name.rpartition(".")
+            slots = self.module.get_submodule(path)._buffers
+            shape = self.full_shape(name)
+            if own in slots and shape is not None:
+                yield HeldBuffer(name, slots, own, shape, self._layout(name, *self.layout.cuts[name], rank))
 
     def _layout(self, name: str, region: Region, cut: Cut, part: int) -> ShardLayout:
         return cut.layout(self._shapes[name], region.num_units, self.group.size, part)
@@ -222,6 +233,8 @@ class Cutting:
 
     def begin_step(self) -> None:
         """Take note of what was changed on the module since the last step, for the guards."""
+        for held in self._buffers:
+            held.take_replacement()
         for part in self.parts:
             part.refuse_patched()
             if part.guard is not None:

@@ -71,7 +71,7 @@ class Before:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else 0
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

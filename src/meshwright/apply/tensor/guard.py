@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,18 +13,22 @@ from torch import Tensor, nn
 
 from meshwright.apply.random_states import kept_random_states
 from meshwright.apply.tensor import signatures
+from meshwright.apply.tensor.ambient import Ambient, current_ambient
 from meshwright.apply.tensor.comparison import DisprovedError
 from meshwright.apply.tensor.described import OWN, digest
 from meshwright.apply.tensor.proof import Experiment
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.trace import Call
+from meshwright.comm._torch_private import current_function_mode
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import map_tensors
 
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
+
+_HOW_HOOKS_RUN = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 MAX_PROOFS = 64
 """Proofs of one part while it runs [count]. A call that is new after that runs whole: its arguments never repeat."""
@@ -64,7 +67,10 @@ class Guard:
         self._group = group
         self._attributes = attributes
         self._proven = set(layout.proven.get("", ()))
-        self._kinds = list(itertools.product((False, True), (False, True)))
+        self._proven_kinds = sorted(
+            {signatures.kind_of_text(text) for text in self._proven}
+        )  # in one order on all ranks
+        self._kinds: list[signatures.Kind] = list(self._proven_kinds)
         self._verdicts: dict[str, dict[Any, bool]] = {}
         self._known: dict[Any, bool] = {}
         self._structure = ""
@@ -83,65 +89,82 @@ class Guard:
         self._structure = digest(signatures.describe_structure(self._template))
         self._known = self._verdicts.setdefault(self._structure, {})
 
+    def _take_over_buffers(self) -> None:
+        """Have the copy decide by the numbers that buffers have now; of one that is cut nobody here has them all."""
+        for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
+            if name not in self._layout.cuts:
+                twin.data = live.detach().clone()
+
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
+        ambient = current_ambient()
+        if _is_watched():
+            self._note("a TorchFunctionMode of the user's is in force, and would see slices")
+            return False
         for kind in self._kinds:
-            verdict = self._known.get(self._signature(args, kwargs, kind))
+            verdict = self._known.get(self._signature(args, kwargs, kind, ambient))
             if verdict is not None:
                 return verdict
-        kind = self._proven_kind(args, kwargs)
+        kind = self._proven_kind(args, kwargs, ambient)
         verdict = True
         if kind is None:
-            verdict, kind = self._prove(args, kwargs)
-        call = self._signature(args, kwargs, kind)
+            verdict, kind = self._prove(args, kwargs, ambient)
+        call = self._signature(args, kwargs, kind, ambient)
         if call is not None:
             self._known[call] = verdict
             self._kinds = [kind, *(other for other in self._kinds if other != kind)]  # as most calls are
         return verdict
 
-    def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool] | None:
+    def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> signatures.Kind | None:
         """Return as which kind of call the search has proven this one; None where a rank is not sure: then all prove it again."""
-        calls = [self._signature(args, kwargs, kind) for kind in self._kinds]
-        known = [call is not None and digest((self._structure, *call)) in self._proven for call in calls]
+        if not self._proven_kinds:
+            return None
+        calls = [self._signature(args, kwargs, kind, ambient) for kind in self._proven_kinds]
+        known = [
+            call is not None and f"{'+'.join(kind[0])}:{digest((self._structure, *call))}" in self._proven
+            for kind, call in zip(self._proven_kinds, calls, strict=True)
+        ]
         told = torch.tensor(known, dtype=torch.int32, device=self._device)
         self._group.all_reduce(told, "min")
-        return next((kind for kind, is_known in zip(self._kinds, told.tolist(), strict=True) if is_known), None)
+        return next((kind for kind, is_known in zip(self._proven_kinds, told.tolist(), strict=True) if is_known), None)
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: tuple[bool, bool]) -> Any:
-        """Return a call's signature, in which sizes and numbers count or not, with these two flags; None where it has none."""
-        call = signatures.signature(
-            args, kwargs, exact_sizes=kind[0], with_values=kind[1], with_gradients=torch.is_grad_enabled()
-        )
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: signatures.Kind, ambient: Ambient) -> Any:
+        """Return a call's signature, in which these sizes, and numbers or not, count, with its kind; None where it has none."""
+        call = signatures.signature(args, kwargs, kind=kind, ambient=ambient)
         if call is None or not kind[1]:
             return None if call is None else (kind, call)
         # What the shards hold of a buffer is each rank's own: only what all have alike may decide.
         whole = [buffer for name, buffer in self._module.named_buffers() if name not in self._layout.cuts]
         return kind, (call, tuple(map(signatures.numbers_of, whole)))
 
-    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, tuple[bool, bool]]:
-        """Return whether the call is proven, and whether for these sizes, and these numbers, alone."""
-        reason, asks, is_same = (
-            f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones",
-            (True, True),
-            True,
-        )
+    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> tuple[bool, signatures.Kind]:
+        """Return whether the call is proven, and for which sizes, and whether for these numbers, alone."""
+        names = signatures.names_of_sizes(args, kwargs)
+        reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
+        sizes, asks_values, is_same = set(names), True, True
         if self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
-            call = Call(args=map_tensors(args, _for_proof), kwargs=map_tensors(kwargs, _for_proof))
+            self._take_over_buffers()
+            given = map_tensors((args, kwargs), _for_proof)
+            call = Call(args=given[0], kwargs=given[1], ambient=ambient)
             # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
             with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reason, asks, is_same = pool.submit(self._why_not, call).result()
+                reason, sizes, asks_values, is_same = pool.submit(self._why_not, call, set(names)).result()
         if not (reason or is_same or torch.is_grad_enabled()):
             reason = "it computes something else where gradients are off"
-        told = torch.tensor([not reason, not asks[0], not asks[1]], dtype=torch.int32, device=self._device)
+        counts = [size not in sizes for size in names]
+        told = torch.tensor([not reason, not asks_values, *counts], dtype=torch.int32, device=self._device)
         self._group.all_reduce(told, "min")
-        is_proven, any_size, any_value = map(bool, told.tolist())
+        is_proven, any_value, *any_size = map(bool, told.tolist())
         if not is_proven:
-            reason = reason or "another rank could not prove it"
-            if reason not in self.reasons:
-                self.reasons.append(reason)
-                _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
-        return is_proven, (not any_size, not any_value)
+            self._note(reason or "another rank could not prove it")
+        exact = tuple(name for name, is_any in zip(names.values(), any_size, strict=True) if not is_any)
+        return is_proven, (exact, not any_value)
+
+    def _note(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
 
     def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
         return kept_random_states({parameter.device for parameter in self._module.parameters()}, module=self._module)
@@ -150,18 +173,18 @@ class Guard:
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
 
-    def _why_not(self, call: Call) -> tuple[str, tuple[bool, bool], bool]:
-        """Return why a call is not proven, or nothing; whether it asks for sizes and numbers; and if gradients change nothing."""
+    def _why_not(self, call: Call, sizes: set[int]) -> tuple[str, set[int], bool, bool]:
+        """Return why a call is not proven, or nothing; which sizes, and if numbers count; and if gradients change nothing."""
         try:
             experiment = Experiment(self._template, call, self._group.size)
             for layout in self._layouts():
                 self._check(experiment, layout)
             asked = experiment.asks()
-            return "", (asked.sizes, asked.values), asked.is_same
+            return "", asked.sizes, asked.values, asked.is_same
         except DisprovedError as error:
-            return error.message, (True, True), True
+            return error.message, sizes, True, True
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
-            return f"it cannot be run by itself: {type(error).__name__}: {error}", (True, True), True
+            return f"it cannot be run by itself: {type(error).__name__}: {error}", sizes, True, True
 
     def _layouts(self) -> Sequence[TensorLayout]:
         """Return the layout for each dim along which the stream may lie in slices."""
@@ -180,6 +203,12 @@ class Guard:
                 raise DisprovedError(f"every rank has the whole gradient of {name}, of which it had a term before")
 
 
+def _is_watched() -> bool:
+    """Tell whether code of the user's sees each function that is called; torch's modes and ours may."""
+    mode = current_function_mode()
+    return mode is not None and not type(mode).__module__.startswith(("torch.", "meshwright."))
+
+
 def _for_proof(tensor: Tensor) -> Tensor:
     """Return a plain tensor to be tried on; one that lies in slices is an activation, of which only the shape is asked for."""
     if not isinstance(tensor, Slices):
@@ -196,7 +225,11 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
             continue
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
+    twin._is_full_backward_hook = live._is_full_backward_hook
     for kind in signatures.HOOKS:
         hooks = {key: hook for key, hook in getattr(live, kind).items() if not signatures.is_ours(hook)}
         getattr(twin, kind).clear()
         getattr(twin, kind).update(hooks)
+    for kind in _HOW_HOOKS_RUN:
+        getattr(twin, kind).clear()
+        getattr(twin, kind).update(getattr(live, kind))

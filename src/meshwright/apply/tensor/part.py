@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.apply.finding import Finding
@@ -153,12 +154,27 @@ class Part:
         chain = self._chain
         if chain is None:
             return original(module, *args, **kwargs)
-        args, kwargs = change_stream((args, kwargs), chain.take)
+        taken: list[tuple[Tensor, Tensor]] = []
+
+        def take(stream: Tensor) -> Tensor:
+            taken.append((stream, chain.take(stream)))
+            return taken[0][1]
+
+        args, kwargs = change_stream((args, kwargs), take)
         way = chain.dim, chain.sizes
         with chain.drawing_apart(module, next(tensors_in((args, kwargs))).device):
             outputs = original(module, *args, **kwargs, **{_WAY: way})
         give = chain.hand_on if self._hands_on else chain.gather
-        return change_stream(outputs, lambda stream: give(stream, *way))
+
+        def hand_on(stream: Tensor) -> Tensor:
+            for whole, local in taken:
+                if stream is local:
+                    return whole  # who writes over what a layer that was left out gives writes over what it was given
+                if _is_view_of(stream, local):
+                    return whole.view_as(whole)
+            return give(stream, *way)
+
+        return change_stream(outputs, hand_on)
 
     def _run_whole(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors((args, kwargs), make_whole)
@@ -190,6 +206,9 @@ class Part:
     def _inspect(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_inspected = False
         given = plain_values((args, kwargs))
+        with torch.no_grad():  # as the comparison is made
+            if self.guard is not None and not self.guard.allows(*given):
+                return
         self.findings += compare_runs(
             module,
             self.name,
@@ -197,3 +216,12 @@ class Part:
             cut=lambda given: self._run_cut(original, module, *given),
             whole=lambda given: self._run_whole(original, module, *given),
         )
+
+
+def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether a tensor is a view of another, of all of it as it lies in memory."""
+    base = tensor._base
+    if base is None or base is not (other if other._base is None else other._base):
+        return False
+    same_place = tensor.storage_offset() == other.storage_offset()
+    return tensor.shape == other.shape and tensor.stride() == other.stride() and same_place

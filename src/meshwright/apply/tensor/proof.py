@@ -7,6 +7,7 @@ anything pass); their exchanges meet at a barrier. A thread that fails breaks th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.asked import Asked
+from meshwright.apply.tensor.ambient import surrounded_by
+from meshwright.apply.tensor.asked import Asked, ask
 from meshwright.apply.tensor.comparison import (
     DisprovedError,
     add_up,
@@ -105,6 +107,7 @@ class Experiment:
             values[id(buffer)] = self._buffer(buffer)
         self._scope = scope
         self._values = values
+        self._ambient = call.ambient
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of what is left in attributes: a loss may add them
@@ -141,7 +144,7 @@ class Experiment:
     def _input(self, tensor: Tensor) -> Tensor:
         plain = tensor.detach().cpu()
         if not tensor.requires_grad:
-            return _double(plain)
+            return _double(plain.clone() if plain.is_inference() else plain)
         # Activations: only their shape is asked for.
         noise = torch.randn(plain.shape, generator=self._generator, dtype=torch.float64)
         return noise.requires_grad_()
@@ -157,7 +160,7 @@ class Experiment:
     def _run_whole(self) -> Outcome:
         module, inputs = self._fresh()
         before = Before(module, inputs)
-        with torch.enable_grad(), Exact():
+        with surrounded_by(self._ambient, gradients=True), Exact():
             outputs = list(tensors_in(run_and_watch(module, inputs, self._record)))
             left = before.left()
             for tensor in outputs:
@@ -169,12 +172,17 @@ class Experiment:
             return self._backward(module, inputs, outputs, self._cotangents, left)
 
     def asks(self) -> Asked:
-        """Return what the code of this call asks of its tensors, in a run without gradients."""
-        module, inputs = self._fresh()
-        with torch.no_grad(), Exact(), Asked(module, inputs) as asked:
-            outputs = list(tensors_in(module(*inputs[0], **inputs[1])))
-        pairs = zip(outputs, self.whole.outputs, strict=False)
-        asked.is_same = len(outputs) == len(self.whole.outputs) and all(
+        """Return what the code of this call asks of its tensors, and whether it gives the same without gradients."""
+
+        def run(module: nn.Module, inputs: Any, mode: Any, gradients: bool | None = None) -> list[Tensor]:
+            with surrounded_by(self._ambient, gradients=gradients), Exact(), mode:
+                return list(tensors_in(module(*inputs[0], **inputs[1])))
+
+        asked = ask(run, self._fresh)
+        # As it is called; where that is with gradients, as it would be without.
+        without = run(*self._fresh(), contextlib.nullcontext(), False if self._ambient[0] else None)
+        pairs = zip(without, self.whole.outputs, strict=False)
+        asked.is_same = len(without) == len(self.whole.outputs) and all(
             is_equal(mine, wanted) for mine, wanted in pairs
         )
         return asked
@@ -201,7 +209,7 @@ class Experiment:
         def work(part: int) -> None:
             try:
                 group: Any = ThreadGroup(meeting, self.num_parts, part)
-                with torch.enable_grad(), Exact():
+                with surrounded_by(self._ambient, gradients=True), Exact():
                     found[part] = self._run_shard(layout, group)
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
                 errors.append(error)

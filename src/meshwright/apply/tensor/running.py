@@ -117,7 +117,7 @@ class RunningChain:
         """Return this rank's slice of what a layer takes: of the layer before, where nobody has looked at it between them."""
         if isinstance(stream, Slices) and stream.is_in_slices and stream.cut_dim in self.chain.dims:
             self.dim, self.sizes = stream.cut_dim, stream.sizes
-            return stream.local
+            return stream.take()
         stream = make_whole(stream)
         # Equal parts of dim 0 lie one after the other in memory: nothing has to be copied before or after an exchange.
         even = (dim for dim in self.chain.dims if stream.shape[dim] % self.group.size == 0)
@@ -159,7 +159,7 @@ class RunningRegion:
         """Whether its modules may be called: inside of the part that was proven, where there is one."""
         self.is_whole = False
         """Whether the modules of the region compute as on one device now, with whole parameters (`parts.py`)."""
-        self._entered: tuple[Tensor, int, bool, Tensor] | None = None
+        self._entered: tuple[Tensor, int | None, bool, Tensor] | None = None
 
     def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:
         """Take a tensor in, whole or this rank's slice; projections that share it share one exchange.
@@ -171,11 +171,12 @@ class RunningRegion:
         tensor = make_whole(tensor)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             return tensor
-        key = (tensor._version, torch.is_grad_enabled())
+        # In inference mode a tensor has no version that would tell whether it was written into: it comes in anew.
+        key = (None if tensor.is_inference() else tensor._version, torch.is_grad_enabled())
         if self._entered is not None:
             if self._entered[3] is tensor:  # it came in at the module around
                 return tensor
-            if self._entered[0] is tensor and self._entered[1:3] == key:
+            if self._entered[0] is tensor and self._entered[1:3] == key and key[0] is not None:
                 return self._entered[3]
         if self.is_on_slices and self.chain is not None and not is_whole:
             entered = all_gather_along(tensor, self.group, dim=self.chain.dim, sizes=self.chain.sizes)

@@ -19,7 +19,7 @@ from meshwright.apply.tensor.proposals import Names, Pair, feeds_only_the_output
 from meshwright.apply.tensor.proving import Proving
 from meshwright.apply.tensor.region import Chain, Cut, Region, Role, TensorLayout
 from meshwright.apply.tensor.sequences import find_chains
-from meshwright.apply.tensor.signatures import describe_structure, proven_digests
+from meshwright.apply.tensor.signatures import Kind, describe_structure, names_of_sizes, proven_digests
 from meshwright.apply.tensor.trace import Call, Product, Trace
 
 __all__: list[str] = []
@@ -99,19 +99,28 @@ class Search:
             structure = digest(describe_structure(module))
             for call in self._trace.distinct.get(name, {}).values():
                 kind, is_same = self._kind_of(module, call)
-                digests = proven_digests(structure, call.args, call.kwargs, kind=kind, without_gradients=is_same)
-                found |= dict.fromkeys(digests)
+                found |= dict.fromkeys(
+                    proven_digests(
+                        structure,
+                        call.args,
+                        call.kwargs,
+                        kind=kind,
+                        ambient=call.ambient,
+                        without_gradients=is_same,
+                    )
+                )
         for child, flag in zip(module.modules(), flags, strict=True):
             child.training = flag
         return tuple(found)
 
-    def _kind_of(self, module: nn.Module, call: Call) -> tuple[tuple[bool, bool], bool]:
-        """Return whether other sizes and other numbers may run other code, and whether none does without gradients."""
+    def _kind_of(self, module: nn.Module, call: Call) -> tuple[Kind, bool]:
+        """Return which other sizes and numbers may run other code, and whether none does without gradients."""
+        names = names_of_sizes(call.args, call.kwargs)
         try:
             asked = Experiment(module, call, self.num_parts).asks()
         except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
-            return (True, True), False
-        return (asked.sizes, asked.values), asked.is_same
+            return (tuple(names.values()), True), False
+        return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
 
     def _by_wish(self, wish: str) -> list[int]:
         return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]

@@ -7,6 +7,7 @@ position by itself, which the proof finds out.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -196,7 +197,9 @@ class _LayerTrial:
             have = shape[other]
             if 0 < have < least:
                 args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
-        return [self._call] if args is self._call.args else [Call(args=args, kwargs=kwargs), self._call]
+        if args is self._call.args:
+            return [self._call]
+        return [dataclasses.replace(self._call, args=args, kwargs=kwargs), self._call]
 
 
 def _below(layer: str, name: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.tensor.ambient import Ambient, with_gradients
 from meshwright.apply.tensor.described import (
     DEPTH,
     OWN,
@@ -36,12 +37,15 @@ from meshwright.apply.tensor.described import (
     slots_of,
     user_classes,
 )
-from meshwright.comm._torch_private import WrapperTensor
+from meshwright.comm._torch_private import GLOBAL_MODULE_HOOKS, WrapperTensor
 
 __all__: list[str] = []
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-"""Attributes of a module whose entries run in a forward."""
+Kind = tuple[tuple[str, ...], bool]
+"""Of a call: the names of the sizes on whose values its code depends, and whether it depends on numbers in tensors."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module whose entries run in a forward, or in its backward."""
 PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 """Attributes that say where a module stands, which as a rule decides nothing."""
 
@@ -52,7 +56,8 @@ PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "blo
 def describe_structure(module: nn.Module) -> tuple[Any, ...]:
     """Return what decides the code that a module and those inside it run: classes, modes, attributes, hooks."""
     describer = Describer()
-    return tuple((name, *_describe_module(child, describer)) for name, child in module.named_modules())
+    of_all = tuple(tuple(map(describer.describe, hooks.values())) for hooks in GLOBAL_MODULE_HOOKS)
+    return of_all, *((name, *_describe_module(child, describer)) for name, child in module.named_modules())
 
 
 def _describe_module(module: nn.Module, describer: Describer) -> tuple[Any, ...]:
@@ -129,6 +134,10 @@ class Snapshot:
         self._cells: list[tuple[types.CellType, Any]] = []
         self._slots: list[tuple[Any, list[Any]]] = []
         self._seen: set[int] = {id(child) for child in module.modules()}
+        for hooks in GLOBAL_MODULE_HOOKS:
+            self._keep(hooks)
+            for hook in hooks.values():
+                self._watch(hook, DEPTH)
         for child in module.modules():
             attributes = vars(child)
             self._keep(attributes)
@@ -190,57 +199,80 @@ def signature(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    exact_sizes: bool,
-    with_values: bool,
-    with_gradients: bool,
+    kind: Kind,
+    ambient: Ambient,
 ) -> tuple[Any, ...] | None:
     """Return what decides the code that a call runs: nesting, dtypes, sizes, and every argument that is no tensor.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        exact_sizes: Whether sizes count as they are; else only which are 0 or 1, and which are equal.
-        with_values: Whether the numbers count in tensors that need no gradient.
-        with_gradients: Whether it counts which tensors require a gradient. What was proven with gradients holds without them.
+        kind: The sizes that count as they are, of others only which are 0 or 1, and which are equal; and whether the numbers
+            count in tensors that need no gradient.
+        ambient: What surrounds the call. Which tensors require a gradient counts where gradients are on.
 
     Returns:
         The signature; None where an argument is of a kind that nothing but itself stands for.
     """
-    arguments = _Arguments(exact_sizes=exact_sizes, with_values=with_values, with_gradients=with_gradients)
+    arguments = _Arguments(kind, with_gradients=ambient[0])
     found = tuple(map(arguments.describe, args)), tuple((name, arguments.describe(v)) for name, v in kwargs.items())
-    return None if arguments.is_opaque else found
+    return None if arguments.is_opaque else (ambient, *found)
 
 
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what tells apart the calls of one forward: a digest of dtypes, sizes, nesting and plain arguments.
+def names_of_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
+    """Return the names that signatures give to the sizes of a call: equal sizes have one."""
+    arguments = _Arguments(((), False), with_gradients=False)
+    for value in (*args, *kwargs.values()):
+        arguments.describe(value)
+    return arguments.places
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> str:
+    """Return what tells apart the calls of one forward: a digest of dtypes, sizes, nesting, plain arguments and surroundings.
 
     Modules count by identity. Objects that are neither containers nor dataclasses count by their class: a cache that all layers
     take grows from one to the next, and they are alike.
     """
     describe = _WithinForward().describe
-    return digest((tuple(map(describe, args)), tuple((name, describe(value)) for name, value in kwargs.items())))
+    named = tuple((name, describe(value)) for name, value in kwargs.items())
+    return digest((tuple(map(describe, args)), named, ambient))
 
 
 def proven_digests(
-    structure: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, kind: tuple[bool, bool], without_gradients: bool
+    structure: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    kind: Kind,
+    ambient: Ambient,
+    without_gradients: bool,
 ) -> list[str]:
-    """Return digests of what is proven with a call: itself, and the same without gradients, or with other sizes and numbers.
+    """Return what is proven with a call: itself, and the same without gradients, or with other sizes and numbers.
+
+    Each is a text of the kind and a digest (`kind_of_text`).
 
     Args:
         structure: Of the module.
         args: What it was called with.
         kwargs: The same.
-        kind: Whether other sizes, and other numbers in tensors, may run other code.
+        kind: The sizes for which other values may run other code, and whether other numbers in tensors may.
+        ambient: What surrounded it.
         without_gradients: Whether it does the same where gradients are off.
     """
     found: list[str] = []
     if kind[1]:  # buffers count too, and a forward may have written them
         return found
     for gradients in (True, False) if without_gradients else (True,):
-        call = signature(args, kwargs, exact_sizes=kind[0], with_values=kind[1], with_gradients=gradients)
+        call = signature(args, kwargs, kind=kind, ambient=with_gradients(ambient, gradients))
         if call is not None:
-            found.append(digest((structure, kind, call)))
+            found.append(f"{'+'.join(kind[0])}:{digest((structure, kind, call))}")
     return found
+
+
+def kind_of_text(proven: str) -> Kind:
+    """Return the kind that stands before the digest in what `proven_digests` gives."""
+    names = proven.partition(":")[0]
+    return tuple(names.split("+")) if names else (), False
 
 
 def numbers_of(tensor: Tensor) -> str:
@@ -252,17 +284,17 @@ def numbers_of(tensor: Tensor) -> str:
 class _Arguments(Describer):
     """Describes the arguments of one call."""
 
-    def __init__(self, *, exact_sizes: bool, with_values: bool, with_gradients: bool) -> None:
+    def __init__(self, kind: Kind, *, with_gradients: bool) -> None:
         super().__init__()
-        self._exact_sizes = exact_sizes
-        self._with_values = with_values
+        self._exact, self._with_values = kind
         self._with_gradients = with_gradients
-        self._places: dict[int, str] = {}  # sizes, in the order in which they are met
+        self.places: dict[int, str] = {}
+        """Names of sizes, in the order in which they are met."""
 
     def describe(self, value: Any, depth: int = DEPTH) -> Any:
         if not isinstance(value, Tensor):
             return super().describe(value, depth)
-        shape = tuple(value.shape) if self._exact_sizes else tuple(map(self._place_of, value.shape))
+        shape = tuple(map(self._place_of, value.shape))
         needs = value.requires_grad
         # What another stage computes has no numbers here; code that reads them is refused where it does.
         has_numbers = self._with_values and not needs and not isinstance(value, WrapperTensor)
@@ -270,7 +302,10 @@ class _Arguments(Describer):
         return str(value.dtype), shape, self._with_gradients and needs, numbers
 
     def _place_of(self, size: int) -> Any:
-        return size if size < 2 else self._places.setdefault(size, f"s{len(self._places)}")
+        if size < 2:
+            return size
+        name = self.places.setdefault(size, f"s{len(self.places)}")
+        return (name, size) if name in self._exact else name
 
 
 class _WithinForward(_Coarse):

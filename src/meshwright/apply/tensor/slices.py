@@ -5,6 +5,9 @@ computes on slices of logits, and a layer on slices of the stream. So it stays i
 other dims and then given to one of those. Whatever else is done with it gathers it first, once; so any code is right, and
 the usual code is quick. The one tensor subclass at run time; it never enters a layer.
 
+[Note: gradients] Whoever asks for the gradient of such a tensor (a hook, `retain_grad`, `torch.autograd.grad`) gets the whole
+one of all uses, also of those before: each rank's slice has its part of it, and the parts are put together.
+
 [Note: gathered for good] Once gathered, a tensor and all views of it stay whole: somebody may hold a view of what was
 gathered and write into it (`logits[..., n:] = -1e9`), and the slices would not see that. Views that were taken before are taken
 again, of the whole tensor, so that memory is shared as on one device.
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.apply.tensor.data_alias import DataAlias
 from meshwright.comm._torch_private import without_function_subclasses
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
@@ -73,6 +77,13 @@ class Slices(Tensor):
     _parent: Slices | None
     """The tensor that this one is a view of, by `_retake`; None for one with memory of its own."""
     _retake: Callable[[Tensor], Tensor]
+    _version_when_gathered: int
+    _kept_gradient: Tensor | None
+    """What `grad` gives after `retain_grad`."""
+    _is_taken: bool
+    """Whether something has computed with the slice."""
+    _aliases: list[DataAlias]
+    """Of it and its views: what `data` has given."""
 
     @staticmethod
     def of(local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> Slices:
@@ -90,7 +101,8 @@ class Slices(Tensor):
         else:
             made = _wrapper(local, dim, sizes)
         made.local, made.group, made.cut_dim, made.sizes = local, group, dim, sizes
-        made._whole = made._parent = None
+        made._whole = made._parent = made._kept_gradient = None
+        made._aliases, made._is_taken = [], False
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -101,8 +113,24 @@ class Slices(Tensor):
         """Whether `local` is still what counts; see [Note: gathered for good]."""
         return self._whole is None and (self._parent is None or self._parent.is_in_slices)
 
+    def take(self) -> Tensor:
+        """Return this rank's slice, to compute with it."""
+        self._note_taken()
+        return self.local
+
+    def _note_taken(self) -> None:
+        self._is_taken = True
+        if self._parent is not None:
+            self._parent._note_taken()
+
     def gathered(self) -> Tensor:
         """Return the plain, whole tensor. Every rank of the group comes here together."""
+        whole = self._put_together()
+        for alias in self._aliases:
+            alias.is_used()
+        return whole
+
+    def _put_together(self) -> Tensor:
         if self._whole is None:
             # With its graph, whoever looks first: somebody may look without gradients, to log a norm.
             with torch.set_grad_enabled(self.local.requires_grad or torch.is_grad_enabled()):
@@ -110,6 +138,7 @@ class Slices(Tensor):
                     self._whole = gather_from_group(self.local, self.group, dim=self.cut_dim, sizes=self.sizes)
                 else:
                     self._whole = self._retake(self._parent.gathered())
+            self._version_when_gathered = 0 if self._whole.is_inference() else self._whole._version
         return self._whole
 
     @classmethod
@@ -121,6 +150,10 @@ class Slices(Tensor):
         if func in _FACTS:
             with without_function_subclasses():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients(*args, **kwargs)
+        if func in _OF_GRADIENT and isinstance(first, Slices) and first._has_gradient_of_all_uses(func):
+            return getattr(first, _OF_GRADIENT[func])(*args[1:], **kwargs)
         if isinstance(first, Slices) and first.is_in_slices:
             kept = first._kept_in_slices(func, args, kwargs)
             if kept is not None:
@@ -137,6 +170,55 @@ class Slices(Tensor):
                 fix="clone the tensor before it is given to the function",
             )
         return func(*plain_values(args), **plain_values(kwargs or {}))
+
+    # -- its gradient -------------------------------------------------------------------------------------------
+
+    def _has_gradient_of_all_uses(self, func: Callable[..., Any]) -> bool:
+        """Tell whether the slices' gradient is that of all uses; not where the whole was written over since: then it counts."""
+        if self.is_in_slices:
+            return True
+        if self._parent is None:
+            whole = self.gathered()
+            return whole.is_inference() or whole._version == self._version_when_gathered
+        if not self.requires_grad or func not in (torch.Tensor.register_hook, torch.Tensor.retain_grad):
+            return False
+        raise ApplyError(
+            f"{getattr(func, '__name__', func)}() on a view of a tensor that lies in slices on {len(self.sizes)} ranks, after "
+            "the tensor was put together: some uses of the view have a gradient of their own",
+            fix="call it right after the view is taken, or on the tensor itself",
+        )
+
+    def _hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        def on_slice(gradient: Tensor) -> Tensor | None:
+            changed = hook(self._whole_gradient(gradient))
+            return None if changed is None else self._own_part(changed)
+
+        return self.local.register_hook(on_slice)
+
+    def _whole_gradient(self, gradient: Tensor) -> Tensor:
+        return gather_from_group(gradient, self.group, dim=self.cut_dim, sizes=self.sizes)
+
+    def _own_part(self, whole: Tensor) -> Tensor:
+        rank = self.group.group_rank
+        return whole.narrow(self.cut_dim, sum(self.sizes[:rank]), self.sizes[rank])
+
+    def _retain_gradient(self) -> None:
+        def keep(gradient: Tensor) -> None:
+            kept = self._kept_gradient
+            self._kept_gradient = gradient.clone() if kept is None else kept + gradient
+
+        self._hook(keep)
+
+    def _gradient(self) -> Tensor | None:
+        return self._kept_gradient
+
+    def _data(self) -> Tensor:
+        data = self._put_together().data
+        if self.local.requires_grad and not data.is_inference():
+            alias = DataAlias(data, is_used=self._is_taken)
+            self._aliases.append(alias)
+            self.local.register_hook(alias.refuse_writes)
+        return data
 
     # -- what needs no gathering --------------------------------------------------------------------------------
 
@@ -158,8 +240,11 @@ class Slices(Tensor):
         if local is self.local:
             return self
         made = Slices.of(local, self.group, dim, self.sizes)
-        if local._is_view():
+        if not local._is_view():
+            self._note_taken()
+        else:
             made._parent = self
+            made._aliases = self._aliases
             made._retake = lambda whole: func(whole, *args[1:], **kwargs)
         return made
 
@@ -214,7 +299,7 @@ class Slices(Tensor):
         classes_second = self.dim() > 2 and self.cut_dim == 1
         if not is_plain or not (classes_last or classes_second):
             return None
-        local = self.local if classes_last else self.local.movedim(1, -1)
+        local = self.take() if classes_last else self.take().movedim(1, -1)
         return vocab_parallel_cross_entropy(
             local,
             target,
@@ -226,6 +311,30 @@ class Slices(Tensor):
             reduction=reduction,  # pyright: ignore[reportArgumentType] - checked there
             weight=weight,
         )
+
+
+_OF_GRADIENT = {
+    torch.Tensor.register_hook: "_hook",
+    torch.Tensor.retain_grad: "_retain_gradient",
+    torch.Tensor.grad.__get__: "_gradient",  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    torch.Tensor.data.__get__: "_data",  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what torch.autograd.grad gives, of whole tensors."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    sliced = [
+        isinstance(tensor, Slices) and tensor._has_gradient_of_all_uses(torch.Tensor.register_hook) for tensor in inputs
+    ]
+    given = [
+        tensor.local if is_sliced else make_whole(tensor) for tensor, is_sliced in zip(inputs, sliced, strict=True)
+    ]
+    found = torch.autograd.grad(_gathered(outputs), given, *_gathered(args), **_gathered(kwargs))
+    return tuple(
+        tensor._whole_gradient(gradient) if is_sliced and gradient is not None else gradient
+        for tensor, gradient, is_sliced in zip(inputs, found, sliced, strict=True)
+    )
 
 
 class _Wrap(torch.autograd.Function):

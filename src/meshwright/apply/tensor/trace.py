@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.tensor.ambient import Ambient, current_ambient, with_gradients
 from meshwright.apply.tensor.copies import copy_call
 from meshwright.apply.tensor.operations import (
     CONVOLUTIONS,
@@ -90,6 +91,8 @@ class Call:
     kwargs: dict[str, Any]
     results: tuple[int, ...] = ()
     """The ids of the tensors that it returned."""
+    ambient: Ambient = dataclasses.field(default_factory=lambda: with_gradients(current_ambient(), wanted=True))
+    """What surrounded it."""
 
 
 class Trace(TorchFunctionMode):
@@ -149,12 +152,13 @@ class Trace(TorchFunctionMode):
             self._path.append(name)
             self.num_calls[name] += 1
             with without_function_modes():
-                signature = call_key(args, kwargs)
+                ambient = current_ambient()
+                signature = call_key(args, kwargs, ambient)
             known = self.distinct.setdefault(name, {})
             if signature not in known and len(known) <= MAX_CALLS:
                 self._alive.append((args, kwargs))
                 with without_function_modes():
-                    known[signature] = Call(args=copy_call(args), kwargs=copy_call(kwargs))
+                    known[signature] = Call(args=copy_call(args), kwargs=copy_call(kwargs), ambient=ambient)
                 self.calls.setdefault(name, known[signature])
 
         def leave(_: nn.Module, __: Any, outputs: Any) -> None:

@@ -1,0 +1,40 @@
+"""Memory of a tensor in slices that `data` gives out, which autograd does not watch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+class DataAlias:
+    """What `data` of a tensor in slices has given: memory of the whole that autograd does not watch.
+
+    On one device a write into it changes what layers before have kept for backward. Here they keep slices, which do not change.
+
+    Args:
+        data: What was given.
+        is_used: Whether something has taken the tensor already.
+    """
+
+    def __init__(self, data: Tensor, *, is_used: bool) -> None:
+        self._data = data
+        self._used_at = data._version if is_used else None
+        self._is_written = False
+
+    def is_used(self) -> None:
+        """Take note that somebody takes the whole as it is now."""
+        version = self._data._version
+        self._is_written = self._is_written or self._used_at not in (None, version)
+        self._used_at = version
+
+    def refuse_writes(self, _: Tensor) -> None:
+        """Raise ApplyError where it was written into after somebody took the whole; called in backward."""
+        if self._is_written or self._used_at not in (None, self._data._version):
+            raise ApplyError(
+                "the .data of a tensor that lies in slices was written into after something else had taken the tensor, which "
+                "keeps the values of before for backward",
+                fix="write into .data before the tensor is used, or into a clone",
+            )

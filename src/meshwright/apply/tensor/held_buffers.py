@@ -1,0 +1,56 @@
+"""Buffers of which each rank has a part, where a script assigns another tensor to one between steps."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwright.checkpoint.layout import ShardLayout
+from meshwright.comm._torch_private import without_function_subclasses
+from meshwright.errors import ApplyError
+from meshwright.nn.shards import take_shard
+
+__all__: list[str] = []
+
+
+class HeldBuffer:
+    """One such buffer.
+
+    Args:
+        name: Its FQN.
+        slots: The buffers of its module.
+        own: Its name there.
+        shape: The whole one's.
+        layout: What this rank has of it.
+    """
+
+    def __init__(
+        self, name: str, slots: dict[str, Tensor | None], own: str, shape: tuple[int, ...], layout: ShardLayout
+    ) -> None:
+        self._name = name
+        self._slots = slots
+        self._own = own
+        self._shape = shape
+        self._layout = layout
+        self._tensor = slots[own]
+
+    def take_replacement(self) -> None:
+        """Take this rank's part of a tensor that was assigned in its place; the buffer stays the object that it was.
+
+        Raises:
+            ApplyError: It is neither the whole one nor computed of this rank's part.
+        """
+        found, tensor = self._slots.get(self._own), self._tensor
+        if found is tensor or tensor is None:
+            return
+        if found is None or tuple(found.shape) not in (self._shape, tuple(tensor.shape)):
+            what = "None" if found is None else f"a tensor of shape {list(found.shape)}"
+            raise ApplyError(
+                f"{what} was assigned to the buffer '{self._name}', of which the ranks have parts of shape {list(tensor.shape)}",
+                fix=f"assign a tensor of its whole shape {list(self._shape)}, alike on every rank, or of its own entries",
+            )
+        with without_function_subclasses():
+            values = found.detach().as_subclass(Tensor)
+            if tuple(values.shape) == self._shape:
+                values = take_shard(values, self._layout)
+            tensor.data = values.to(tensor.device).clone()
+        self._slots[self._own] = tensor
