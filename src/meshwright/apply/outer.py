@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
+from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
@@ -55,6 +57,14 @@ class OuterEngine(Engine):
     @property
     def holds_parts(self) -> bool:
         return self.is_prepared
+
+    def use_switch(self, switch: ShardSwitch) -> None:
+        super().use_switch(switch)
+        if self._inner is not None:
+            self._inner.use_switch(switch)
+
+    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+        return [] if self._inner is None else self._inner.held_parts(moment)
 
     @property
     def reads_as_nan(self) -> str:

@@ -191,6 +191,8 @@ class Stepper:
         engine = self.engine
         self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine.accept_groups)
+        engine.switch.adopt(engine.held_parts(engine.switch.moment))
+        engine.use_switch(engine.switch)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -333,7 +335,7 @@ class Stepper:
                 raise RuntimeError("the whole model has no loss")
             return term.value
 
-        with engine.whole_parameters():
+        with engine.switch.suspended(), engine.whole_parameters():
             finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
         guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
         return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.recompute import with_repeated_forward
+from meshwright.apply.shard_facts import Moment, ShardFacts
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.copies import copy_module
@@ -93,6 +94,29 @@ class Cutting:
         return {
             name: [self._layout(name, *cuts[name], part) for part in range(self.group.size)] for name in self._shapes
         }
+
+    def held_parts(self, moment: Moment) -> Iterator[tuple[Tensor, ShardFacts]]:
+        """Yield each tensor that is cut, and what is known of it."""
+        rank = self.group.group_rank
+        for name, layouts in self.layouts.items():
+            own, tensor = layouts[rank], find_tensor(self.module, name)
+            if all(layout.is_whole for layout in layouts):
+                continue
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in own.ranges) or "nothing"
+            yield (
+                tensor,
+                ShardFacts(
+                    name=f"{kind} '{name}'",
+                    held=f"each of {self.group.size} ranks has a part of it, rank {self.group.rank} has {ranges} along dim "
+                    f"{own.dim} of {list(own.shape)}",
+                    moment=moment,
+                    values="shard",
+                    key=("tp", own.shape, own.dim, tuple(layout.ranges for layout in layouts)),
+                    axis="tp",
+                    is_cut_inside=True,
+                ),
+            )
 
     def full_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape that a parameter or buffer of this FQN has on one device; None where it is not cut."""

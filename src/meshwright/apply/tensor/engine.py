@@ -18,6 +18,8 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.norm import squares_of
 from meshwright.apply.outer import OuterEngine
+from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guard import Guard
 from meshwright.apply.tensor.matrices import WholeMatrices
@@ -204,6 +206,22 @@ class TensorEngine(OuterEngine):
         self._inner = self._make_inner()
         self._inner.adopt_optimizer(self._optimizer)
 
+    def use_switch(self, switch: ShardSwitch) -> None:
+        super().use_switch(switch)
+        for part in () if self.cutting is None else self.cutting.parts:
+            part.use_switch(switch)
+
+    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+        found = {id(tensor): (tensor, facts) for tensor, facts in super().held_parts(moment)}
+        if self.cutting is not None:
+            for tensor, facts in self.cutting.held_parts(moment):
+                below = found.get(id(tensor))
+                if below is not None:
+                    facts.values = facts.values if below[1].values == "whole" else below[1].values
+                    facts.gradient_is_elsewhere = below[1].gradient_is_elsewhere
+                found[id(tensor)] = (tensor, facts)
+        return list(found.values())
+
     def _hook_partial(self) -> None:
         for hook in self._partial_hooks:
             hook.remove()
@@ -295,7 +313,8 @@ class TensorEngine(OuterEngine):
         self.prepare(lambda module: module(*args, **kwargs))
         if self.cutting is not None:
             self.cutting.begin_step()
-        return whole_outputs(self.inner.forward(args, kwargs))
+        with self.switch.user_code():
+            return whole_outputs(self.inner.forward(args, kwargs))
 
     def finish_gradients(self, scale: float) -> None:
         if self._zero == 1:
@@ -340,7 +359,7 @@ class TensorEngine(OuterEngine):
             yield
             return
         cutting = self.cutting
-        with self.inner.whole_parameters(), cutting.suspended():
+        with self.inner.whole_parameters(), cutting.suspended(), self.switch.suspended():
             tensors = {name: find_tensor(self.module, name) for name in cutting.layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
             for name, own in cutting.layouts.items():
