@@ -128,6 +128,10 @@ class Engine:
         """Return the tensors of which this rank has a part between steps, each once, and what is known of them."""
         return []
 
+    def gradient_terms(self) -> set[int]:
+        """Return ids of the parameters whose gradients are terms of sums until `finish_gradients`."""
+        return {id(parameter) for parameter in self.parameters} if self.group.size > 1 else set()
+
     @property
     def reads_as_nan(self) -> str:
         """What a script may have read that this rank has no values of; "" where there is nothing such."""

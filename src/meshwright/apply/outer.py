@@ -66,6 +66,9 @@ class OuterEngine(Engine):
     def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
         return [] if self._inner is None else self._inner.held_parts(moment)
 
+    def gradient_terms(self) -> set[int]:
+        return set() if self._inner is None else self._inner.gradient_terms()
+
     @property
     def reads_as_nan(self) -> str:
         return "" if self._inner is None else self._inner.reads_as_nan

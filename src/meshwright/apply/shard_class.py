@@ -52,6 +52,11 @@ def facts_of(tensor: Tensor) -> ShardFacts:
     return tensor.__dict__[_FACTS]
 
 
+def known_facts(tensor: Tensor) -> ShardFacts | None:
+    """Return what is known of a tensor that may be whole and plain now; None where there is nothing to know."""
+    return tensor.__dict__.get(_FACTS)
+
+
 def set_facts(tensor: Tensor, facts: ShardFacts | None) -> None:
     """Say what this rank has of a tensor, or that it has nothing to say any more."""
     if facts is None:

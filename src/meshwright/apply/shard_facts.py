@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal, NoReturn, Self
+
+from torch import Tensor
 
 from meshwright.errors import ApplyError
 
@@ -107,3 +109,17 @@ class ShardFacts:
             f"{what} of {self.name} {kind}: under the plan '{self.moment.plan}' {self.held}",
             fix=fix,
         )
+
+
+def join_parts(
+    inner: Iterable[tuple[Tensor, ShardFacts]], outer: Iterable[tuple[Tensor, ShardFacts]]
+) -> list[tuple[Tensor, ShardFacts]]:
+    """Return what two strategies hold, one around the other: a tensor may be a shard that is sharded again."""
+    found = {id(tensor): (tensor, facts) for tensor, facts in inner}
+    for tensor, facts in outer:
+        below = found.get(id(tensor))
+        if below is not None:
+            facts.values = facts.values if below[1].values == "whole" else below[1].values
+            facts.gradient_is_elsewhere = below[1].gradient_is_elsewhere
+        found[id(tensor)] = (tensor, facts)
+    return list(found.values())

@@ -360,8 +360,8 @@ class ParallelModel:
 
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
-        self.stepper.gate.close()
         self.engine.switch.close()
+        self.stepper.close()
         if self._state_guard is not None:
             self._state_guard.close()
         self.engine.close()

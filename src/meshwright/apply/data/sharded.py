@@ -10,7 +10,6 @@ micro-batches, or one that takes another branch, plays its part with zeros. See 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -21,9 +20,10 @@ from torch import nn
 from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.gathering import Gathering
+from meshwright.apply.data.held import held_parts
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
-from meshwright.apply.data.unit import WRITE_WHOLE, FlatUnit
+from meshwright.apply.data.unit import FlatUnit
 from meshwright.apply.data.units import cut_into_units
 from meshwright.apply.shard_facts import Moment, ShardFacts
 from meshwright.comm._torch_private import foreach_norm
@@ -88,36 +88,7 @@ class ShardedEngine(DataParallelEngine):
         return any(unit.is_gathered and not unit.is_whole for unit in self.units)
 
     def held_parts(self, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:
-        """Return all parameters, whose gradients or values are in other memory, and the optimizer's pieces of them."""
-        axis = f"zero={self.sharding.zero}"
-        found: list[tuple[torch.Tensor, ShardFacts]] = []
-        for number, unit in enumerate(self.units):
-            for index, (name, parameter) in enumerate(zip(unit.names, unit.parameters, strict=True)):
-                facts = ShardFacts(
-                    name=f"parameter '{name}'",
-                    held=f"a rank has a part of its values alone between steps ({axis}), in other memory",
-                    moment=moment,
-                    values="none" if unit.is_gathered else "whole",
-                    key=(axis, name),
-                    axis=axis,
-                    is_cut=unit.is_gathered,
-                    gradient_is_elsewhere=functools.partial(unit.has_gradient, index),
-                    write=WRITE_WHOLE,
-                )
-                found.append((parameter, facts))
-            for piece in unit.pieces:
-                name, span = unit.names[piece.span.index], piece.span
-                facts = ShardFacts(
-                    name=f"the optimizer's piece of parameter '{name}'",
-                    held=f"this rank's optimizer has {span.numel} of its {unit.layout.numels[span.index]} entries ({axis})",
-                    moment=moment,
-                    values="shard",
-                    key=(axis, number, span.index, span.start),
-                    axis=axis,
-                    is_piece=True,
-                )
-                found.append((piece.tensor, facts))
-        return found
+        return held_parts(self.units, f"zero={self.sharding.zero}", moment)
 
     @property
     def reads_as_nan(self) -> str:

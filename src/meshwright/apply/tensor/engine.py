@@ -18,7 +18,7 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.norm import squares_of
 from meshwright.apply.outer import OuterEngine
-from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.shard_facts import Moment, ShardFacts, join_parts
 from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guard import Guard
@@ -212,15 +212,10 @@ class TensorEngine(OuterEngine):
             part.use_switch(switch)
 
     def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
-        found = {id(tensor): (tensor, facts) for tensor, facts in super().held_parts(moment)}
-        if self.cutting is not None:
-            for tensor, facts in self.cutting.held_parts(moment):
-                below = found.get(id(tensor))
-                if below is not None:
-                    facts.values = facts.values if below[1].values == "whole" else below[1].values
-                    facts.gradient_is_elsewhere = below[1].gradient_is_elsewhere
-                found[id(tensor)] = (tensor, facts)
-        return list(found.values())
+        return join_parts(super().held_parts(moment), [] if self.cutting is None else self.cutting.held_parts(moment))
+
+    def gradient_terms(self) -> set[int]:
+        return super().gradient_terms() | {id(parameter) for parameter in self._partial}
 
     def _hook_partial(self) -> None:
         for hook in self._partial_hooks:
