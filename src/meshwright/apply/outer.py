@@ -74,10 +74,6 @@ class OuterEngine(Engine):
         return "" if self._inner is None else self._inner.reads_as_nan
 
     @property
-    def takes_whole_writes(self) -> bool:
-        return False
-
-    @property
     def fixes_memory(self) -> bool:
         return self.is_prepared
 

@@ -32,8 +32,8 @@ class Moment:
 
     def __init__(self, plan: str = "") -> None:
         self.plan = plan
-        self.in_step = False
-        """Whether what runs is the user's code inside of a step, an evaluation or a forward."""
+        self.where: Literal["between", "step", "hook"] = "between"
+        """Which code of the user's runs: between steps, in a forward or loss, or in a hook around the optimizer's step."""
         self.steps = 0
         """Steps that have begun [count]."""
 
@@ -100,7 +100,7 @@ class ShardFacts:
         """Raise the ApplyError that says why this rank cannot do something with the tensor."""
         if self.values == "share":
             fix = LINEAR_HOOK
-        elif self.moment.in_step and self.read == READ_WHOLE:
+        elif self.moment.where == "step" and self.read == READ_WHOLE:
             fix = _IN_STEP.format(axis=self.axis)
         else:
             fix = self.write if writes else self.read

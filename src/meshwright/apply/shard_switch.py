@@ -17,6 +17,9 @@ State = Literal["plain", "between", "inside", "whole"]
 """The engine's own code; the user's between steps and in hooks of the optimizer; the user's inside of a step, beside the parts;
 the user's where all parameters are whole."""
 
+Where = Literal["between", "step", "hook"]
+_WHERE: dict[State, Where] = {"inside": "step", "between": "hook"}
+
 Entry = tuple[Tensor, type[Tensor], type[Tensor]]
 """A tensor, its plain class and its guarded one."""
 
@@ -128,23 +131,23 @@ class ShardSwitch:
 class _Within:
     """A state for as long as a block takes."""
 
-    __slots__ = ("_always", "_before", "_state", "_switch", "_was_in_step")
+    __slots__ = ("_always", "_before", "_state", "_switch", "_where")
 
     def __init__(self, switch: ShardSwitch, state: State, *, always: bool = False) -> None:
         self._switch, self._state, self._always = switch, state, always
         self._before: State | None = None
-        self._was_in_step = False
+        self._where: Where = "between"
 
     def __enter__(self) -> None:
         switch = self._switch
         if self._always or self._state == "plain" or not switch._suspended:
-            self._before, self._was_in_step = switch.state, switch.moment.in_step
-            switch.moment.in_step = self._state in ("inside", "between")
+            self._before, self._where = switch.state, switch.moment.where
+            switch.moment.where = _WHERE.get(self._state, "between")
             switch._set(self._state)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            self._switch.moment.in_step = self._was_in_step
+            self._switch.moment.where = self._where
             self._switch._set(self._before)
 
 

@@ -310,8 +310,8 @@ class ParallelModel:
     def whole_parameters(self) -> Iterator[None]:
         """Have every parameter of the module hold its whole value inside; every rank enters it.
 
-        For reading and copying. What is written inside, alike on every rank, stays under data parallelism and ZeRO; under
-        tensor and pipeline parallelism it is lost.
+        For reading, copying and writing: what is written inside, alike on every rank, stays. Gradients are not whole here: see
+        `full_gradients`.
         """
         with (
             self.engine.switch.plain(),

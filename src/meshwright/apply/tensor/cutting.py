@@ -95,6 +95,21 @@ class Cutting:
             name: [self._layout(name, *cuts[name], part) for part in range(self.group.size)] for name in self._shapes
         }
 
+    def take_writes(self, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """Take over, into shards, what was written into whole values, alike on all ranks; every rank calls it."""
+        rank, names = self.group.group_rank, list(whole)
+        own = [take_shard(whole[name], self.layouts[name][rank]) for name in names]
+        changed = [float(not torch.equal(new, shards[name])) for name, new in zip(names, own, strict=True)]
+        if not names:
+            return
+        # On every rank or on none: sentinels compare which ranks' state was written to.
+        told = torch.tensor(changed, device=own[0].device)
+        self.group.all_reduce(told, "max")
+        with torch.no_grad():
+            for name, new, is_changed in zip(names, own, told.tolist(), strict=True):
+                if is_changed:
+                    shards[name].copy_(new)
+
     def held_parts(self, moment: Moment) -> Iterator[tuple[Tensor, ShardFacts]]:
         """Yield each tensor that is cut, and what is known of it."""
         rank = self.group.group_rank

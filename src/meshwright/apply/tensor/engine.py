@@ -349,7 +349,7 @@ class TensorEngine(OuterEngine):
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have the module whole and plain inside: every parameter and buffer, and its own forward."""
+        """Have the module whole and plain inside: every parameter and buffer, and its own forward. What is written stays."""
         if self.cutting is None:
             yield
             return
@@ -359,11 +359,14 @@ class TensorEngine(OuterEngine):
             kept = {name: tensor.data for name, tensor in tensors.items()}
             for name, own in cutting.layouts.items():
                 tensors[name].data = gather_full(kept[name], own, self.shards)
+            whole: dict[str, Tensor] = {}
             try:
                 yield
+                whole = {name: tensor.data for name, tensor in tensors.items()}
             finally:
                 for name, tensor in tensors.items():
                     tensor.data = kept[name]
+            cutting.take_writes(kept, whole)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         found = self.inner.full_gradients()
