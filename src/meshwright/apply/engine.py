@@ -12,6 +12,8 @@ from torch import nn
 
 from meshwright.apply.finding import Finding
 from meshwright.apply.norm import squares_of, total_norm
+from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan
@@ -39,6 +41,9 @@ class Engine:
         self.group = group
         self.device = device
         self.parameters = list(module.parameters())
+
+    switch = ShardSwitch()
+    """What guards tensors of which this rank has a part, where user code can reach them."""
 
     num_replicas = 1
     """Copies of the module that compute at the same time in this process [count]."""
@@ -114,6 +119,18 @@ class Engine:
     def holds_parts(self) -> bool:
         """Whether what the module's parameters hold now, outside of `whole_parameters`, is a part of their values."""
         return False
+
+    def use_switch(self, switch: ShardSwitch) -> None:
+        """Take note of what guards this model's tensors."""
+        self.switch = switch
+
+    def held_parts(self, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:  # noqa: ARG002 - for strategies that cut
+        """Return the tensors of which this rank has a part between steps, each once, and what is known of them."""
+        return []
+
+    def gradient_terms(self) -> set[int]:
+        """Return ids of the parameters whose gradients are terms of sums until `finish_gradients`."""
+        return {id(parameter) for parameter in self.parameters} if self.group.size > 1 else set()
 
     @property
     def reads_as_nan(self) -> str:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
+from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
@@ -56,13 +58,20 @@ class OuterEngine(Engine):
     def holds_parts(self) -> bool:
         return self.is_prepared
 
+    def use_switch(self, switch: ShardSwitch) -> None:
+        super().use_switch(switch)
+        if self._inner is not None:
+            self._inner.use_switch(switch)
+
+    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+        return [] if self._inner is None else self._inner.held_parts(moment)
+
+    def gradient_terms(self) -> set[int]:
+        return set() if self._inner is None else self._inner.gradient_terms()
+
     @property
     def reads_as_nan(self) -> str:
         return "" if self._inner is None else self._inner.reads_as_nan
-
-    @property
-    def takes_whole_writes(self) -> bool:
-        return False
 
     @property
     def fixes_memory(self) -> bool:

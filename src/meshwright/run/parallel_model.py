@@ -14,6 +14,7 @@ from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.data.unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
 from meshwright.apply.recompute import Recompute
+from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.state_guard import StateGuard
 from meshwright.apply.supported import refuse_unbuilt
 from meshwright.comm.ledger import Ledger
@@ -114,6 +115,7 @@ def apply_plan(
         "on_finding": on_finding,
     }
     place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
+    engine.use_switch(ShardSwitch(str(plan)))
     sentinels = make_sentinels(engine, place, built, loss_fn, options)
     if built is not None and (plan.pp > 1 or (plan.zero and plan.dp > 1)):
         refuse_coupled(built, str(plan))
@@ -180,6 +182,7 @@ class ParallelModel:
         self.stepper = stepper
         self._recompute = recompute
         self._state_guard = state_guard
+        engine.switch.begin()
         self.num_steps = 0
         """Calls of `step` so far [count]."""
 
@@ -246,11 +249,14 @@ class ParallelModel:
             LostPeerError: Another rank is gone.
         """
         number = self.num_steps
-        result = self.stepper.step(
-            batch,
-            wants_stop=self.world.stop_requested(),
-            on_phase=lambda phase: self.world.report_progress(number, phase),
-        )
+        switch = self.engine.switch
+        with switch.plain():
+            switch.moment.steps += 1
+            result = self.stepper.step(
+                batch,
+                wants_stop=self.world.stop_requested(),
+                on_phase=lambda phase: self.world.report_progress(number, phase),
+            )
         self.num_steps += 1
         return result
 
@@ -265,7 +271,8 @@ class ParallelModel:
         Args:
             batch: This rank's share, or None; as for `step`.
         """
-        return self.stepper.evaluate(batch)
+        with self.engine.switch.plain():
+            return self.stepper.evaluate(batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'.
@@ -274,7 +281,8 @@ class ParallelModel:
 
         It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
         """
-        outputs = self.stepper.forward(args, kwargs)
+        with self.engine.switch.plain():
+            outputs = self.stepper.forward(args, kwargs)
         has_graph = self._plan.pp == 1 and (self._plan.zero < 2 or self._plan.dp == 1)
         is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
         return outputs if has_graph or not is_trained else without_backward(outputs, str(self._plan))
@@ -296,17 +304,20 @@ class ParallelModel:
         Returns:
             FQN -> the whole gradient, or None where the parameter has none. Valid until the next step begins.
         """
-        return self.engine.full_gradients()
+        with self.engine.switch.plain():
+            return self.engine.full_gradients()
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Have every parameter of the module hold its whole value inside; every rank enters it.
 
-        For reading and copying. What is written inside, alike on every rank, stays under data parallelism and ZeRO; under
-        tensor and pipeline parallelism it is lost.
+        For reading, copying and writing: what is written inside, alike on every rank, stays. Gradients are not whole here: see
+        `full_gradients`.
         """
         with (
+            self.engine.switch.plain(),
             self.engine.whole_parameters(),
+            self.engine.switch.whole(),
             contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
         ):
             yield
@@ -316,7 +327,10 @@ class ParallelModel:
 
         Memory that several tensors share counts once. Gradients are there from `step` until the next one begins.
         """
-        held = self.engine.held_tensors()
+        with self.engine.switch.plain():
+            held = {
+                kind: [tensor.detach() for tensor in tensors] for kind, tensors in self.engine.held_tensors().items()
+            }
         state = (
             []
             if self.optimizer is None
@@ -347,7 +361,8 @@ class ParallelModel:
 
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
-        self.stepper.gate.close()
+        self.engine.switch.close()
+        self.stepper.close()
         if self._state_guard is not None:
             self._state_guard.close()
         self.engine.close()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
 from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
@@ -98,6 +99,12 @@ class Stepper:
         self._watch()
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Give the user's hooks back, and let the optimizer step anywhere."""
+        self._hooks.close()
+        release_step_hooks(self.optimizer)
+        self.gate.close()
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, *, wants_stop: bool, on_phase: Callable[[str], None]) -> StepResult:
@@ -114,6 +121,7 @@ class Stepper:
         self.sentinels.begin_forward()
         snapshot = Snapshot(engine, keep_buffers=self.non_finite == "skip")
         engine.begin_step()
+        self._hooks.guard()
         on_phase("forward")
         # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
         parts = [part for part, weight in zip(parts, weights, strict=True) if weight]
@@ -133,6 +141,7 @@ class Stepper:
                 clip_(engine.gradient_tensors(), norm, self.max_grad_norm)
             on_phase("optimizer")
             if self.optimizer is not None:
+                guard_step_hooks(self.optimizer, engine.switch)
                 with self.gate.opened():
                     self.optimizer.step()
                 engine.finish_step()
@@ -196,6 +205,9 @@ class Stepper:
         engine = self.engine
         self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
+        engine.switch.adopt(engine.held_parts(engine.switch.moment))
+        engine.use_switch(engine.switch)
+        self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
@@ -342,7 +354,7 @@ class Stepper:
                 raise RuntimeError("the whole model has no loss")
             return term.value
 
-        with engine.whole_parameters():
+        with engine.switch.suspended(), engine.whole_parameters():
             finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
         guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
         return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)

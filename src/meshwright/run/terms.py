@@ -43,7 +43,7 @@ class LossTerms:
 
     def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
         """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
-        with self.autocast():
+        with self._engine.switch.user_code(), self.autocast():
             outputs = call_model(module, part)
             if self._engine.owes_nothing_to_the_loss:
                 return None

@@ -20,10 +20,12 @@ from torch import nn
 from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.gathering import Gathering
+from meshwright.apply.data.held import held_parts
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.apply.data.units import cut_into_units
+from meshwright.apply.shard_facts import Moment, ShardFacts
 from meshwright.comm._torch_private import foreach_norm
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
@@ -84,6 +86,9 @@ class ShardedEngine(DataParallelEngine):
     @property
     def holds_parts(self) -> bool:
         return any(unit.is_gathered and not unit.is_whole for unit in self.units)
+
+    def held_parts(self, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:
+        return held_parts(self.units, f"zero={self.sharding.zero}", moment)
 
     @property
     def reads_as_nan(self) -> str:

@@ -294,6 +294,11 @@ class FlatUnit:
                 there = part.to("cpu", copy=True) if self.offload else part
                 piece.tensor.grad = there.as_strided(piece.tensor.shape, piece.tensor.stride())
 
+    def has_gradient(self, index: int) -> bool:
+        """Tell whether a parameter got a gradient in the last step, on any rank; its sums are with the pieces."""
+        parameter = self.parameters[index]
+        return bool(self._whole_gradients or self.gradient is not None) and any(p is parameter for p in self._expected)
+
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that hold gradients between the steps."""
         return self._whole_gradients if self.gradient is None else [*self._whole_gradients, self.gradient]

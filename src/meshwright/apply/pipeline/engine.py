@@ -369,6 +369,10 @@ class PipelineEngine(OuterEngine):
         """Return `requires_grad` of each parameter that this rank holds, by FQN."""
         return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
 
+    def gradient_terms(self) -> set[int]:
+        tied = {id(self._holding.all[name]) for name in self._tied.names} if self.is_prepared else set()
+        return super().gradient_terms() | tied
+
     def full_gradients(self) -> dict[str, Tensor | None]:
         return self._collector.gradients(self._holding.all, self.inner.full_gradients())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.recompute import with_repeated_forward
+from meshwright.apply.shard_facts import Moment, ShardFacts
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.copies import copy_module
@@ -117,6 +118,44 @@ class Cutting:
         return {
             name: [self._layout(name, *cuts[name], part) for part in range(self.group.size)] for name in self._shapes
         }
+
+    def take_writes(self, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """Take over, into shards, what was written into whole values, alike on all ranks; every rank calls it."""
+        rank, names = self.group.group_rank, list(whole)
+        own = [take_shard(whole[name], self.layouts[name][rank]) for name in names]
+        changed = [float(not torch.equal(new, shards[name])) for name, new in zip(names, own, strict=True)]
+        if not names:
+            return
+        # On every rank or on none: sentinels compare which ranks' state was written to.
+        told = torch.tensor(changed, device=own[0].device)
+        self.group.all_reduce(told, "max")
+        with torch.no_grad():
+            for name, new, is_changed in zip(names, own, told.tolist(), strict=True):
+                if is_changed:
+                    shards[name].copy_(new)
+
+    def held_parts(self, moment: Moment) -> Iterator[tuple[Tensor, ShardFacts]]:
+        """Yield each tensor that is cut, and what is known of it."""
+        rank = self.group.group_rank
+        for name, layouts in self.layouts.items():
+            own, tensor = layouts[rank], find_tensor(self.module, name)
+            if all(layout.is_whole for layout in layouts):
+                continue
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in own.ranges) or "nothing"
+            yield (
+                tensor,
+                ShardFacts(
+                    name=f"{kind} '{name}'",
+                    held=f"each of {self.group.size} ranks has a part of it, rank {self.group.rank} has {ranges} along dim "
+                    f"{own.dim} of {list(own.shape)}",
+                    moment=moment,
+                    values="shard",
+                    key=("tp", own.shape, own.dim, tuple(layout.ranges for layout in layouts)),
+                    axis="tp",
+                    is_cut_inside=True,
+                ),
+            )
 
     def full_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape that a parameter or buffer of this FQN has on one device; None where it is not cut."""

@@ -18,6 +18,8 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.norm import squares_of
 from meshwright.apply.outer import OuterEngine
+from meshwright.apply.shard_facts import Moment, ShardFacts, join_parts
+from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guard import Guard
 from meshwright.apply.tensor.matrices import WholeMatrices
@@ -219,6 +221,17 @@ class TensorEngine(OuterEngine):
                 fix="run again; where it comes again it is a bug of Meshwright: please report it",
             )
 
+    def use_switch(self, switch: ShardSwitch) -> None:
+        super().use_switch(switch)
+        for part in () if self.cutting is None else self.cutting.parts:
+            part.use_switch(switch)
+
+    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+        return join_parts(super().held_parts(moment), [] if self.cutting is None else self.cutting.held_parts(moment))
+
+    def gradient_terms(self) -> set[int]:
+        return super().gradient_terms() | {id(parameter) for parameter in self._partial}
+
     def _hook_partial(self) -> None:
         for hook in self._partial_hooks:
             hook.remove()
@@ -310,7 +323,8 @@ class TensorEngine(OuterEngine):
         self.prepare(lambda module: module(*args, **kwargs))
         if self.cutting is not None:
             self.cutting.begin_step()
-        return whole_outputs(self.inner.forward(args, kwargs))
+        with self.switch.user_code():
+            return whole_outputs(self.inner.forward(args, kwargs))
 
     def finish_gradients(self, scale: float) -> None:
         if self._zero == 1:
@@ -352,21 +366,24 @@ class TensorEngine(OuterEngine):
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have the module whole and plain inside: every parameter and buffer, and its own forward."""
+        """Have the module whole and plain inside: every parameter and buffer, and its own forward. What is written stays."""
         if self.cutting is None:
             yield
             return
         cutting = self.cutting
-        with self.inner.whole_parameters(), cutting.suspended():
+        with self.inner.whole_parameters(), cutting.suspended(), self.switch.suspended():
             tensors = {name: find_tensor(self.module, name) for name in cutting.layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
             for name, own in cutting.layouts.items():
                 tensors[name].data = gather_full(kept[name], own, self.shards)
+            whole: dict[str, Tensor] = {}
             try:
                 yield
+                whole = {name: tensor.data for name, tensor in tensors.items()}
             finally:
                 for name, tensor in tensors.items():
                     tensor.data = kept[name]
+            cutting.take_writes(kept, whole)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         found = self.inner.full_gradients()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.finding import Finding
 from meshwright.apply.recompute import with_repeated_forward
+from meshwright.apply.shard_switch import Entry, ShardSwitch
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.inspection import compare_runs
 from meshwright.apply.tensor.roles import change_stream
@@ -89,6 +90,8 @@ class Part:
         self._attributes = attributes
         self._class: type[nn.Module] | None = None
         self._is_patched = "forward" in vars(module)
+        self._switch: ShardSwitch | None = None
+        self._own: list[Entry] = []
         for region in regions if guard is not None else ():
             region.is_open = False
 
@@ -116,14 +119,23 @@ class Part:
 
         return forward
 
+    def use_switch(self, switch: ShardSwitch) -> None:
+        """Take note of what guards the part's parameters while other code than its own runs."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        self._switch, self._own = switch, switch.entries_of(tensors)
+
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
+        switch = self._switch
+        opened = [] if switch is None or switch.state == "plain" else switch.open_part(self._own)
         before = [region.is_open for region in self._regions]
         for region in self._regions:
             region.is_open = True
         try:
             yield
         finally:
+            if opened:
+                ShardSwitch.close_part(opened)
             for region, was in zip(self._regions, before, strict=True):
                 region.is_open = was
 
