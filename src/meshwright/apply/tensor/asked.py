@@ -99,8 +99,8 @@ class Asked(_Watched):
         super().__init__()
         self.sizes: set[int] = set()
         """The sizes of arguments whose value it has taken."""
-        self.values = False
-        """Whether it has read a number of an argument or a buffer."""
+        self.values = 0
+        """Whose numbers it has read: 1 is of arguments and buffers, 2 also of tensors in attributes."""
         self.is_same = True
         """Whether it gave the same as where gradients are on."""
         self._given = sizes_of(arguments)
@@ -109,15 +109,17 @@ class Asked(_Watched):
         self._arguments = {id(tensor) for tensor in tensors_in(arguments)}
         kept = [value for child in module.modules() for value in vars(child).values() if isinstance(value, Tensor)]
         plain = [tensor for tensor in tensors_in(arguments) if not tensor.requires_grad]
-        self._alive = [*plain, *kept, *module.buffers()]
+        self._alive = [*kept, *plain, *module.buffers()]
         nowhere: frozenset[int] = frozenset()
-        self._followed = {id(tensor): (nowhere, True) for tensor in self._alive}
-        """By id: the sizes that a tensor's numbers follow from, and whether they follow from an argument's."""
+        self._followed = {
+            id(tensor): (nowhere, 2 if place < len(kept) else 1) for place, tensor in enumerate(self._alive)
+        }
+        """By id: the sizes that a tensor's numbers follow from, and whose numbers, as in `values`."""
 
     def ask_for_all(self) -> None:
         """Take note that nothing is known: every size and number counts."""
         self.sizes |= self._given
-        self.values = True
+        self.values = 2
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -126,7 +128,7 @@ class Asked(_Watched):
         args, kwargs = plain_sizes(args), plain_sizes(kwargs or {})
         if func in _READS and args and (followed := self._followed.get(id(args[0]))) is not None:
             self.sizes |= followed[0]
-            self.values |= followed[1]
+            self.values = max(self.values, followed[1])
         result = super().__torch_function__(func, types, args, kwargs)
         self._follow(func, given, result)
         origins = self._origins_of_last()
@@ -163,7 +165,7 @@ class Asked(_Watched):
             return
         if name in _CONSTANT:
             like = {size for tensor in tensors for size in tensor.shape} if name.endswith("_like") else set[int]()
-            told = [(frozenset(like & self._given), False)]
+            told = [(frozenset(like & self._given), 0)]
         else:
             told = [self._followed[id(tensor)] for tensor in tensors if id(tensor) in self._followed]
             if len(told) < len(tensors):
@@ -171,7 +173,7 @@ class Asked(_Watched):
         origins = origins_in(given).union(*(sizes for sizes, _ in told))
         for tensor in tensors_in(result):
             self._alive.append(tensor)  # an id is only worth something while its tensor lives
-            self._followed[id(tensor)] = origins, any(is_value for _, is_value in told)
+            self._followed[id(tensor)] = origins, max([0, *(values for _, values in told)])
 
 
 def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> Asked:

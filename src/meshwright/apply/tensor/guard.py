@@ -67,9 +67,8 @@ class Guard:
         self._group = group
         self._attributes = attributes
         self._proven = set(layout.proven.get("", ()))
-        self._proven_kinds = sorted(
-            {signatures.kind_of_text(text) for text in self._proven}
-        )  # in one order on all ranks
+        # In one order on all ranks.
+        self._proven_kinds = sorted({signatures.kind_of_text(text) for text in self._proven})
         self._kinds: list[signatures.Kind] = list(self._proven_kinds)
         self._verdicts: dict[str, dict[Any, bool]] = {}
         self._known: dict[Any, bool] = {}
@@ -89,11 +88,13 @@ class Guard:
         self._structure = digest(signatures.describe_structure(self._template))
         self._known = self._verdicts.setdefault(self._structure, {})
 
-    def _take_over_buffers(self) -> None:
+    def _take_over_numbers(self) -> None:
         """Have the copy decide by the numbers that buffers have now; of one that is cut nobody here has them all."""
         for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
             if name not in self._layout.cuts:
                 twin.data = live.detach().clone()
+        for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
+            vars(twin).update({name: value.detach().clone() for name, value in _tensors_of(live).items()})
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
@@ -135,31 +136,33 @@ class Guard:
             return None if call is None else (kind, call)
         # What the shards hold of a buffer is each rank's own: only what all have alike may decide.
         whole = [buffer for name, buffer in self._module.named_buffers() if name not in self._layout.cuts]
+        if kind[1] > 1:
+            whole += [value for child in self._module.modules() for value in _tensors_of(child).values()]
         return kind, (call, tuple(map(signatures.numbers_of, whole)))
 
     def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> tuple[bool, signatures.Kind]:
         """Return whether the call is proven, and for which sizes, and whether for these numbers, alone."""
         names = signatures.names_of_sizes(args, kwargs)
         reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
-        sizes, asks_values, is_same = set(names), True, True
+        sizes, values, is_same = set(names), 2, True
         if self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
-            self._take_over_buffers()
+            self._take_over_numbers()
             given = map_tensors((args, kwargs), _for_proof)
             call = Call(args=given[0], kwargs=given[1], ambient=ambient)
             # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
             with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reason, sizes, asks_values, is_same = pool.submit(self._why_not, call, set(names)).result()
+                reason, sizes, values, is_same = pool.submit(self._why_not, call, set(names)).result()
         if not (reason or is_same or torch.is_grad_enabled()):
             reason = "it computes something else where gradients are off"
         counts = [size not in sizes for size in names]
-        told = torch.tensor([not reason, not asks_values, *counts], dtype=torch.int32, device=self._device)
+        told = torch.tensor([not reason, -values, *counts], dtype=torch.int32, device=self._device)
         self._group.all_reduce(told, "min")
-        is_proven, any_value, *any_size = map(bool, told.tolist())
+        is_proven, least, *any_size = told.tolist()
         if not is_proven:
             self._note(reason or "another rank could not prove it")
         exact = tuple(name for name, is_any in zip(names.values(), any_size, strict=True) if not is_any)
-        return is_proven, (exact, not any_value)
+        return bool(is_proven), (exact, -least)
 
     def _note(self, reason: str) -> None:
         if reason not in self.reasons:
@@ -173,7 +176,7 @@ class Guard:
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
 
-    def _why_not(self, call: Call, sizes: set[int]) -> tuple[str, set[int], bool, bool]:
+    def _why_not(self, call: Call, sizes: set[int]) -> tuple[str, set[int], int, bool]:
         """Return why a call is not proven, or nothing; which sizes, and if numbers count; and if gradients change nothing."""
         try:
             experiment = Experiment(self._template, call, self._group.size)
@@ -182,9 +185,9 @@ class Guard:
             asked = experiment.asks()
             return "", asked.sizes, asked.values, asked.is_same
         except DisprovedError as error:
-            return error.message, sizes, True, True
+            return error.message, sizes, 2, True
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
-            return f"it cannot be run by itself: {type(error).__name__}: {error}", sizes, True, True
+            return f"it cannot be run by itself: {type(error).__name__}: {error}", sizes, 2, True
 
     def _layouts(self) -> Sequence[TensorLayout]:
         """Return the layout for each dim along which the stream may lie in slices."""
@@ -201,6 +204,15 @@ class Guard:
             gradient = experiment.whole.gradients.get(name)
             if gradient is not None and bool(gradient.any()):
                 raise DisprovedError(f"every rank has the whole gradient of {name}, of which it had a term before")
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module keeps in attributes, but for activations."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, (nn.Parameter, Slices))
+    }
 
 
 def _is_watched() -> bool:

@@ -23,7 +23,7 @@ from meshwright.apply.tensor.roles import change_stream
 from meshwright.apply.tensor.running import RunningChain, RunningRegion
 from meshwright.apply.tensor.slices import make_whole, plain_values
 from meshwright.apply.tensor.whole import replaced_tensors
-from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode
+from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.errors import ApplyError
 
@@ -232,8 +232,9 @@ class Part:
 
 def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
     """Tell whether a tensor is a view of another, of all of it as it lies in memory."""
-    base = tensor._base
-    if base is None or base is not (other if other._base is None else other._base):
-        return False
-    same_place = tensor.storage_offset() == other.storage_offset()
-    return tensor.shape == other.shape and tensor.stride() == other.stride() and same_place
+    with without_function_modes():  # whoever follows what is called would see what the layer does not do
+        base = tensor._base
+        if base is None or base is not (other if other._base is None else other._base):
+            return False
+        same_place = tensor.storage_offset() == other.storage_offset()
+        return tensor.shape == other.shape and tensor.stride() == other.stride() and same_place

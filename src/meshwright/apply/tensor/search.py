@@ -119,7 +119,7 @@ class Search:
         try:
             asked = Experiment(module, call, self.num_parts).asks()
         except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
-            return (tuple(names.values()), True), False
+            return (tuple(names.values()), 2), False
         return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
 
     def _by_wish(self, wish: str) -> list[int]:

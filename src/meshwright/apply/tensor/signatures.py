@@ -41,8 +41,8 @@ from meshwright.comm._torch_private import GLOBAL_MODULE_HOOKS, WrapperTensor
 
 __all__: list[str] = []
 
-Kind = tuple[tuple[str, ...], bool]
-"""Of a call: the names of the sizes on whose values its code depends, and whether it depends on numbers in tensors."""
+Kind = tuple[tuple[str, ...], int]
+"""Of a call: the names of the sizes on whose values its code depends, and whose numbers it depends on (`Asked.values`)."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module whose entries run in a forward, or in its backward."""
@@ -208,7 +208,7 @@ def signature(
         args: Positional arguments.
         kwargs: Keyword arguments.
         kind: The sizes that count as they are, of others only which are 0 or 1, and which are equal; and whether the numbers
-            count in tensors that need no gradient.
+            count of tensors that need no gradient.
         ambient: What surrounds the call. Which tensors require a gradient counts where gradients are on.
 
     Returns:
@@ -221,7 +221,7 @@ def signature(
 
 def names_of_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
     """Return the names that signatures give to the sizes of a call: equal sizes have one."""
-    arguments = _Arguments(((), False), with_gradients=False)
+    arguments = _Arguments(((), 0), with_gradients=False)
     for value in (*args, *kwargs.values()):
         arguments.describe(value)
     return arguments.places
@@ -255,7 +255,7 @@ def proven_digests(
         structure: Of the module.
         args: What it was called with.
         kwargs: The same.
-        kind: The sizes for which other values may run other code, and whether other numbers in tensors may.
+        kind: The sizes for which other values may run other code, and the tensors for which other numbers may.
         ambient: What surrounded it.
         without_gradients: Whether it does the same where gradients are off.
     """
@@ -272,7 +272,7 @@ def proven_digests(
 def kind_of_text(proven: str) -> Kind:
     """Return the kind that stands before the digest in what `proven_digests` gives."""
     names = proven.partition(":")[0]
-    return tuple(names.split("+")) if names else (), False
+    return tuple(names.split("+")) if names else (), 0
 
 
 def numbers_of(tensor: Tensor) -> str:
