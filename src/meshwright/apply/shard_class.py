@@ -241,7 +241,9 @@ class _Call:
         if not self.writes:
             return as_shard(as_plain(self.shards[0]), self.facts)
         may_pass = (
-            self.name == "zero" and self.facts.gradient_is_elsewhere is not None and self.facts.moment.where == "between"
+            self.name == "zero"
+            and self.facts.gradient_is_elsewhere is not None
+            and self.facts.moment.where == "between"
         )
         if self.facts.ignores_writes or may_pass:
             return self.args[0]

@@ -123,6 +123,7 @@ class ShardSwitch:
     def close(self) -> None:
         """Give all tensors their own classes back."""
         self._set("plain")
+        self.on_state = None
         for tensor, *_ in self._entries["plain"]:
             set_facts(tensor, None)
         self._entries = {"plain": [], "between": [], "inside": [], "whole": []}

@@ -31,6 +31,7 @@ from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
 from meshwright.apply.pipeline.whole_buffers import modules_around, spread_buffers
+from meshwright.apply.shard_facts import Moment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.comm.communicator import Communicator
@@ -187,6 +188,7 @@ class PipelineEngine(OuterEngine):
         }
         self._inspection = BoundaryInspection(self._stages.values(), self._plan.num_stages)
         self._holding = Holding(self.module, stage_map.holders, own)
+        self.switch.on_state = self._holding.on_state
         places = {
             name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
         }
@@ -368,6 +370,9 @@ class PipelineEngine(OuterEngine):
     def trainable_states(self) -> dict[str, bool]:
         """Return `requires_grad` of each parameter that this rank holds, by FQN."""
         return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
+
+    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+        return [*super().held_parts(moment), *(self._holding.held_parts(moment) if self.is_prepared else ())]
 
     def gradient_terms(self) -> set[int]:
         tied = {id(self._holding.all[name]) for name in self._tied.names} if self.is_prepared else set()

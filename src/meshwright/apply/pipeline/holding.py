@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.values import Meta, StandIn, Value, mark, unmark
+from meshwright.apply.shard_facts import Moment, ShardFacts
 
 __all__: list[str] = []
 
@@ -39,6 +40,7 @@ class Holding:
             if any(id(parameter) in ids for parameter in owner._parameters.values())
         ]
         self._ids = ids
+        self._is_out = False
         self._let_go()
         self._take_out()
 
@@ -53,17 +55,52 @@ class Holding:
     def _take_out(self) -> None:
         for owner, parameters in self._slots:
             for name, parameter in parameters.items():
-                if parameter is not None and id(parameter) in self._ids:
+                # Another one there was put by the user, which the guard of the model notices.
+                if id(parameter) in self._ids and dict.get(owner._parameters, name) is parameter:
                     del owner._parameters[name]
                     owner.__dict__[name] = parameter
+        self._is_out = True
+
+    def on_state(self, state: str) -> None:
+        """List the whole model's parameters where user code runs between steps: it may count them, or freeze some by place.
+
+        What is not held stands there without values (`held_parts`), in the order of one device.
+        """
+        if (state == "between") == self._is_out and state != "whole":
+            if self._is_out:
+                self._put_back()
+            else:
+                self._take_out()
+
+    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+        """Return the parameters of other stages, and what is known of them."""
+        return [
+            (
+                parameter,
+                ShardFacts(
+                    name=f"parameter '{name}'",
+                    held="its values are with the ranks of another stage (pp)",
+                    moment=moment,
+                    values="none",
+                    key=("pp", name),
+                    axis="pp",
+                    ignores_writes=True,
+                    gradient_is_elsewhere=lambda: True,
+                ),
+            )
+            for name, parameter in self.absent.items()
+        ]
 
     def _put_back(self) -> None:
         for owner, parameters in self._slots:
             for name, parameter in parameters.items():
                 if parameter is not None and id(parameter) in self._ids:
                     owner.__dict__.pop(name, None)
+            now = {**owner._parameters}
             owner._parameters.clear()
-            owner._parameters.update(parameters)
+            owner._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})
+            owner._parameters.update({name: parameter for name, parameter in now.items() if name not in parameters})
+        self._is_out = False
 
     def set_trainable(self, states: Mapping[str, bool]) -> None:
         """Have `requires_grad` of the parameters that this rank does not hold as the ranks have it that do."""
