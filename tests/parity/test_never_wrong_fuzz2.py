@@ -61,3 +61,10 @@ def test_in_place_code_where_stages_divide_a_layer_that_is_computed_again() -> N
     plan = "pp=2,schedule=interleaved,virtual=2,micro_batches=4,recompute=full"
     program = make(plan, blocks, model=model, loss={"kind": "weighted"}, script=[step(6, 6), step(6, 6, 2)])
     assert outcome(program).kind == "equal"
+
+
+@pytest.mark.parametrize("state", ["ema", "ema_assigned"])
+def test_replicas_begin_each_micro_batch_with_the_buffers_of_the_module(state: str) -> None:
+    blocks = [{"kind": "stateful", "state": state, "hidden": 12}]
+    program = make("data_parallel,micro_batches=2", blocks, script=[step(8, 6), step(8, 6, 2)])
+    assert outcome(program).kind == "equal"

@@ -95,7 +95,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
         options = {} if contexts is None else {"context_fn": contexts}
         _under_way.owners.append(owner)
         try:
-            return _run_twice(owner, self, run, args, kwargs, options)
+            return _run_twice(owner, self, run, args, kwargs, options=options)
         finally:
             _under_way.owners.pop()
 
@@ -105,7 +105,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
 
 
 def _run_twice(
-    owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, options: dict[str, Any]
+    owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, options: dict[str, Any]
 ) -> Any:
     """Run a forward of a layer, which backward repeats."""
     inputs = owner.writers.begin(layer, args, kwargs)
@@ -134,7 +134,7 @@ def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[An
     """
     if not _under_way.owners:
         return checkpoint(run, module, *args, use_reentrant=False, **kwargs)
-    return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, {})
+    return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, options={})
 
 
 def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callable[..., Any]]) -> type[nn.Module]:
