@@ -74,7 +74,7 @@ def trimmed(share: Any) -> Any:
     if share is None:
         return None
     longest = int(share["mask"].sum(1).max())
-    return {key: value[:, :longest] if value.dim() > 1 else value for key, value in share.items()}
+    return {key: v[:, :longest] if isinstance(v, Tensor) and v.dim() > 1 else v for key, v in share.items()}
 
 
 def call(model: Any, batch: Any) -> Any:

@@ -47,3 +47,24 @@ def test_a_part_inside_of_another_stays_cut_while_the_outer_one_runs_whole(width
     blocks = [{"kind": "conv_plain", **form}, {"kind": "residual", **form}]
     program = make("tp=2", blocks, model=model, loss={"kind": "mse"}, script=[step(2, 4), step(2, 6, 2)])
     assert outcome(program).kind == "equal"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_statistics_move_once_where_stages_divide_a_layer_that_is_computed_again(recompute: str) -> None:
+    program = make(f"{INTERLEAVED},recompute={recompute}", [{**MLP, "norm": "batch"}, MLP], script=TWO)
+    assert outcome(program).kind == "equal"
+
+
+def test_in_place_code_where_stages_divide_a_layer_that_is_computed_again() -> None:
+    model = {"domain": "images", "width": 7, "stem": {"stride": 2}, "head_norm": "rms", "outputs": 7}
+    blocks = [{"kind": "inverted", "norm": "none", "hidden": 6, "act": "relu_", "inplace_residual": True}]
+    plan = "pp=2,schedule=interleaved,virtual=2,micro_batches=4,recompute=full"
+    program = make(plan, blocks, model=model, loss={"kind": "weighted"}, script=[step(6, 6), step(6, 6, 2)])
+    assert outcome(program).kind == "equal"
+
+
+@pytest.mark.parametrize("state", ["ema", "ema_assigned"])
+def test_replicas_begin_each_micro_batch_with_the_buffers_of_the_module(state: str) -> None:
+    blocks = [{"kind": "stateful", "state": state, "hidden": 12}]
+    program = make("data_parallel,micro_batches=2", blocks, script=[step(8, 6), step(8, 6, 2)])
+    assert outcome(program).kind == "equal"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,20 +135,52 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
             options = {} if contexts is None else {"context_fn": _contexts_of_torch}
             return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
         options = {} if contexts is None else {"context_fn": contexts}
-        inputs = owner.writers.begin(self, args, kwargs)
-        kept_args, kept_kwargs = inputs.kept
-        inspection = owner.look_at(self)
-        state = owner.attributes_of(self), owner.outside_of(self)
-        twice = _Twice(run, state, inputs, original.__name__, inspection)
-        # Else it ends with the last tensor that backward needs, before the results are there.
-        with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
-            result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
-        owner.writers.end(self, inputs, original.__name__)
-        return result
+        _under_way.owners.append(owner)
+        try:
+            return _run_twice(owner, self, run, args, kwargs, options=options)
+        finally:
+            _under_way.owners.pop()
 
     recomputed = with_forward(original, forward)
     setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, contexts=contexts)))
     return recomputed
+
+
+def _run_twice(
+    owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, options: dict[str, Any]
+) -> Any:
+    """Run a forward of a layer, which backward repeats."""
+    inputs = owner.writers.begin(layer, args, kwargs)
+    kept_args, kept_kwargs = inputs.kept
+    inspection = owner.look_at(layer)
+    state = owner.attributes_of(layer), owner.outside_of(layer)
+    twice = _Twice(run, state, inputs, type(layer).__name__, inspection)
+    # Else it ends with the last tensor that backward needs, before the results are there.
+    with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
+        result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
+    owner.writers.end(layer, inputs, type(layer).__name__)
+    return result
+
+
+class _UnderWay(threading.local):
+    """The layers of this thread whose forward runs now and is repeated in backward: who has made them so, outermost first."""
+
+    def __init__(self) -> None:
+        self.owners: list[Recompute] = []
+
+
+_under_way = _UnderWay()
+
+
+def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module inside of a checkpoint that cannot repeat the whole: it is repeated by itself.
+
+    Where the checkpoint is the user's own, the repetition leaves traces as it does on one device; where it is a layer that runs
+    again in backward, it leaves none.
+    """
+    if not _under_way.owners:
+        return checkpoint(run, module, *args, use_reentrant=False, **kwargs)
+    return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, options={})
 
 
 def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callable[..., Any]]) -> type[nn.Module]:

@@ -67,6 +67,12 @@ class Replica:
                 leaf.data.copy_(original.data, non_blocking=True)
             elif leaf.data_ptr() != original.data_ptr():
                 leaf.data = original.data
+        self.refresh_buffers()
+        for original, mine in self._pairs:
+            mine.training = original.training
+
+    def refresh_buffers(self) -> None:
+        """Take over the module's buffers."""
         for owner, twin, name in self._buffer_slots():
             original, mine = owner._buffers[name], twin._buffers.get(name)
             if self.owns_buffers or original is None:
@@ -75,8 +81,6 @@ class Replica:
                 mine.detach().copy_(original.detach(), non_blocking=True)
             else:
                 twin._buffers[name] = original.detach().clone().to(self.device)
-        for original, mine in self._pairs:
-            mine.training = original.training
 
     def _buffer_slots(self) -> list[tuple[nn.Module, nn.Module, str]]:
         return [(owner, twin, name) for owner, twin in self._pairs for name in owner._buffers]
@@ -117,6 +121,7 @@ class ReplicasEngine(Engine):
             Replica(module, device, owns_buffers=index == 0, left=self._left) for index, device in enumerate(devices)
         ]
         self.num_replicas = len(devices)
+        self._is_fresh = False  # whether no forward has run since the replicas took over the module's buffers
         self._splitter = splitter
         threads = max(1, usable_cores() // len(devices))
         # The number of intra-op threads is a property of each calling thread.
@@ -132,8 +137,13 @@ class ReplicasEngine(Engine):
         self._left.refresh()
         for replica in self.replicas:
             replica.refresh()
+        self._is_fresh = True
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
+        if not self._is_fresh:  # each micro-batch begins with the buffers that the one before left on the module
+            for replica in self.replicas:
+                replica.refresh_buffers()
+        self._is_fresh = False
         return self._in_threads(self._splitter.cut(batch, len(self.replicas)), compute)
 
     def _in_threads(self, chunks: Sequence[Any], compute: Callable[[nn.Module, Any], T]) -> list[T]:

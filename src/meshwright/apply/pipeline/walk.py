@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.apply.pipeline.bookkeeping import Bookkeeping, Mail
 from meshwright.apply.pipeline.draws import Draws
@@ -38,6 +37,7 @@ from meshwright.apply.pipeline.values import (
 )
 from meshwright.apply.pipeline.way import Way
 from meshwright.apply.pipeline.written import map_results, places_of_slots, refuse_unseen, written_tensors
+from meshwright.apply.recompute import checkpoint_inside
 from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.errors import ApplyError
 
@@ -177,7 +177,7 @@ class Walk(Bookkeeping):
     ) -> Any:
         with self.paused(), self._draws.inside_layer():
             if self._checkpoints and torch.is_grad_enabled():
-                return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+                return checkpoint_inside(forward, module, args, kwargs)
             return forward(module, *args, **kwargs)
 
     def _take_results(
