@@ -103,6 +103,11 @@ class Engine:
         return False
 
     @property
+    def may_stop_alone(self) -> bool:
+        """Whether a rank whose forward or loss raises can still tell the others: none of them waits for it in a forward."""
+        return self.everyone.size > 1 and not self.needs_lockstep and self.copies == 1
+
+    @property
     def owes_nothing_to_the_loss(self) -> bool:
         """Whether the forward under way has returned what other ranks alone compute, so that they alone compute the loss."""
         return False

@@ -8,12 +8,14 @@ decides a decision of all ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 
+from meshwright.apply.engine import Engine
 from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
@@ -218,7 +220,9 @@ class SumExchange:
         buffers_changed: Whether a forward wrote into a buffer on this rank.
         in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
         is_trained: Whether a parameter of this rank is to get a gradient.
-        failure: Why this rank has no losses, where it failed on the way; the others hear of it here.
+        failure: Why this rank cannot go on; the others hear of it here.
+        is_alone: Whether it has stopped there, in its forward or its loss: what it is cannot be told, then.
+        drain: Called on every rank where one has stopped: exchanges what some may have begun to exchange already.
     """
 
     def __init__(
@@ -227,15 +231,19 @@ class SumExchange:
         device: torch.device,
         terms: Sequence[LossTerm],
         *,
-        buffers_changed: bool,
-        in_background: bool,
+        buffers_changed: bool = False,
+        in_background: bool = False,
         is_trained: bool = False,
         failure: Exception | None = None,
+        is_alone: bool = False,
+        drain: Callable[[], None] | None = None,
     ) -> None:
+        self._drain = drain
         num_means = sum(term.is_mean for term in terms)
         num_graphs = sum(term.value.requires_grad for term in terms)
         changed = math.inf if failure is not None else float(buffers_changed)
-        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained]
+        stopped = group.ranks[group.group_rank] + 1.0 if is_alone else 0.0
+        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, stopped, is_alone]
         counts = torch.tensor(counts, dtype=torch.float64, device=device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
@@ -259,7 +267,9 @@ class SumExchange:
             self._group.all_reduce(self._vector)
         else:
             self._pending.wait()
-        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained = self._vector.tolist()
+        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained, *stopped = self._vector.tolist()
+        if stopped[1]:
+            self._raise_stopped(round(stopped[0]) - 1, round(stopped[1]))
         if math.isinf(changed):
             self._raise_failure()
         if num_sums and num_means:
@@ -291,6 +301,17 @@ class SumExchange:
             )
         return Sums(loss_sum, weight, bool(num_sums), bool(changed))
 
+    def _raise_stopped(self, rank: int, count: int) -> NoReturn:
+        if self._drain is not None:
+            self._drain()
+        if self._failure is not None:
+            raise self._failure
+        who = f"rank {rank}" if count == 1 else f"{count} ranks"
+        raise ApplyError(
+            f"{who} cannot go on: the model or its loss raised an exception there, and this step cannot be taken without it",
+            fix=f"see the exception of {who}",
+        )
+
     def _raise_failure(self) -> NoReturn:
         error = self._failure
         fix = error.fix if isinstance(error, ApplyError) else None
@@ -307,3 +328,37 @@ class SumExchange:
         _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
         name = "" if kind in ("ApplyError", "OtherStageError") else f"{kind}: "
         raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error
+
+
+def start_sums(
+    engine: Engine,
+    terms: Sequence[LossTerm],
+    agreement: Agreement,
+    *,
+    is_trained: bool,
+    failure: Exception | None,
+    is_alone: bool = False,
+) -> SumExchange:
+    """Begin to sum the losses of all ranks; those that cannot go on have said so before.
+
+    Args:
+        engine: The strategy.
+        terms: The losses of this rank's micro-batches.
+        agreement: What the ranks bring to the step.
+        is_trained: As for `SumExchange`, like the next ones.
+        failure: Why this rank cannot go on.
+        is_alone: Whether it stops at once.
+    """
+    agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
+    # Over shared memory it is quicker done once backward has ended than handed to another thread now; but not behind
+    # gradients that some ranks have begun to exchange by then.
+    later = engine.group.shares_memory and not engine.exchanges_in_backward
+    return SumExchange(
+        *(engine.loss_group, engine.device, terms),
+        buffers_changed=engine.buffers_changed(),
+        in_background=not later,
+        is_trained=is_trained,
+        failure=failure,
+        is_alone=is_alone,
+        drain=functools.partial(engine.finish_gradients, 1.0) if engine.may_stop_alone else None,
+    )

@@ -27,6 +27,18 @@ def in_training_mode(module: nn.Module) -> Iterator[None]:
             child.training = mode
 
 
+@contextlib.contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Have a module and all its parts be in eval mode inside, and in the modes that they had afterwards."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
 class Snapshot:
     """What must be known of the moment before a step, in case it has to be undone or run again."""
 

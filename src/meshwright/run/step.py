@@ -18,7 +18,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,11 @@ from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
 from meshwright.run.diagnose import explain_non_finite, find_non_finite, unchanged_draws
-from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first
+from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first, start_sums
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.loss_watch import LossWatch
-from meshwright.run.put_back import Snapshot, in_training_mode
+from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
 from meshwright.run.sentinels import Sentinels
@@ -264,20 +264,12 @@ class Stepper:
         exchange: SumExchange | None = None
         alone = engine.everyone.size == 1 and len(parts) == 1 and engine.num_replicas == 1
 
-        def exchange_sums() -> SumExchange:
-            agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
-            # Over shared memory it is quicker done once backward has ended than handed to another thread now; but not behind
-            # gradients that some ranks have begun to exchange by then.
-            later = engine.group.shares_memory and not engine.exchanges_in_backward
-            changed = engine.buffers_changed()
-            return SumExchange(
-                engine.loss_group,
-                engine.device,
-                terms,
-                buffers_changed=changed,
-                in_background=not later,
+        def exchange_sums(raised: Exception | None = None) -> SumExchange:
+            return start_sums(
+                *(engine, terms, agreement),
                 is_trained=self._guard.is_trained,
-                failure=self._watch_loss.failure,
+                failure=raised or self._watch_loss.failure,
+                is_alone=raised is not None,
             )
 
         lockstep = engine.needs_lockstep
@@ -286,7 +278,7 @@ class Stepper:
 
         def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
             nonlocal exchange
-            term = self._terms.of_any(module, part)
+            term = self._told(self._terms.of_any, (module, part), lambda error: exchange_sums(error).wait())
             if term is None:
                 return
             with self._lock:  # replicas come here from several threads
@@ -319,6 +311,15 @@ class Stepper:
         # Alone, backward has been run from the mean already.
         return dataclasses.replace(sums, has_sums=False) if alone else sums
 
+    def _told(self, compute: Any, args: tuple[nn.Module, Any], tell: Callable[[Exception], Any]) -> LossTerm | None:
+        """Return a loss; where the user's code raises, the other ranks hear of it before this one stops."""
+        try:
+            return compute(*args)
+        except Exception as error:
+            if self.engine.may_stop_alone:
+                tell(error)
+            raise
+
     def _run_schedule(
         self,
         engine: PipelineEngine,
@@ -336,9 +337,7 @@ class Stepper:
         except Exception as raised:
             error = refuse_functional_call(raised)
             engine.tell_failure(len(parts))
-            SumExchange(
-                engine.loss_group, engine.device, [], buffers_changed=False, in_background=False, failure=error
-            ).wait()
+            SumExchange(engine.loss_group, engine.device, [], failure=error).wait()
             if error is not raised:
                 raise error from raised
             raise
@@ -374,17 +373,12 @@ class Stepper:
         engine = self.engine
         parts = self._micro_batches(batch)
         self._prepare(parts)
-        modes = [(module, module.training) for module in engine.module.modules()]
-        engine.module.eval()
-        try:
+        with in_eval_mode(engine.module):
             weights = [self.rule.known_weight(part) for part in parts]
             self._watch_loss.begin(batch, is_due=False)
             agreement = self._agree(batch, parts, weights, wants_stop=False)
             with torch.no_grad(), unchanged_draws(engine):
                 sums = self._evaluate(parts, weights, agreement)
-        finally:
-            for module, mode in modes:
-                module.training = mode
         return {
             "loss": sums.loss,
             "weight": sums.weight,
@@ -394,22 +388,25 @@ class Stepper:
 
     def _evaluate(self, parts: list[Any], weights: list[float], agreement: Agreement) -> Sums:
         engine = self.engine
+
+        def sums_of(terms: Sequence[LossTerm], failure: Exception | None, *, is_alone: bool = False) -> Sums:
+            agreement.wait()
+            return SumExchange(engine.loss_group, engine.device, terms, failure=failure, is_alone=is_alone).wait()
+
+        def compute(module: nn.Module, part: Any) -> LossTerm | None:
+            return self._told(self._terms.of_any, (module, part), lambda error: sums_of((), error, is_alone=True))
+
         engine.begin_forward()
         if engine.needs_lockstep:
             agreement.wait()
         if isinstance(engine, PipelineEngine):
             found = self._run_schedule(engine, parts, weights, lambda _: None)
         else:
-            found = [term for part in parts for term in engine.forward_backward(part, self._terms.of_any)]
+            found = [term for part in parts for term in engine.forward_backward(part, compute)]
         agreement.wait()
         for _ in range(agreement.num_passes - len(parts)):
             engine.idle_pass()
         terms = [term for term in found if term is not None]
-        sums = SumExchange(
-            *(engine.loss_group, engine.device, terms),
-            buffers_changed=False,
-            in_background=False,
-            failure=self._watch_loss.failure,
-        ).wait()
+        sums = sums_of(terms, self._watch_loss.failure)
         engine.end_forward()
         return sums
