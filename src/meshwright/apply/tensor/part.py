@@ -17,6 +17,7 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.recompute import with_repeated_forward
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.inspection import compare_runs
+from meshwright.apply.tensor.masks import Mask
 from meshwright.apply.tensor.roles import change_stream
 from meshwright.apply.tensor.running import RunningChain, RunningRegion
 from meshwright.apply.tensor.slices import make_whole, plain_values
@@ -81,6 +82,8 @@ class Part:
         self.is_inspected = False
         """Whether the next call is compared with what one device computes."""
         self.findings: list[Finding] = []
+        self.masks: list[Mask] = []
+        """Of the call that was compared: what its dropout would draw from on shards."""
         self._regions = regions
         self._chain = chain
         self._hands_on = hands_on
@@ -190,9 +193,11 @@ class Part:
     def _inspect(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_inspected = False
         given = plain_values((args, kwargs))
-        self.findings += compare_runs(
+        findings, masks = compare_runs(
             module,
             self.name,
             cut=lambda: self._run_cut(original, module, *given),
             whole=lambda: self._run_whole(original, module, *given),
         )
+        self.findings += findings
+        self.masks += masks
