@@ -25,7 +25,14 @@ CATALOGUE = [
     _one(m.another_ranks_slice, OTHER, "a shard's rows in another order", "tp=2"),
     _one(m.one_shard_twice, OTHER, "two ranks hold one shard of a weight", "tp=2"),
     _one(m.shards_draw_one_mask, OTHER, "one dropout mask for all shards", "tp=2", model="dropout"),
-    _one(m.copies_draw_apart, OTHER, "dropout masks of copies differ", "tp=2", model="dropout"),
+    _one(m.shards_draw_one_mask_later, OTHER, "the same, on the real ranks alone", "tp=2", model="dropout"),
+    _one(
+        m.copies_draw_apart_later,
+        OTHER,
+        "dropout masks of copies differ, real ranks alone",
+        "tp=2",
+        model="dropout_between",
+    ),
     _one(m.smoothing_over_own_classes, ISSUE, "label smoothing over a rank's classes", "tp=2", model="smoothed"),
     _one(m.loss_off_by_the_group_size, ISSUE, "vocabulary loss off by log(tp)", "tp=2"),
     _one(m.norm_of_own_shards, TRAINCHECK, "clipped by the norm of own shards (BLOOM-176B)", "tp=2", options=CLIP),
@@ -56,5 +63,11 @@ CATALOGUE = [
     _one(m.micro_batch_twice, OTHER, "one micro-batch twice, one never", "pp=2,micro_batches=2"),
     _one(m.repeated_with_another_mask, TTRACE, "recompute draws another mask", "dp=2,recompute=full", model="dropout"),
     _one(m.repeated_on_another_input, TTRACE, "recompute on another input", "dp=2,recompute=full"),
-    _one(m.autocast_left_out_on_a_rank, TRAINCHECK, "autocast left out on one rank", "dp=2,precision=bf16"),
+    _one(
+        m.autocast_left_out_on_a_rank,
+        TRAINCHECK,
+        "autocast left out on one rank",
+        "dp=2,precision=bf16",
+        model="single",
+    ),
 ]

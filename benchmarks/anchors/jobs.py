@@ -32,12 +32,14 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A language model without attention: whatever is wrong with an exchange shows in it as well."""
 
-    def __init__(self, *, dropout: float = 0.0, is_tied: bool = False, statistics: bool = False) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, is_tied: bool = False, statistics: bool = False, between: float = 0.0
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.norm = nn.BatchNorm1d(WIDTH) if statistics else nn.LayerNorm(WIDTH)
-        self.statistics = statistics
+        self.statistics, self.between = statistics, nn.Dropout(between)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=not is_tied)
         if is_tied:
             self.head.weight = self.embedding.weight
@@ -45,7 +47,7 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
-            x = block(x)
+            x = self.between(block(x))
         x = self.norm(x.flatten(0, 1)).view_as(x) if self.statistics else self.norm(x)
         return self.head(x)
 
@@ -54,13 +56,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {},
     "dropout": {"dropout": 0.3},
+    "dropout_between": {"dropout": 0.3, "between": 0.3},
+    "single": {},
     "tied": {"is_tied": True},
     "batch_norm": {"statistics": True},
 }
 
 
 def build(model: str) -> nn.Module:
-    return Net(**MODELS[model]).double()
+    return Net(**MODELS[model]).to(torch.float32 if model == "single" else torch.float64)
 
 
 def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
@@ -86,7 +90,7 @@ def mutations() -> list[Any]:
 def train(index: int, every: int, is_mutated: bool) -> dict[str, Any]:
     """Train with or without a mutation; return values and losses, or what stopped it."""
     mutation = mutations()[index]
-    told: dict[str, Any] = {"losses": [], "norms": [], "error": "", "text": "", "layouts": {}}
+    told: dict[str, Any] = {"losses": [], "norms": [], "error": "", "text": "", "layouts": {}, "reasons": []}
     loss = smoothed_loss if mutation.model == "smoothed" else loss_fn
     with contextlib.ExitStack() as stack:
         if is_mutated:
@@ -106,6 +110,7 @@ def train(index: int, every: int, is_mutated: bool) -> dict[str, Any]:
                 told["losses"].append(result.loss)
                 told["norms"].append(result.grad_norm)
             told["layouts"] = dict(model.plan.layouts)
+            told["reasons"] = list(model.plan.reasons)
             told["values"] = {name: value.double() for name, value in model.full_state_dict().items()}
         except (mw.MeshwrightError, RuntimeError, ValueError) as error:
             told |= {"error": type(error).__name__, "text": str(error).splitlines()[0]}

@@ -180,8 +180,25 @@ def shards_draw_one_mask(stack: Stack) -> None:
     _patch(stack, running.Drawing, "apart", _nothing)
 
 
-def copies_draw_apart(stack: Stack) -> None:
-    _patch(stack, running.Drawing, "together", _nothing)
+def shards_draw_one_mask_later(stack: Stack) -> None:
+    original = running.Drawing.apart
+
+    def apart(self: Any, device: torch.device) -> None:
+        if isinstance(self._group, threads.ThreadGroup):
+            original(self, device)
+
+    _patch(stack, running.Drawing, "apart", apart)
+
+
+def copies_draw_apart_later(stack: Stack) -> None:
+    """Nobody goes back to the common numbers, until the next step begins."""
+    original = running.Drawing.together
+
+    def together(self: Any, device: torch.device) -> None:
+        if isinstance(self._group, threads.ThreadGroup):
+            original(self, device)
+
+    _patch(stack, running.Drawing, "together", together)
 
 
 def norm_of_own_shards(stack: Stack) -> None:

@@ -58,9 +58,13 @@ def examine(index: int) -> dict[str, Any]:
         found["sentinel"] = f"step {len(watched[0]['losses'])}: {watched[0]['text']}"
     verdict = testing.run_ranks(jobs.verify, num_ranks, index)[0]
     found["verify"] = "" if verdict["equal"] else f"not equal: {verdict['text']}"
-    if found["harm"] <= HARM and not found["sentinel"]:
-        is_whole = without[0]["layouts"] != reference[0]["layouts"]
-        return found | {"key": "proof" if is_whole else "no harm"}
+    is_whole = without[0]["layouts"] != reference[0]["layouts"]
+    draws = "dropout" in mutation.model  # another layout draws other numbers: `verify` alone tells of harm then
+    if (found["harm"] <= HARM or (draws and is_whole and not found["verify"])) and not found["sentinel"]:
+        new = [reason for reason in without[0]["reasons"] if reason not in reference[0]["reasons"]]
+        by_type = next((reason for reason in new if "types: " in reason), "")
+        told = by_type or next((reason for reason in new if reason.startswith("whole")), "")
+        return found | {"key": ("type" if by_type else "proof") if is_whole else "no harm", "text": told}
     return found | {"key": "sentinel" if found["sentinel"] else "verify" if found["verify"] else "NOTHING"}
 
 

@@ -22,6 +22,7 @@ from meshwright.apply.shard_facts import Moment, ShardFacts, join_parts
 from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guard import Guard
+from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
@@ -208,9 +209,8 @@ class TensorEngine(OuterEngine):
         self._inner.adopt_optimizer(self._optimizer)
 
     def _refuse_misplaced(self, names: Sequence[str]) -> None:
-        told = self._everyone.all_gather_json(list(names), device=self.device)
-        found = [(rank, name) for rank, theirs in zip(self._everyone.ranks, told, strict=True) for name in theirs]
-        if found:
+        told = zip(self._everyone.ranks, self._everyone.all_gather_json(list(names), device=self.device), strict=True)
+        if found := [(rank, name) for rank, theirs in told for name in theirs]:
             rank, name = found[0]
             raise CorruptionError(
                 f"the shards of '{name}', put together again on rank {rank}, are not the parameter that was cut "
@@ -218,7 +218,7 @@ class TensorEngine(OuterEngine):
                 rank=rank,
                 step=0,
                 part=name,
-                fix="run again; where it comes again it is a bug of Meshwright: please report it",
+                fix="run again; if it comes again, please report it: it is a bug of Meshwright",
             )
 
     def use_switch(self, switch: ShardSwitch) -> None:
@@ -357,10 +357,12 @@ class TensorEngine(OuterEngine):
 
     def end_inspection(self) -> Sequence[Finding]:
         found: list[Finding] = []
+        masks: list[Mask] = []
         for part in [] if self.cutting is None else self.cutting.parts:
             found += part.findings
-            part.findings, part.is_inspected = [], False
-        return found
+            masks += part.masks
+            part.findings, part.masks, part.is_inspected = [], [], False
+        return [*found, *compare_masks(self.shards, masks, self.device)]
 
     # -- whole values -------------------------------------------------------------------------------------------
 

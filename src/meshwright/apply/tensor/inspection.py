@@ -14,7 +14,7 @@ from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
 from meshwright.apply.random_states import kept_random_states
-from meshwright.apply.tensor.operations import WithoutDropout
+from meshwright.apply.tensor.masks import Mask, NotedDropout, masks_of
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.comm._torch_private import without_dispatch_modes
 from meshwright.describe.tree import map_tensors, tensors_in
@@ -41,8 +41,10 @@ def _noted() -> Iterator[None]:
 
 def compare_runs(
     module: nn.Module, name: str, given: Any, *, cut: Callable[[Any], Any], whole: Callable[[Any], Any]
-) -> list[Finding]:
-    """Run a module on shards and whole, and return in what they differ. The module and what it is given are left as they were.
+) -> tuple[list[Finding], list[Mask]]:
+    """Run a module on shards and whole, and return in what they differ, and the masks of the shards.
+
+    The module and what it is given are left as they were.
 
     Args:
         module: The module.
@@ -53,9 +55,10 @@ def compare_runs(
     """
     results = []
     # Selective recompute, for one, keeps what a mode of it sees, and would look for it in backward.
-    with torch.no_grad(), without_dispatch_modes(), WithoutDropout(), _noted():
-        for run in (cut, whole):
-            with left_as_it_was(module), insides_put_back(given):
+    modes = NotedDropout(), NotedDropout()
+    with torch.no_grad(), without_dispatch_modes(), _noted():
+        for run, mode in zip((cut, whole), modes, strict=True):
+            with left_as_it_was(module), insides_put_back(given), mode:
                 outputs = run(map_tensors(given, torch.Tensor.clone))
                 results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(outputs, torch.Tensor.detach))])
     findings = []
@@ -65,7 +68,7 @@ def compare_runs(
         if not difference <= tolerance:
             text = f"result {place} of '{name or 'the model itself'}' on shards differs from what it gives whole"
             findings.append(Finding(part=name, difference=difference, tolerance=tolerance, text=text))
-    return findings
+    return findings, masks_of(name, *modes)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from meshwright.apply.recompute import with_repeated_forward
 from meshwright.apply.shard_switch import Entry, ShardSwitch
 from meshwright.apply.subclass import with_forward
 from meshwright.apply.tensor.inspection import compare_runs
+from meshwright.apply.tensor.masks import Mask
 from meshwright.apply.tensor.roles import change_stream
 from meshwright.apply.tensor.running import RunningChain, RunningRegion
 from meshwright.apply.tensor.slices import make_whole, plain_values
@@ -83,6 +84,8 @@ class Part:
         self.is_inspected = False
         """Whether the next call is compared with what one device computes."""
         self.findings: list[Finding] = []
+        self.masks: list[Mask] = []
+        """Of the call that was compared: what its dropout would draw from on shards."""
         self._regions = regions
         self._chain = chain
         self._hands_on = hands_on
@@ -221,13 +224,15 @@ class Part:
         with torch.no_grad():  # as the comparison is made
             if self.guard is not None and not self.guard.allows(*given):
                 return
-        self.findings += compare_runs(
+        findings, masks = compare_runs(
             module,
             self.name,
             given,
             cut=lambda given: self._run_cut(original, module, *given),
             whole=lambda given: self._run_whole(original, module, *given),
         )
+        self.findings += findings
+        self.masks += masks
 
 
 def _is_view_of(tensor: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,78 @@
+"""Random states from which dropout draws on ranks that share a layer: shards must have masks of their own, copies one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.apply.finding import Finding
+from meshwright.apply.tensor.operations import DROPOUTS, WithoutDropout
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+class NotedDropout(WithoutDropout):
+    """Dropout that lets everything through, and notes of the shapes that it would have masked, and of the generator's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[tuple[int, ...], int]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and _draws(func, args, kwargs or {}):
+            tensor = args[0]
+            state = torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+            self.notes.append((tuple(tensor.shape), zlib.crc32(state.numpy().data)))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """One dropout of a part: whether it is on a shard, and a digest of the state that it draws from."""
+
+    part: str
+    is_shard: bool
+    state: int
+
+
+def masks_of(part: str, cut: NotedDropout, whole: NotedDropout) -> list[Mask]:
+    """Return the masks of a run on shards, beside one of the whole; nothing where they did not call the same."""
+    if len(cut.notes) != len(whole.notes):
+        return []
+    pairs = zip(cut.notes, whole.notes, strict=True)
+    return [Mask(part, own != full, state) for (own, state), (full, _) in pairs if math.prod(own)]
+
+
+def compare_masks(group: Communicator, masks: Sequence[Mask], device: torch.device) -> list[Finding]:
+    """Return where shards draw one mask, or copies several, each part once, on the first rank; every rank calls it."""
+    everyone = group.all_gather_json([dataclasses.astuple(mask) for mask in masks], device=device)
+    if len({tuple(row[:2] for row in map(tuple, theirs)) for theirs in everyone}) > 1:
+        return []  # a rank without a part of a tensor draws nothing for it
+    findings: dict[str, Finding] = {}
+    for place, mask in enumerate(masks if group.group_rank == 0 else ()):
+        states = [theirs[place][2] for theirs in everyone]
+        num_expected = group.size if mask.is_shard else 1
+        if len(set(states)) != num_expected:
+            what = "of the ranks' shards are equal" if mask.is_shard else "of one tensor differ from rank to rank"
+            text = f"the masks that dropout draws {what}: ranks {list(group.ranks)} draw from {len(set(states))} states"
+            findings.setdefault(mask.part, Finding(part=mask.part, difference=math.nan, tolerance=0.0, text=text))
+    return list(findings.values())
+
+
+def _draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if func not in DROPOUTS:
+        return False
+    probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    return bool(kwargs.get("training", args[2] if len(args) > 2 else True)) and bool(probability)
