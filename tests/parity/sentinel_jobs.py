@@ -16,6 +16,7 @@ from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.outer import OuterEngine
+from meshwright.apply.shard_class import as_plain
 from parity import losses
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -131,7 +132,7 @@ def some_parameter(model: mw.ParallelModel) -> str:
 
 def _flip(tensor: Tensor) -> None:
     """Turn a bit of an entry, as a fault of the memory does: torch does not see it."""
-    tensor.data.view(-1).view(torch.int64)[0] ^= 1 << 40
+    as_plain(tensor).data.view(-1).view(torch.int64)[0] ^= 1 << 40
 
 
 def flip_bit(model: mw.ParallelModel, share: Any) -> Any:
@@ -155,7 +156,7 @@ def write_weight(model: mw.ParallelModel, share: Any) -> Any:
     """One weight of one shard, which no other rank has, changed in place."""
     with torch.no_grad():
         whole = [p for name, p in model.module.named_parameters() if name.endswith("up.weight")]
-        (_pieces(model) or whole)[0].view(-1)[0] += 0.5
+        as_plain((_pieces(model) or whole)[0]).view(-1)[0] += 0.5
     return share
 
 
