@@ -14,6 +14,7 @@ sys.path.insert(
 
 from benchmarks.fuzz import engine, verdict
 from benchmarks.fuzz.classes import MLP, make, step
+from benchmarks.fuzz.oracle import run_plain
 
 TIMEOUT_S = 60.0
 ZBV = "pp=2,schedule=zbv,micro_batches=2"
@@ -68,3 +69,35 @@ def test_replicas_begin_each_micro_batch_with_the_buffers_of_the_module(state: s
     blocks = [{"kind": "stateful", "state": state, "hidden": 12}]
     program = make("data_parallel,micro_batches=2", blocks, script=[step(8, 6), step(8, 6, 2)])
     assert outcome(program).kind == "equal"
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2"])
+def test_state_that_an_optimizer_has_before_its_first_step_is_cut_with_the_parameters(plan: str) -> None:
+    program = make(plan, [MLP], optimizer={"kind": "adagrad", "lr": 0.1}, script=TWO)
+    assert outcome(program).kind == "equal"
+
+
+def test_a_difference_that_the_plain_loop_does_not_have_from_itself_is_no_rounding() -> None:
+    program = make("single", [MLP], script=TWO)
+    reference, other = run_plain(program), run_plain(program)
+    moved = [run_plain(program, seed) for seed in (1, 2, 3)]
+    assert verdict.is_rounding([{"records": moved[0]}], reference, moved)
+    first = next(iter(other[-1]["grads"].values()))
+    first.flat[0] += 1e-7 * abs(first).max()
+    assert not verdict.is_rounding([{"records": other}], reference, moved)
+
+
+@pytest.mark.parametrize("where", ["early", "late"])
+@pytest.mark.parametrize("plan", ["dp=2,pp=2", "dp=2,pp=2,zero=1,schedule=interleaved,virtual=2,micro_batches=2"])
+def test_a_rank_with_an_empty_share_knows_which_stage_computes_a_buffer(plan: str, where: str) -> None:
+    script = [step(1, 4), step(1, 4, 2), {"do": "state"}, step(6, 4, 3), step(1, 4, 4), step(5, 4, 5)]
+    found = outcome(make(plan, [MLP, MLP], root={"ema": where}, script=script))
+    # Written late and read early by the next batch, it goes back to an earlier stage where stages alternate on a rank.
+    assert found.kind == ("refused" if where == "late" and "virtual" in plan else "equal"), found
+
+
+@pytest.mark.parametrize("plan", ["dp=2,pp=2,zero=3,whole_below=0", f"dp=2,zero=3,whole_below=0,{ZBV}"])
+def test_a_call_of_the_model_gathers_what_zero_3_has_sharded_on_each_stage(plan: str) -> None:
+    forward = {"do": "forward", "n": 4, "t": 4, "batch": 77}
+    script = [step(5, 4), forward, step(6, 4, 2), {"do": "eval", "n": 4, "t": 4, "batch": 5}, forward]
+    assert outcome(make(plan, [MLP, MLP], root={"calls": True}, script=script)).kind == "equal"
