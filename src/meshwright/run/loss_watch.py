@@ -228,8 +228,9 @@ class LossWatch:
         grad = torch.is_grad_enabled()
 
         def copy(tensor: Tensor) -> Tensor:
-            held = tensor.detach().clone()
-            return held.requires_grad_() if grad and held.is_floating_point() else held
+            held = tensor.detach()
+            # No leaf, which a loss may not write into.
+            return held.requires_grad_().clone() if grad and held.is_floating_point() else held.clone()
 
         term = self._rule.term(map_tensors(pair[0], copy), map_tensors(pair[1], lambda t: t.detach().clone()), 1.0)
         return float(term.value.detach()) if term.is_mean else None
