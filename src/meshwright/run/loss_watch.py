@@ -98,6 +98,8 @@ class LossWatch:
     # -- what is new ------------------------------------------------------------------------------------------------
 
     def _is_new_kind(self, batch: Any) -> bool:
+        if len(self._kinds) >= _MAX_KINDS:
+            return False
         kind: list[Any] = []
         has_new_value = False
         for path, tensor in tensors_by_path(batch):
@@ -111,7 +113,7 @@ class LossWatch:
             else:
                 has_new_value |= self._has_new_value(path, tensor)
         key = tuple(kind)
-        if len(self._kinds) >= _MAX_KINDS or (key in self._kinds and not has_new_value):
+        if key in self._kinds and not has_new_value:
             return False
         self._kinds.add((key, len(self._kinds)) if key in self._kinds else key)
         return True
@@ -120,8 +122,8 @@ class LossWatch:
         seen = self._seen.get(path)
         if seen is None or seen.device != labels.device:
             seen = self._seen[path] = torch.zeros(_NUM_VALUES, dtype=torch.bool, device=labels.device)
-        places = labels.flatten().long() % _NUM_VALUES  # negative ones count from the end
-        is_known = bool(seen[places].all())
+        places = labels.long().bitwise_and(_NUM_VALUES - 1)  # negative ones count from the end
+        is_known = bool(seen.take(places).all())
         if not is_known:
             seen[places] = True
         return not is_known
