@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.apply.tensor.engine import TensorEngine
 
 VOCABULARY = 11
 CALLS = [0]
@@ -258,6 +260,40 @@ def steps_until_refused(
             after = model.full_state_dict()
             return step, error.message if all(torch.equal(after[key], before[key]) for key in before) else "it stepped"
     return first + 3, ""
+
+
+class Mixing(Block):
+    """A block that centres its input over the batch once it is told to."""
+
+    mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0, keepdim=True) if self.mixes else x)
+
+
+BLOCKS["Mixing"] = Mixing
+
+
+def mixed_later(plan: str) -> None:
+    """Have blocks mix samples from the second step on."""
+    module = build("Mixing")
+    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
+    model.step(mw.split_batch(batch(0), model))
+    for block in module.blocks:
+        block.mixes = True  # pyright: ignore[reportAttributeAccessIssue]
+    model.step(mw.split_batch(batch(1), model))
+
+
+def terms_on_one_rank() -> list[list[float] | None]:
+    """Sum three partial gradients, of which rank 1 has the second alone, and no rank the third."""
+    world = mw.current_world()
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[1].grad = torch.full((2,), 1.0 + world.rank)
+    if world.rank == 0:
+        parameters[0].grad = torch.full((2,), 5.0)
+    engine: Any = types.SimpleNamespace(_partial=parameters, shards=world.default_group)
+    TensorEngine._sum_partial(engine)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 
 # -- errors on one rank ---------------------------------------------------------------------------------------------------

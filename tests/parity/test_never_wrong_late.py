@@ -75,6 +75,15 @@ def test_a_batch_that_is_left_whole_is_not_looked_at() -> None:
     assert jobs.steps_until_refused("weighted", "single") == (4, "")
 
 
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,micro_batches=2", "dp=2,zero=1"])
+def test_a_model_that_begins_to_mix_samples_is_refused_at_that_step(line: str) -> None:
+    _refused(testing.run_outcomes(jobs.mixed_later, 2, line), word="mixes the samples of a batch")
+
+
+def test_terms_of_gradients_that_one_rank_has_are_summed() -> None:
+    assert testing.run_ranks(jobs.terms_on_one_rank, 2) == [[[5.0, 5.0], [3.0, 3.0], None]] * 2
+
+
 # -- state beside modules -------------------------------------------------------------------------------------------------
 
 OWN = ["OwnPython", "OwnNumpy", "OwnTorch", "OwnList"]

@@ -67,7 +67,9 @@ class LossWatch:
         self._is_threaded = is_threaded
         self._outside = Outside(None, [rule.loss_fn]) if rule.loss_fn is not None else None
         self.is_on = self._outside is not None and splitter.splits_by_row
-        """Whether the loss is looked at; a strategy that takes the batch whole switches this off."""
+        """Whether the loss can be looked at."""
+        self.is_cut = False
+        """Whether batches are taken in parts, and a loss that parts do not give is refused."""
         self._kinds: set[Any] = set()
         self._seen: dict[Path, Tensor] = {}
         self._values: list[Any] = []
@@ -88,7 +90,7 @@ class LossWatch:
         """
         self.failure = None
         self._wanted = False
-        if not self.is_on or batch is None:
+        if not (self.is_on and self.is_cut) or batch is None:
             return
         is_new = self._is_new_kind(batch)
         is_new = self._has_changed() or is_new
