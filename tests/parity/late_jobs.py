@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.comm.world import join_world
 
 VOCABULARY = 11
 CALLS = [0]
@@ -176,7 +177,7 @@ def unseeded(plan: str) -> list[list[float]]:
         np.random.seed(os.getpid())
         model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
         losses = [model.step(batch(step)).loss for step in range(3)]
-        found.append([*losses, model.module.blocks[0].norm.weight.sum().item()])  # pyright: ignore[reportIndexIssue]
+        found.append([*losses, module.blocks[0].get_parameter("norm.weight").sum().item()])
     return found
 
 
@@ -280,13 +281,13 @@ def mixed_later(plan: str) -> None:
     model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
     model.step(mw.split_batch(batch(0), model))
     for block in module.blocks:
-        block.mixes = True  # pyright: ignore[reportAttributeAccessIssue]
+        vars(block)["mixes"] = True
     model.step(mw.split_batch(batch(1), model))
 
 
 def terms_on_one_rank() -> list[list[float] | None]:
     """Sum three partial gradients, of which rank 1 has the second alone, and no rank the third."""
-    world = mw.current_world()
+    world = join_world()
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     parameters[1].grad = torch.full((2,), 1.0 + world.rank)
     if world.rank == 0:
@@ -306,7 +307,7 @@ class RaisesLater:
         self.is_on = False
 
     def __call__(self, outputs: Tensor, pair: Any) -> Tensor:
-        if self.is_on and mw.current_world().rank == 1:
+        if self.is_on and join_world().rank == 1:
             raise ValueError("this batch is no good")
         return mean(outputs, pair)
 
