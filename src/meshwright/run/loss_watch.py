@@ -67,7 +67,9 @@ class LossWatch:
         self._is_threaded = is_threaded
         self._outside = Outside(None, [rule.loss_fn]) if rule.loss_fn is not None else None
         self.is_on = self._outside is not None and splitter.splits_by_row
-        """Whether the loss is looked at; a strategy that takes the batch whole switches this off."""
+        """Whether the loss can be looked at."""
+        self.is_cut = False
+        """Whether batches are taken in parts, and a loss that parts do not give is refused."""
         self._kinds: set[Any] = set()
         self._seen: dict[Path, Tensor] = {}
         self._values: list[Any] = []
@@ -88,7 +90,7 @@ class LossWatch:
         """
         self.failure = None
         self._wanted = False
-        if not self.is_on or batch is None:
+        if not (self.is_on and self.is_cut) or batch is None:
             return
         is_new = self._is_new_kind(batch)
         is_new = self._has_changed() or is_new
@@ -98,6 +100,8 @@ class LossWatch:
     # -- what is new ------------------------------------------------------------------------------------------------
 
     def _is_new_kind(self, batch: Any) -> bool:
+        if len(self._kinds) >= _MAX_KINDS:
+            return False
         kind: list[Any] = []
         has_new_value = False
         for path, tensor in tensors_by_path(batch):
@@ -111,7 +115,7 @@ class LossWatch:
             else:
                 has_new_value |= self._has_new_value(path, tensor)
         key = tuple(kind)
-        if len(self._kinds) >= _MAX_KINDS or (key in self._kinds and not has_new_value):
+        if key in self._kinds and not has_new_value:
             return False
         self._kinds.add((key, len(self._kinds)) if key in self._kinds else key)
         return True
@@ -120,8 +124,8 @@ class LossWatch:
         seen = self._seen.get(path)
         if seen is None or seen.device != labels.device:
             seen = self._seen[path] = torch.zeros(_NUM_VALUES, dtype=torch.bool, device=labels.device)
-        places = labels.flatten().long() % _NUM_VALUES  # negative ones count from the end
-        is_known = bool(seen[places].all())
+        places = labels.long().bitwise_and(_NUM_VALUES - 1)  # negative ones count from the end
+        is_known = bool(seen.take(places).all())
         if not is_known:
             seen[places] = True
         return not is_known
@@ -228,8 +232,9 @@ class LossWatch:
         grad = torch.is_grad_enabled()
 
         def copy(tensor: Tensor) -> Tensor:
-            held = tensor.detach().clone()
-            return held.requires_grad_() if grad and held.is_floating_point() else held
+            held = tensor.detach()
+            # No leaf, which a loss may not write into.
+            return held.requires_grad_().clone() if grad and held.is_floating_point() else held.clone()
 
         term = self._rule.term(map_tensors(pair[0], copy), map_tensors(pair[1], lambda t: t.detach().clone()), 1.0)
         return float(term.value.detach()) if term.is_mean else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.apply.attributes import OF_TORCH
 from meshwright.apply.engine import Engine
 from meshwright.apply.layers import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
@@ -24,6 +26,9 @@ from meshwright.run.weights import Counted, Guard
 __all__: list[str] = []
 
 _FEW = 2
+_NUMBERS = frozenset({int, float, bool, str})
+_MAX_CHANGES = 16
+"""Changes of an attribute after which it is taken for a counter [count]."""
 _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
 _FIX = (
@@ -74,6 +79,65 @@ def settle_loss(
     reasons = (*decision.reasons, *([decision.error.message] if decision.error is not None else []))
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
     return is_cut and rule.refuses
+
+
+class ModelWatch:
+    """Tries the model on parts of a batch again where somebody has changed a number or a flag of one of its modules.
+
+    Where a forward takes several ranks together there is no such trial.
+
+    Args:
+        rule: The loss.
+        engine: The strategy.
+        splitter: How batches are counted and cut.
+    """
+
+    def __init__(self, rule: LossRule, engine: Engine, splitter: BatchSplitter) -> None:
+        self._rule = rule
+        self._engine = engine
+        self._splitter = splitter
+        self._slots: list[tuple[dict[str, Any], list[str]]] = []
+        self._sizes: list[int] = []
+        self._values: list[Any] = []
+        self._num_changes: Counter[int] = Counter()
+
+    def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
+        """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
+        engine = self._engine
+        if not self._has_changed() or engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine):
+            return None
+        evidence = _look(self._rule, engine, self._splitter, parts)
+        if evidence is None or evidence.obstacle is not None:
+            return None
+        error = _decide([(engine.everyone.rank, evidence)], is_given=self._rule.is_given).error
+        return (
+            None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
+        )
+
+    def _has_changed(self) -> bool:
+        sizes = [len(own) for own, _ in self._slots]
+        is_first = not self._slots
+        if is_first or sizes != self._sizes:
+            left_out = OF_TORCH | {"training"}
+            own = [vars(child) for child in self._engine.module.modules() if not _is_plain(child)]
+            self._slots = [(held, [name for name in held if name not in left_out]) for held in own] or [({}, [])]
+            self._sizes, self._values = [len(held) for held, _ in self._slots], self._read()
+            return not is_first
+        values, before = self._read(), self._values
+        if values == before:
+            return False
+        self._values = values
+        changed = [index for index, pair in enumerate(zip(values, before, strict=True)) if pair[0] != pair[1]]
+        self._num_changes.update(changed)
+        return any(self._num_changes[index] <= _MAX_CHANGES for index in changed)
+
+    def _read(self) -> list[Any]:
+        values = [own.get(name) for own, names in self._slots for name in names]
+        return [value if type(value) in _NUMBERS else None for value in values]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 # -- the trials -----------------------------------------------------------------------------------------------------------

@@ -37,18 +37,16 @@ from meshwright.run.diagnose import explain_non_finite, find_non_finite, unchang
 from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first, start_sums
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
-from meshwright.run.loss_watch import LossWatch
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
 from meshwright.run.sentinels import Sentinels
-from meshwright.run.settle import settle_loss
+from meshwright.run.settle import ModelWatch, settle_loss
 from meshwright.run.terms import LossTerms
 
 __all__: list[str] = []
 
-_FEW_SAMPLES = 2
-"""Samples with which a strategy looks at the model before it starts [samples]."""
+_FEW_SAMPLES = 2  # with which a strategy looks at the model before it starts
 
 
 class Stepper:
@@ -89,8 +87,9 @@ class Stepper:
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
-        self._watch_loss = LossWatch(rule, splitter, engine.device, is_threaded=engine.num_replicas > 1)
-        self._terms = LossTerms(engine, rule, autocast, self._watch_loss)
+        self._terms = LossTerms(engine, rule, autocast, splitter)
+        self._watch_loss = self._terms.watch
+        self._watch_model = ModelWatch(rule, engine, splitter)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.sentinels = sentinels
@@ -188,7 +187,7 @@ class Stepper:
     def _prepare(self, parts: list[Any]) -> None:
         if not self.engine.is_prepared:
             self._refuse_early_change()
-        self._watch_loss.is_on &= settle_loss(
+        self._watch_loss.is_cut = settle_loss(
             self.rule,
             self.engine,
             self.splitter,
@@ -229,6 +228,8 @@ class Stepper:
 
     def _agree(self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
+        if broken is None and self._watch_loss.is_cut:
+            broken = self._watch_model.find_mixing(parts)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
@@ -307,8 +308,7 @@ class Stepper:
                 engine.idle_pass()
             on_phase("backward")
         exchange = exchange or exchange_sums()
-        sums = exchange.wait()
-        # Alone, backward has been run from the mean already.
+        sums = exchange.wait()  # alone, backward has been run from the mean already
         return dataclasses.replace(sums, has_sums=False) if alone else sums
 
     def _told(self, compute: Any, args: tuple[nn.Module, Any], tell: Callable[[Exception], Any]) -> LossTerm | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.describe.tree import move_to, tensors_in
+from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
 from meshwright.run.batch import call_model
 from meshwright.run.exchange import Agreement
 from meshwright.run.loss import LossRule, LossTerm
@@ -25,11 +25,12 @@ class LossTerms:
         engine: The strategy.
         rule: How losses are read.
         autocast: The dtype that forward runs in, or None for the model's own.
-        watch: What looks at losses of new kinds of batches.
+        splitter: Counts and cuts batches.
     """
 
-    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None, watch: LossWatch) -> None:
-        self.watch = watch
+    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None, splitter: BatchSplitter) -> None:
+        self.watch = LossWatch(rule, splitter, engine.device, is_threaded=engine.num_replicas > 1)
+        """What looks at losses of new kinds of batches."""
         self._engine = engine
         self._rule = rule
         self._autocast = autocast

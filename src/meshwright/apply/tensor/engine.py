@@ -251,15 +251,23 @@ class TensorEngine(OuterEngine):
         return total
 
     def _sum_partial(self) -> None:
-        gradients = [p.grad for p in self._partial if p.grad is not None]
+        """Sum gradients of which each rank has a term; a rank without one brings zeros, since others may have theirs."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            kinds.setdefault(gradient.dtype, []).append(gradient)
-        for members in kinds.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in members])
+        for parameter in self._partial:
+            if parameter.requires_grad:
+                kinds.setdefault(parameter.dtype, []).append(parameter)
+        for dtype, members in kinds.items():
+            terms = [torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad for p in members]
+            census = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=terms[0].device)
+            flat = torch.cat([*(term.reshape(-1) for term in terms), census])
             self.shards.all_reduce(flat)
-            for gradient, total in zip(members, flat.split([g.numel() for g in members]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            *totals, counts = flat.split([*(term.numel() for term in terms), len(members)])
+            present = [p.grad is not None for p in members]
+            there = present if all(present) else [bool(count) for count in counts.tolist()]
+            for parameter, term, total, is_there in zip(members, terms, totals, there, strict=True):
+                if is_there:
+                    term.copy_(total.view_as(term))
+                    parameter.grad = term
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
         cut = set() if self.cutting is None else set(self.cutting.layout.cuts)

@@ -1,0 +1,124 @@
+"""State that code keeps beside its modules is found, kept and put back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.outside import Outside
+
+NUMBER = 1
+ENTRIES = [1]
+CACHE: dict[str, int] = {}
+VALUES = torch.zeros(3)
+COUNTER = itertools.count()
+GENERATOR = random.Random(3)
+
+
+class Stateful(nn.Module):
+    """Writes into everything that it can reach."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = [1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        global NUMBER
+        NUMBER += 1
+        ENTRIES.append(len(ENTRIES))
+        VALUES.add_(1)
+        Stateful.calls += 1
+        self.own.append(2)
+        return x * next(COUNTER) * GENERATOR.random()
+
+
+class Caching(nn.Module):
+    """Fills a cache."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CACHE[str(len(CACHE))] = 1
+        return x
+
+
+class Drawing(nn.Module):
+    """Draws from Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _draw()
+
+
+def _draw() -> float:
+    return random.random()
+
+
+def _state(module: Any) -> list[Any]:
+    return [
+        NUMBER,
+        list(ENTRIES),
+        VALUES.tolist(),
+        Stateful.calls,
+        list(module.own),
+        GENERATOR.getstate(),
+        repr(COUNTER),
+    ]
+
+
+def test_what_a_forward_writes_elsewhere_is_put_back() -> None:
+    module = Stateful()
+    before, moment = _state(module), Outside.of(module).take()
+    first = module(torch.ones(1)), module(torch.ones(1))
+    assert all(now != then for now, then in zip(_state(module), before, strict=True))
+    moment.restore()
+    assert _state(module) == before
+    moment = Outside.of(module).take()
+    assert (module(torch.ones(1)), module(torch.ones(1))) == first
+    moment.restore()
+
+
+def test_changes_are_named_and_caches_are_none() -> None:
+    module, caching = Stateful(), Caching()
+    moment, of_cache = Outside(module).take(with_attributes=False), Outside(caching).take(with_attributes=False)
+    module(torch.ones(1))
+    caching(torch.ones(1))
+    assert {"NUMBER", "ENTRIES", "Stateful.calls", "GENERATOR"} <= set(moment.changed().values())
+    assert of_cache.changed() == {}
+    assert "NUMBER" in Outside(Stateful()).take(with_attributes=False).reaches(moment.changed())
+    assert Outside(Caching()).take(with_attributes=False).reaches(moment.changed()) == []
+    moment.restore()
+
+
+def test_a_closures_variable_and_an_objects_attributes_are_kept() -> None:
+    count = 0
+
+    class Holder:
+        factor = 1.0
+
+        def __init__(self) -> None:
+            self.step = 0
+
+        def loss(self, outputs: Tensor, _: Any) -> Tensor:
+            nonlocal count
+            count += 1
+            self.step += 1
+            return outputs.sum()
+
+    holder = Holder()
+    outside = Outside(None, [holder.loss])
+    values, moment = outside.plain_values(), outside.take()
+    holder.loss(torch.ones(1), None)
+    assert outside.plain_values() != values
+    moment.restore()
+    assert (count, holder.step) == (0, 0)
+    assert outside.plain_values() == values
+
+
+@pytest.mark.parametrize(("kind", "draws"), [(Drawing, True), (Caching, False), (nn.Dropout, False)])
+def test_code_that_may_draw_from_pythons_generator_is_known(kind: type[nn.Module], draws: bool) -> None:
+    assert Outside(kind()).draws == draws
