@@ -486,7 +486,8 @@ class _Inner(Net):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.emb(ids)
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             x = x + layer.down(mixed(layer.up(layer.ln(x)))) if self.inner else layer(x)
         return self.head(x)
 
