@@ -451,6 +451,14 @@ class NewBuffer(Script):
             layer.scale = torch.arange(1, self.shape + 1).double() * 0.1 * step
 
 
+class WrittenBuffer(NewBuffer):
+    """The same, written into the buffer that is there."""
+
+    def before(self, step: int, module: Any) -> None:
+        for layer in module.layers if step else ():
+            layer.scale.copy_(torch.arange(1, self.shape + 1).double() * 0.1 * step)
+
+
 class OddBuffer(NewBuffer):
     shape = HIDDEN + 1
 
@@ -478,7 +486,8 @@ class _Inner(Net):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.emb(ids)
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             x = x + layer.down(mixed(layer.up(layer.ln(x)))) if self.inner else layer(x)
         return self.head(x)
 
@@ -520,6 +529,7 @@ SCRIPTS: dict[str, Callable[[], Script]] = {
     "data written late": lambda: WritesData(late=True),
     "new buffer": NewBuffer,
     "odd buffer": OddBuffer,
+    "written buffer": WrittenBuffer,
     "reentrant checkpoints": Reentrant,
     "inner calls": InnerCalls,
     "own calls": OwnCalls,

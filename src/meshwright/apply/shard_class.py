@@ -98,6 +98,7 @@ def whole_class(plain: type[Tensor]) -> type[Tensor]:
         "grad": property(read_gradient, write_gradient),
         "__deepcopy__": _copy_as_plain,
         "__reduce_ex__": _pickle_as_plain,
+        "__torch_function__": nn.Parameter.__torch_function__,  # what is computed of one is plain; of a buffer, too
     }
     return type(plain.__name__, (plain,), members)
 

@@ -186,7 +186,7 @@ def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
     def enter(index: int, tensor: Tensor) -> Tensor:
         # Slices of another region with the same units, wherever they stand: an argument before may be missing this time.
         if isinstance(tensor, Slices) and tensor.sizes == region.shares(sum(tensor.sizes), running.group.size):
-            return tensor.take()
+            return tensor.local_to_use()
         if index not in inputs:
             return tensor
         whole, dim = make_whole(tensor), inputs[index]

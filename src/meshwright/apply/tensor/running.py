@@ -117,7 +117,7 @@ class RunningChain:
         """Return this rank's slice of what a layer takes: of the layer before, where nobody has looked at it between them."""
         if isinstance(stream, Slices) and stream.is_in_slices and stream.cut_dim in self.chain.dims:
             self.dim, self.sizes = stream.cut_dim, stream.sizes
-            return stream.take()
+            return stream.local_to_use()
         stream = make_whole(stream)
         # Equal parts of dim 0 lie one after the other in memory: nothing has to be copied before or after an exchange.
         even = (dim for dim in self.chain.dims if stream.shape[dim] % self.group.size == 0)

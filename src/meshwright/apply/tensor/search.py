@@ -93,10 +93,14 @@ class Search:
         module = self._model.get_submodule(name)
         flags = [child.training for child in module.modules()]
         found: dict[str, None] = {}
+        structures: set[str] = set()
         for mode in (None, True, False):
             if mode is not None:
                 module.train(mode)
             structure = digest(describe_structure(module))
+            if structure in structures:
+                continue  # as it was when it was seen
+            structures.add(structure)
             for call in self._trace.distinct.get(name, {}).values():
                 kind, is_same = self._kind_of(module, call)
                 found |= dict.fromkeys(

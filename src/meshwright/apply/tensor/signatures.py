@@ -13,6 +13,7 @@ filter that costs nothing, and the proof decides.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import operator
@@ -130,6 +131,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._dicts: list[tuple[Any, list[Any]]] = []  # dicts, and the dicts of classes
+        self._empty: list[dict[Any, Any]] = []  # most hooks: known at once
         self._lists: list[tuple[Any, list[Any]]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._slots: list[tuple[Any, list[Any]]] = []
@@ -154,7 +156,10 @@ class Snapshot:
                     self._watch(value, DEPTH)
 
     def _keep(self, entries: Any) -> None:
-        self._dicts.append((entries, list(entries.values())))
+        if type(entries) in (dict, collections.OrderedDict) and not entries:
+            self._empty.append(entries)
+        else:
+            self._dicts.append((entries, list(entries.values())))
 
     def _watch(self, value: Any, depth: int) -> None:
         if depth == 0 or id(value) in self._seen or isinstance(value, (*PLAIN, Tensor, type)):
@@ -184,7 +189,7 @@ class Snapshot:
     def is_current(self) -> bool:
         """Tell whether nothing has been assigned since."""
         same = operator.is_
-        return (
+        return not any(self._empty) and (
             all(len(now) == len(then) and all(map(same, now.values(), then)) for now, then in self._dicts)
             and all(len(now) == len(then) and all(map(same, now, then)) for now, then in self._lists)
             and all(contents_of(cell) is then for cell, then in self._cells)

@@ -113,7 +113,7 @@ class Slices(Tensor):
         """Whether `local` is still what counts; see [Note: gathered for good]."""
         return self._whole is None and (self._parent is None or self._parent.is_in_slices)
 
-    def take(self) -> Tensor:
+    def local_to_use(self) -> Tensor:
         """Return this rank's slice, to compute with it."""
         self._note_taken()
         return self.local
@@ -299,7 +299,7 @@ class Slices(Tensor):
         classes_second = self.dim() > 2 and self.cut_dim == 1
         if not is_plain or not (classes_last or classes_second):
             return None
-        local = self.take() if classes_last else self.take().movedim(1, -1)
+        local = self.local_to_use() if classes_last else self.local_to_use().movedim(1, -1)
         return vocab_parallel_cross_entropy(
             local,
             target,

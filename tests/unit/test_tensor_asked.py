@@ -1,0 +1,106 @@
+"""Which sizes and numbers code asks for: those alone have to be proven anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.apply.tensor.asked import Asked
+from meshwright.apply.tensor.proof import Experiment
+from meshwright.apply.tensor.trace import Call
+
+SAMPLES, LENGTH, WIDTH, HEADS = 3, 5, 8, 2
+
+
+class Layer(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.flag = torch.zeros(())
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.qkv(x).split(c, 2))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(torch.ones(t, t).triu(1).bool(), -math.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, -1)
+        given = self.function(self, x)
+        return self.out(y) + (given if isinstance(given, Tensor) else 0.0)
+
+
+def _asked(function: Callable[[Any, Tensor], Any]) -> Asked:
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH).double().requires_grad_()
+    return Experiment(Layer(function).double(), Call(args=(x,), kwargs={}), 2).asks()
+
+
+NOT_ASKED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "nothing": lambda _, x: None,
+    "views": lambda _, x: x.reshape(x.shape[0] * x.shape[1], -1).view(*x.shape[:-1], -1),
+    "a tensor of as many": lambda _, x: torch.arange(x.shape[1]).view(1, x.size(1), 1) * x,
+    "a mean": lambda _, x: x.sum(1, keepdim=True) / x.shape[1],
+    "sizes of tensors": lambda _, x: F.pad(x, (0, 0, 0, x.shape[1]))[:, : x.shape[1]] * x.new_ones(x.shape[1], 1),
+    "more than one": lambda _, x: x * 2 if x.shape[1] > 1 else x,
+    "two that differ": lambda _, x: x * 2 if x.shape[0] == x.shape[1] else x,
+    "heads": lambda _, x: x * 0.5 if x.view(*x.shape[:2], HEADS, -1).shape[-1] > 3 else x,
+}
+ASKED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "float": lambda _, x: x * float(x.shape[1]),
+    "division": lambda _, x: x * (1.0 / x.shape[1]),
+    "power": lambda _, x: x * x.shape[1] ** -0.5,
+    "range": lambda _, x: x * len(list(range(x.shape[1]))),
+    "rows": lambda _, x: sum(row[:, None] for row in x.unbind(1)),
+    "iteration": lambda _, x: sum(1 for _ in x.transpose(0, 1)),
+    "parts": lambda _, x: x * len(x.split(2, 1)),
+    "minimum": lambda _, x: x[:, : min(x.shape[1], 4)].sum(1, keepdim=True),
+    "remainder": lambda _, x: x * 2 if x.shape[1] % 2 else x,
+    "text": lambda _, x: x * len(f"{x.shape[1]:02d}"),
+    "a number of as many": lambda _, x: x * torch.ones(x.shape[1]).sum().item(),
+    "after padding": lambda _, x: x * 2 if F.pad(x, (0, 0, 1, 1)).size(1) > 6 else x,
+    "every other": lambda _, x: x * 2 if x[:, ::2].shape[1] > 2 else x,
+    "a product": lambda _, x: x * 2 if x.flatten(0, 1).shape[0] > 12 else x,
+    "all entries": lambda _, x: x * 2 if x.numel() > 100 else x,
+    "a step of memory": lambda _, x: x * 2 if x.contiguous().stride(0) > 30 else x,
+    "a constant's": lambda _, x: x * 2 if (torch.arange(x.shape[1]) > torch.tensor(3)).any() else x,
+    "a table of lists": lambda _, x: x * [0.0, 1.0, 2.0, 3.0, 4.0, 5.0][x.shape[1]],
+}
+
+
+@pytest.mark.parametrize("name", NOT_ASKED)
+def test_shapes_ask_for_no_length(name: str) -> None:
+    asked = _asked(NOT_ASKED[name])
+    assert asked.sizes <= {WIDTH}  # which no call has otherwise
+    assert asked.values == 0
+    assert asked.is_same
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_length_that_is_anything_but_a_shape_counts(name: str) -> None:
+    assert LENGTH in _asked(ASKED[name]).sizes
+
+
+@pytest.mark.parametrize(
+    ("function", "values"),
+    [
+        (lambda layer, x: x * 2 if layer.count > 1 else x, 1),
+        (lambda layer, x: x * 2 if layer.flag > 1 else x, 2),
+        (lambda layer, x: x * 2 if (layer.count + torch.tensor(2.0)) > 1 else x, 1),
+        (lambda layer, x: x * layer.count, 0),
+    ],
+    ids=["a buffer", "an attribute", "computed of a buffer", "no branch"],
+)
+def test_numbers_that_decide_count(function: Callable[[Any, Tensor], Any], values: int) -> None:
+    assert _asked(function).values == values
+
+
+def test_what_gradients_decide_is_told() -> None:
+    assert not _asked(lambda _, x: x * 2 if torch.is_grad_enabled() else x).is_same
