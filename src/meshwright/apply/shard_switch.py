@@ -53,7 +53,8 @@ class ShardSwitch:
             shard, whole = shard_class(plain), whole_class(plain)
             self._entries["plain"].append((tensor, plain, plain))
             self._entries["between"].append((tensor, plain, whole if facts.values == "whole" else shard))
-            self._entries["whole"].append((tensor, plain, shard if facts.is_piece else whole))
+            if isinstance(tensor, nn.Parameter):
+                self._entries["whole"].append((tensor, plain, shard if facts.is_piece else whole))
             if facts.is_cut_inside:
                 self._entries["inside"].append((tensor, plain, shard))
         self._set(before)
