@@ -26,7 +26,7 @@ def equal(plan: str, change: Any, build: Any = base.build_net) -> None:
 
 def refused(plan: str, change: Any, word: str, build: Any = base.build_net) -> None:
     for outcome in testing.run_outcomes(base.planned, mw.Plan.parse(plan).num_ranks, build, plan, change):
-        assert isinstance(outcome.error, mw.ApplyError), f"{outcome.error!r} {outcome.result!r}"
+        assert isinstance(outcome.error, mw.ApplyError), repr(outcome.error)
         assert word in str(outcome.error), str(outcome.error)
 
 
@@ -108,7 +108,7 @@ def test_hooks_of_an_optimizer_see_parts_as_parts(plan: str) -> None:
 
 def test_a_loss_does_not_read_parts_of_parameters_later() -> None:
     for outcome in testing.run_outcomes(jobs.penalized, 2, "tp=2"):
-        assert isinstance(outcome.error, mw.ApplyError), f"{outcome.error!r} {outcome.result!r}"
+        assert isinstance(outcome.error, mw.ApplyError), repr(outcome.error)
         assert "of parameter 'inp.weight'" in str(outcome.error)
 
 

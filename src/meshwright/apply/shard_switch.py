@@ -136,7 +136,8 @@ class _Within:
     __slots__ = ("_always", "_before", "_state", "_switch", "_where")
 
     def __init__(self, switch: ShardSwitch, state: State, *, always: bool = False) -> None:
-        self._switch, self._state, self._always = switch, state, always
+        self._switch, self._always = switch, always
+        self._state: State = state
         self._before: State | None = None
         self._where: Where = "between"
 

@@ -95,12 +95,12 @@ class Stepper:
         self.non_finite = non_finite
         self.sentinels = sentinels
         self.stop_requested = False
-        self.gate = OptimizerGate(None) if gate is None else gate
+        self.gate = gate or OptimizerGate(None)
         self._watch()
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Give the user's hooks back, and let the optimizer step anywhere."""
+        """Let the optimizer step anywhere, with the user's own hooks."""
         self._hooks.close()
         release_step_hooks(self.optimizer)
         self.gate.close()
@@ -205,8 +205,7 @@ class Stepper:
         engine = self.engine
         self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
-        engine.switch.adopt(engine.held_parts(engine.switch.moment))
-        engine.use_switch(engine.switch)
+        engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
