@@ -74,7 +74,7 @@ REFUSED: list[Callable[[Pair], Any]] = [
     lambda pair: pair[0].grad.norm(),  # pyright: ignore[reportOptionalMemberAccess]
     lambda pair: nn.utils.clip_grad_norm_(pair, 1.0),
     lambda pair: setattr(pair[0], "grad", torch.ones(4, 3)),
-    lambda pair: nn.utils.parameters_to_vector(pair),
+    nn.utils.parameters_to_vector,
     lambda pair: torch.where(pair[0] > 0),
 ]
 
