@@ -192,13 +192,6 @@ def _decay(optimizer: Optimizer, *_: Any) -> None:
             parameter.mul_(1 - 0.1 * parameter.norm())
 
 
-@torch.no_grad()
-def _clamp(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.clamp_(-0.3, 0.3)
-
-
 def clip_in_hook(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
     if step == 1:
         optimizer.register_step_pre_hook(_clip)
@@ -207,11 +200,6 @@ def clip_in_hook(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None
 def decay_in_hook(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
     if step == 1:
         optimizer.register_step_post_hook(_decay)
-
-
-def clamp_in_hook(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
-    if step == 1:
-        optimizer.register_step_post_hook(_clamp)
 
 
 # -- losses and code between layers ------------------------------------------------------------------------------------
