@@ -161,7 +161,7 @@ def test_an_inspection_finds_a_wrong_input_of_a_stage() -> None:
 
 def test_an_average_that_was_made_before_the_cut_is_refused() -> None:
     outcomes = testing.run_outcomes(jobs.step_with_an_early_average, 2)
-    assert all("AveragedModel" in str(outcome.error) for outcome in outcomes)
+    assert all("whole_parameters" in str(outcome.error) for outcome in outcomes)
 
 
 def test_the_scripts_do_what_they_are_for() -> None:

@@ -129,6 +129,11 @@ class Engine:
         """Take note of what guards this model's tensors."""
         self.switch = switch
 
+    def guard_parts(self) -> None:
+        """Guard what this rank has a part of, as it is now."""
+        self.switch.adopt(self.held_parts(self.switch.moment))
+        self.use_switch(self.switch)
+
     def held_parts(self, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:  # noqa: ARG002 - for strategies that cut
         """Return the tensors of which this rank has a part between steps, each once, and what is known of them."""
         return []

@@ -6,6 +6,7 @@ a norm does not: it is given a gradient that refuses such functions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, Self
@@ -19,6 +20,9 @@ from meshwright.apply.shard_facts import ShardFacts
 from meshwright.apply.shard_switch import ShardSwitch
 
 __all__: list[str] = []
+
+
+_RUNNING_SUM = "a hook that waits for it is called after each micro-batch, with the sum of those before"
 
 
 def is_ours(hook: Any) -> bool:
@@ -93,10 +97,14 @@ class GradientHooks:
         module: The module, laid out.
         switch: What guards its tensors.
         terms: Ids of parameters whose gradients are terms in backward: of sums over ranks, or over micro-batches.
+        accumulates: Whether a step may run backward more than once, so that `.grad` is a running sum meanwhile.
     """
 
-    def __init__(self, module: nn.Module, switch: ShardSwitch, terms: Collection[int]) -> None:
+    def __init__(
+        self, module: nn.Module, switch: ShardSwitch, terms: Collection[int], *, accumulates: bool = False
+    ) -> None:
         self._switch = switch
+        self._accumulates = accumulates
         self._parameters: list[tuple[Tensor, ShardFacts]] = []
         for name, parameter in module.named_parameters():
             facts = self._facts(name, parameter, is_term=id(parameter) in terms)
@@ -108,7 +116,8 @@ class GradientHooks:
         """Return the guard of an engine's hooks; `accumulates` says whether a step may run backward more than once."""
         terms = {id(p) for p in engine.module.parameters()} if accumulates else engine.gradient_terms()
         # Replicas in threads look after hooks themselves.
-        return cls(engine.module, engine.switch, terms if engine.num_replicas == 1 else ())
+        guarded = terms if engine.num_replicas == 1 else ()
+        return cls(engine.module, engine.switch, guarded, accumulates=accumulates)
 
     def _facts(self, name: str, parameter: Tensor, *, is_term: bool) -> ShardFacts | None:
         known = known_facts(parameter)
@@ -134,6 +143,8 @@ class GradientHooks:
                 _wrap(hooks, lambda hook, facts=facts: _TensorHook(hook, self._switch, facts))  # pyright: ignore
             hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
             if hooks:
+                if self._accumulates:  # what it halves once, later micro-batches add to
+                    facts = dataclasses.replace(facts, values="none", held=_RUNNING_SUM)
                 _wrap(hooks, lambda hook, facts=facts: _AccumulateHook(hook, self._switch, facts))
 
     def close(self) -> None:

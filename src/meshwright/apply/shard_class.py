@@ -128,7 +128,7 @@ def read_gradient(tensor: Tensor) -> Tensor | None:
     with without_function_subclasses():
         gradient = _GRAD.__get__(tensor)
         if gradient is not None:
-            return as_shard(gradient, facts.of_gradient()) if facts.is_cut or facts.values == "share" else gradient
+            return as_shard(gradient, facts.of_gradient()) if facts.is_cut or facts.values != "whole" else gradient
         is_elsewhere = facts.gradient_is_elsewhere is not None and facts.gradient_is_elsewhere()
         if not is_elsewhere or facts.cleared_in == facts.moment.steps:
             return None

@@ -53,7 +53,8 @@ class ShardSwitch:
             shard, whole = shard_class(plain), whole_class(plain)
             self._entries["plain"].append((tensor, plain, plain))
             self._entries["between"].append((tensor, plain, whole if facts.values == "whole" else shard))
-            self._entries["whole"].append((tensor, plain, shard if facts.is_piece else whole))
+            if isinstance(tensor, nn.Parameter):
+                self._entries["whole"].append((tensor, plain, shard if facts.is_piece else whole))
             if facts.is_cut_inside:
                 self._entries["inside"].append((tensor, plain, shard))
         self._set(before)
@@ -135,7 +136,8 @@ class _Within:
     __slots__ = ("_always", "_before", "_state", "_switch", "_where")
 
     def __init__(self, switch: ShardSwitch, state: State, *, always: bool = False) -> None:
-        self._switch, self._state, self._always = switch, state, always
+        self._switch, self._always = switch, always
+        self._state: State = state
         self._before: State | None = None
         self._where: Where = "between"
 

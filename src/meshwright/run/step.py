@@ -33,7 +33,8 @@ from meshwright.apply.pipeline.interception import refuse_functional_call
 from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import call_model, count_tokens
-from meshwright.run.diagnose import explain_non_finite, find_non_finite, unchanged_draws
+from meshwright.run.diagnose import unchanged_draws
+from meshwright.run.diagnosis import diagnose
 from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first, start_sums
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
@@ -94,12 +95,12 @@ class Stepper:
         self.non_finite = non_finite
         self.sentinels = sentinels
         self.stop_requested = False
-        self.gate = OptimizerGate(None) if gate is None else gate
+        self.gate = gate or OptimizerGate(None)
         self._watch()
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Give the user's hooks back, and let the optimizer step anywhere."""
+        """Let the optimizer step anywhere, with the user's own hooks."""
         self._hooks.close()
         release_step_hooks(self.optimizer)
         self.gate.close()
@@ -133,7 +134,7 @@ class Stepper:
         if skipped:
             on_phase("diagnose")
             engine.refuse_taken()
-            error = self._diagnose(parts, snapshot, sums.loss, norm_value)
+            error = diagnose(engine, self._terms, parts, snapshot.random_state, loss=sums.loss, norm=norm_value)
             self._leave_out(snapshot, error)
         else:
             if self.max_grad_norm is not None:
@@ -204,8 +205,7 @@ class Stepper:
         engine = self.engine
         self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
-        engine.switch.adopt(engine.held_parts(engine.switch.moment))
-        engine.use_switch(engine.switch)
+        engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
 
     def _try_out(self, module: nn.Module, part: Any) -> Any:
@@ -343,20 +343,6 @@ class Stepper:
             raise
 
     # -- what is not finite -------------------------------------------------------------------------------------
-
-    def _diagnose(self, parts: list[Any], snapshot: Snapshot, loss: float, norm: float) -> NonFiniteError:
-        engine = self.engine
-
-        def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
-            term = self._terms.of(module, part, self.rule.known_weight(part))
-            if term is None:
-                raise RuntimeError("the whole model has no loss")
-            return term.value
-
-        with engine.switch.suspended(), engine.whole_parameters():
-            finding = find_non_finite(engine.module, parts, loss_of, snapshot.random_state, engine.device)
-        guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
-        return explain_non_finite(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)
 
     def _leave_out(self, snapshot: Snapshot, error: NonFiniteError) -> None:
         self.engine.leave_out_step()

@@ -43,8 +43,7 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 
-_LIVES = itertools.count()
-"""Pipelines of this process so far; rank 0's number is that of all ranks."""
+_LIVES = itertools.count()  # pipelines of this process so far; rank 0's number is that of all ranks
 
 
 class PipelineEngine(OuterEngine):
@@ -384,8 +383,8 @@ class PipelineEngine(OuterEngine):
         return [*super().held_parts(moment), *(self._holding.held_parts(moment) if self.is_prepared else ())]
 
     def gradient_terms(self) -> set[int]:
-        tied = {id(self._holding.all[name]) for name in self._tied.names} if self.is_prepared else set()
-        return super().gradient_terms() | tied
+        tied = self._tied.names if self.is_prepared else ()
+        return super().gradient_terms() | {id(self._holding.all[name]) for name in tied}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         return self._collector.gradients(self._holding.all, self.inner.full_gradients())
@@ -401,7 +400,7 @@ class PipelineEngine(OuterEngine):
         self._post.finish()
         if self._own_state is not None:
             self._own_state.end_step()
-        self.inner.end_forward()
+        super().end_forward()
 
     def close(self) -> None:
         if self._inner is not None:

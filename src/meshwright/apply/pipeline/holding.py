@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +37,16 @@ class Holding:
         """FQN -> parameter that this rank does not hold."""
         ids = {id(parameter) for parameter in self.absent.values()}
         self._slots = [
-            (owner, dict(owner._parameters))
+            _Slot(owner, ids)
             for owner in module.modules()
             if any(id(parameter) in ids for parameter in owner._parameters.values())
         ]
-        self._ids = ids
+        self._all, self._own = [slot.all for slot in self._slots], [slot.own for slot in self._slots]
+        self._seen_all, self._seen_own = _ids(self._all), _ids(self._own)
         self._is_out = False
         self._let_go()
         self._take_out()
+        self._show_as_attributes()
 
     def _let_go(self) -> None:
         for parameter in self.absent.values():
@@ -53,13 +57,28 @@ class Holding:
             parameter.data = torch.full((), nothing, dtype=dtype, device=parameter.device).expand(parameter.shape)
 
     def _take_out(self) -> None:
-        for owner, parameters in self._slots:
-            for name, parameter in parameters.items():
-                # Another one there was put by the user, which the guard of the model notices.
-                if id(parameter) in self._ids and dict.get(owner._parameters, name) is parameter:
-                    del owner._parameters[name]
-                    owner.__dict__[name] = parameter
+        if _ids(self._all) != self._seen_all:
+            for slot in self._slots:
+                slot.take_over_in_own()
+        for slot in self._slots:
+            slot.attributes["_parameters"] = slot.own
         self._is_out = True
+
+    def _put_back(self) -> None:
+        if _ids(self._own) != self._seen_own:
+            for slot in self._slots:
+                slot.all.update(slot.own)
+        for slot in self._slots:
+            slot.attributes["_parameters"] = slot.all
+        self._is_out = False
+
+    def _show_as_attributes(self, *, shown: bool = True) -> None:
+        for slot in self._slots:
+            for name in slot.absent:
+                if shown:
+                    slot.attributes[name] = slot.all[name]
+                else:
+                    slot.attributes.pop(name, None)
 
     def on_state(self, state: str) -> None:
         """List the whole model's parameters where user code runs between steps: it may count them, or freeze some by place.
@@ -91,17 +110,6 @@ class Holding:
             for name, parameter in self.absent.items()
         ]
 
-    def _put_back(self) -> None:
-        for owner, parameters in self._slots:
-            for name, parameter in parameters.items():
-                if parameter is not None and id(parameter) in self._ids:
-                    owner.__dict__.pop(name, None)
-            now = {**owner._parameters}
-            owner._parameters.clear()
-            owner._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})
-            owner._parameters.update({name: parameter for name, parameter in now.items() if name not in parameters})
-        self._is_out = False
-
     def set_trainable(self, states: Mapping[str, bool]) -> None:
         """Have `requires_grad` of the parameters that this rank does not hold as the ranks have it that do."""
         for name, parameter in self.absent.items():
@@ -115,19 +123,48 @@ class Holding:
         for name, parameter in self.absent.items():
             parameter.data = values[name]
         self._put_back()
+        self._show_as_attributes(shown=False)
         try:
             yield
         finally:
             self._take_out()
+            self._show_as_attributes()
             for name, parameter in self.absent.items():
                 parameter.data = kept[name]
 
     def close(self) -> None:
         """Make all parameters parameters again; those of other stages read as NaN."""
         self._put_back()
+        self._show_as_attributes(shown=False)
         for parameter in self.absent.values():
             parameter.data = parameter.data.contiguous()
             unmark(parameter)
+
+
+class _Slot:
+    """The parameters of one module, of which some are not held: all of them, and this rank's alone.
+
+    Args:
+        owner: The module.
+        absent: Ids of the parameters that are not held.
+    """
+
+    __slots__ = ("absent", "all", "attributes", "own", "seen")
+
+    def __init__(self, owner: nn.Module, absent: Collection[int]) -> None:
+        self.attributes = owner.__dict__
+        self.all: dict[str, nn.Parameter | None] = owner._parameters
+        self.own = {name: parameter for name, parameter in self.all.items() if id(parameter) not in absent}
+        self.absent = [name for name in self.all if name not in self.own]
+        self.seen = dict(self.all)
+
+    def take_over_in_own(self) -> None:
+        """Have what the user has replaced or added among all parameters stand in this rank's own: the model's guard sees it."""
+        self.own.update({name: now for name, now in self.all.items() if self.seen.get(name, self) is not now})
+
+
+def _ids(found: Sequence[dict[str, Any]]) -> list[int]:
+    return list(map(id, itertools.chain.from_iterable(map(dict.values, found))))
 
 
 def keep_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

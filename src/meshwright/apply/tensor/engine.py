@@ -24,6 +24,7 @@ from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
+from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
 from meshwright.apply.tensor.slices import make_whole
@@ -162,25 +163,7 @@ class TensorEngine(OuterEngine):
 
     def _reasons(self, layout: TensorLayout) -> list[str]:
         sizes = {name: self._full_numel(name) for name, _ in self.module.named_parameters()}
-        total = max(1, sum(sizes.values()))
-        cut = sum(size for name, size in sizes.items() if name in layout.cuts)
-        on_slices = sum(len(chain.layers) for chain in layout.chains)
-        lines = [
-            f"tp={self.shards.size} cuts {cut / total:.1%} of {total} parameters, in {len(layout.regions)} regions"
-        ]
-        if on_slices:
-            lines.append(f"{on_slices} layers run on slices of the sequence between their regions")
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in layout.whole.items():
-            by_reason.setdefault(reason, []).append(name)
-        for reason, names in by_reason.items():
-            share = sum(sizes.get(name, 0) for name in names) / total
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            lines.append(f"whole, {share:.1%} of the parameters: {shown}: {reason}")
-        for part in self.cutting.parts if self.cutting is not None else ():
-            for reason in part.guard.reasons if part.guard is not None else ():
-                lines.append(f"'{part.name}' runs whole for calls that are not proven: {reason}")
-        return lines
+        return reasons_of(layout, sizes, self.shards.size, () if self.cutting is None else self.cutting.parts)
 
     def _full_numel(self, name: str) -> int:
         shape = self.cutting.full_shape(name) if self.cutting is not None else None

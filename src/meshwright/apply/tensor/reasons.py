@@ -1,0 +1,38 @@
+"""What a plan says of a layout: how much is cut, what is whole, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from meshwright.apply.tensor.part import Part
+from meshwright.apply.tensor.region import TensorLayout
+
+__all__: list[str] = []
+
+
+def reasons_of(layout: TensorLayout, sizes: Mapping[str, int], num_ranks: int, parts: Iterable[Part]) -> list[str]:
+    """Return the lines of a plan's reasons.
+
+    Args:
+        layout: What is cut.
+        sizes: FQN -> entries of the full parameter [count].
+        num_ranks: Ranks that share each layer [count].
+        parts: The parts that are cut, whose guards know what ran whole.
+    """
+    total = max(1, sum(sizes.values()))
+    cut = sum(size for name, size in sizes.items() if name in layout.cuts)
+    on_slices = sum(len(chain.layers) for chain in layout.chains)
+    lines = [f"tp={num_ranks} cuts {cut / total:.1%} of {total} parameters, in {len(layout.regions)} regions"]
+    if on_slices:
+        lines.append(f"{on_slices} layers run on slices of the sequence between their regions")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in layout.whole.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        share = sum(sizes.get(name, 0) for name in names) / total
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        lines.append(f"whole, {share:.1%} of the parameters: {shown}: {reason}")
+    for part in parts:
+        for reason in part.guard.reasons if part.guard is not None else ():
+            lines.append(f"'{part.name}' runs whole for calls that are not proven: {reason}")
+    return lines

@@ -1,0 +1,256 @@
+"""Scripts that read, write, average or freeze parameters between steps, in losses and in hooks; ranks import them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from parity.never_wrong_data_jobs import build_net, planned, square
+
+Optimizer = torch.optim.Optimizer
+
+# -- between steps: (what apply_plan returned or None, the module, its optimizer, steps so far) ------------------------
+
+
+@torch.no_grad()
+def norms(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    """Divide by the norm of all parameters."""
+    if step:
+        total = torch.stack([parameter.norm() for parameter in module.parameters()]).norm()
+        for parameter in module.parameters():
+            parameter.mul_(2 / total)
+
+
+@torch.no_grad()
+def row_norms(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step:
+        for parameter in module.parameters():
+            parameter.div_(parameter.norm(dim=0, keepdim=True))
+
+
+@torch.no_grad()
+def rows(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step:
+        for parameter in module.parameters():
+            parameter[3] = 0.5
+
+
+def drawn(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step:
+        torch.manual_seed(step)
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter, -0.1, 0.1)
+
+
+@torch.no_grad()
+def sums_of_gradients(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step:
+        total = sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None)
+        for parameter in module.parameters():
+            parameter.mul_(1 / (1 + total))
+
+
+@torch.no_grad()
+def clipped(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step:
+        total = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for parameter in module.parameters():
+            parameter.mul_(1 / (1 + total))
+
+
+def numbers(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    """Give values out of torch."""
+    if step:
+        for parameter in module.parameters():
+            parameter.detach().numpy()
+
+
+@torch.no_grad()
+def scaled(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    """What treats each entry by itself."""
+    if step:
+        for parameter in module.parameters():
+            parameter.mul_(0.9).clamp_(-0.2, 0.2)
+
+
+def frozen_by_place(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    for place, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(place % 3 != step)
+
+
+def forgotten(_: Any, module: nn.Module, optimizer: Any, step: int) -> None:
+    if step:
+        optimizer.zero_grad()
+        module.zero_grad(set_to_none=step == 1)
+
+
+class Average:
+    """An average of the parameters by hand, made when `first` steps are over and put into the model before the last."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, model: Any, module: nn.Module, optimizer: Any, step: int) -> None:
+        del model, optimizer
+        if step == self.first:
+            self.kept = [parameter.detach().clone() for parameter in module.parameters()]
+        elif step > self.first:
+            for mine, parameter in zip(self.kept, module.parameters(), strict=True):
+                mine.mul_(0.5).add_(parameter, alpha=0.5)
+            torch._foreach_lerp_(self.kept, list(module.parameters()), 0.25)
+        if step == 2:
+            for mine, parameter in zip(self.kept, module.parameters(), strict=True):
+                parameter.copy_(mine)
+
+
+class Averaged:
+    """torch's AveragedModel, put into the model before the last step."""
+
+    def __init__(self, first: int, *, inside: bool) -> None:
+        self.first, self.inside = first, inside
+        self.average: Any = None
+
+    def __call__(self, model: Any, module: nn.Module, optimizer: Any, step: int) -> None:
+        del optimizer
+        with model.whole_parameters() if model is not None and self.inside else contextlib.nullcontext():
+            if step == self.first:
+                self.average = AveragedModel(module)
+            if step > self.first:
+                self.average.update_parameters(module)
+            if step == 2:
+                module.load_state_dict(self.average.module.state_dict())
+
+
+class Inside:
+    """Another change, where all values are whole."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def __call__(self, model: Any, module: nn.Module, optimizer: Any, step: int) -> None:
+        with contextlib.nullcontext() if model is None else model.whole_parameters():
+            self.change(model, module, optimizer, step)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _unit(gradient: Tensor) -> Tensor:
+    return gradient / gradient.norm()
+
+
+def _halved(gradient: Tensor) -> Tensor:
+    return (2 * gradient).mul_(0.25)
+
+
+def _unit_of(parameter: Tensor) -> None:
+    parameter.grad.div_(parameter.grad.norm())  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _halve_of(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def unit_hooks(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step == 1:
+        for parameter in module.parameters():
+            parameter.register_hook(_unit)
+
+
+def linear_hooks(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step == 1:
+        for parameter in module.parameters():
+            parameter.register_hook(_halved)
+
+
+def unit_hooks_after(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step == 1:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(_unit_of)
+
+
+def linear_hooks_after(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step == 1:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(_halve_of)
+
+
+def _clip(optimizer: Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+@torch.no_grad()
+def _decay(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.mul_(1 - 0.1 * parameter.norm())
+
+
+def clip_in_hook(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.register_step_pre_hook(_clip)
+
+
+def decay_in_hook(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.register_step_post_hook(_decay)
+
+
+# -- losses and code between layers ------------------------------------------------------------------------------------
+
+
+class Penalty:
+    """A loss that reads the parameters from the second step on, or where gradients are off."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.is_on = False
+
+    def switch(self, _: Any, module: nn.Module, __: Any, step: int) -> None:
+        self.module, self.is_on = module, step > 0
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = square(outputs, batch)
+        if not self.is_on:
+            return loss
+        weight = self.module.inp.weight
+        return loss + (weight.t() @ weight).square().sum()
+
+
+class Glued(nn.Module):
+    """Uses a weight of a layer beside that layer from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on = False
+        self.inp = nn.Linear(6, 16)
+        self.mid = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)])
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inp(x))
+        for layer in self.mid:
+            h = h + layer(h)
+        if self.is_on:
+            h = h + (h @ self.mid[0][0].weight.t()).square().mean(-1, keepdim=True)
+        return self.out(h)
+
+
+def build_glued() -> nn.Module:
+    return Glued().double()
+
+
+def switch_glue(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    module.is_on = step > 0
+
+
+def penalized(plan: str) -> Any:
+    """Train under a plan with a penalty that comes later."""
+    loss_fn = Penalty()
+    return planned(build_net, plan, loss_fn.switch, loss_fn=loss_fn)
