@@ -38,6 +38,48 @@ BOUND = 0.01
 DEFAULT_EVERY = 100
 
 
+TIMED = ("sayings", "explain", "begin_step", "begin_forward", "end_backward", "end_step")
+"""What a step calls of its sentinels."""
+
+
+class Clock:
+    """Adds up the time inside of the calls that it is put around [s]; calls inside of others count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+
+    def around(self, function: Any) -> Any:
+        """Return the function, timed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                self.seconds += 0.0 if self._depth else time.perf_counter() - begin
+
+        return timed
+
+    def read(self) -> float:
+        """Return what was added up since the last call of this."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def put_clock(model: mw.ParallelModel, clock: Clock) -> None:
+    """Have the calls of a model's sentinels timed, and its inspections of parts, which run inside of forward."""
+    sentinels: Any = model.stepper.sentinels
+    for name in TIMED:
+        setattr(sentinels, name, clock.around(getattr(sentinels, name)))
+    engine: Any = model.engine
+    for part in getattr(getattr(engine, "cutting", None), "parts", ()):
+        part._inspect = clock.around(part._inspect)
+
+
 def share_of(case: str, plan: str, step: int) -> Any:
     """Return this rank's share: its own under data parallelism, all of it where ranks share layers."""
     if plan.startswith("dp"):
@@ -46,7 +88,7 @@ def share_of(case: str, plan: str, step: int) -> Any:
 
 
 def on_rank(case: str, plan: str, rounds: int, block: int) -> dict[str, list[list[float]]]:
-    """Run on each rank; returns the seconds of each step, block by block, of both models."""
+    """Run on each rank; returns the seconds of each step, block by block, of both models, and of sentinels alone ("direct")."""
     line = f"{plan},micro_batches={MICRO_BATCHES[case]}" if plan.startswith("pp") else plan
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     batches = [share_of(case, plan, step) for step in range(4)]
@@ -56,16 +98,23 @@ def on_rank(case: str, plan: str, rounds: int, block: int) -> dict[str, list[lis
         )
         for name, every in (("off", 0), ("on", block))
     }
-    seconds: dict[str, list[list[float]]] = {"off": [], "on": []}
+    seconds: dict[str, list[list[float]]] = {"off": [], "on": [], "direct": []}
+    clock = Clock()
     for turn in range(-1, rounds):
         for name in ("off", "on") if turn % 2 else ("on", "off"):
-            block_seconds = []
+            block_seconds: list[float] = []
+            direct: list[float] = []
+            if turn == 0 and name == "on":
+                put_clock(models[name], clock)
             for step in range(block):
                 begin = time.perf_counter()
                 models[name].step(batches[step % len(batches)])
                 block_seconds.append(time.perf_counter() - begin)
+                direct.append(clock.read())
             if turn >= 0:  # the first turn of each warms up
                 seconds[name].append(block_seconds)
+                if name == "on":
+                    seconds["direct"].append(direct)
     for model in models.values():
         model.close()
     return seconds
@@ -79,12 +128,17 @@ def conclude(seconds: dict[str, list[list[float]]]) -> dict[str, Any]:
     sentinels = [block[0] - typical for block, typical in zip(seconds["on"], watched, strict=True)]
     quarter = len(ratios) // 4
     step_s, sentinel_s = statistics.median(plain), max(0.0, statistics.median(sentinels))
+    every_s = statistics.median(statistics.median(block[1:]) for block in seconds["direct"])
+    one_s = statistics.median(block[0] for block in seconds["direct"])
     return {
         "step_ms": 1e3 * step_s,
         "ratio": statistics.median(ratios),
         "ratio_quartiles": [ratios[quarter], ratios[-1 - quarter]],
         "sentinel_ms": 1e3 * sentinel_s,
         "share_at_default": statistics.median(ratios) - 1 + sentinel_s / (DEFAULT_EVERY * step_s),
+        "direct_every_us": 1e6 * every_s,
+        "direct_sentinel_ms": 1e3 * one_s,
+        "direct_share_at_default": (every_s + one_s / DEFAULT_EVERY) / step_s,
         "num_rounds": len(ratios),
     }
 
@@ -101,7 +155,10 @@ def main() -> int:
     if arguments.quick:
         arguments.cases, arguments.rounds = ["latency-bound"], 4
     found: list[dict[str, Any]] = []
-    print(f"{'case':16} {'plan':12} {'step':>9} {'every step':>24} {'one sentinel':>13} {'in all':>8}")
+    print(
+        f"{'case':16} {'plan':12} {'step':>9} {'every step':>24} {'one sentinel':>13} {'in all':>8} "
+        f"| {'direct: every':>13} {'one':>9} {'in all':>7}"
+    )
     for case in arguments.cases:
         for plan in arguments.plans:
             per_rank = mw.launch(on_rank, 2, case, plan, arguments.rounds, arguments.block, threads_per_rank=1)
@@ -109,7 +166,9 @@ def main() -> int:
             low, high = result["ratio_quartiles"]
             print(
                 f"{case:16} {plan:12} {result['step_ms']:6.2f} ms {result['ratio']:8.4f} ({low:.4f}..{high:.4f}) "
-                f"{result['sentinel_ms']:10.2f} ms {result['share_at_default']:8.2%}",
+                f"{result['sentinel_ms']:10.2f} ms {result['share_at_default']:8.2%} "
+                f"| {result['direct_every_us']:10.0f} us {result['direct_sentinel_ms']:6.2f} ms "
+                f"{result['direct_share_at_default']:7.2%}",
                 flush=True,
             )
             found.append({**result, "seconds": per_rank})

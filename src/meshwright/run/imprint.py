@@ -158,7 +158,7 @@ def change_of(name: str, now: torch.Tensor, before: torch.Tensor) -> Change | No
 
 
 def _of_entry(name: str, tensor: torch.Tensor, entry: int, old: float, new: float) -> Change:
-    others = tensor.detach().reshape(-1).double().cpu()
+    others = tensor.detach().reshape(-1).to("cpu", torch.float64, copy=True)
     others[entry] = 0.0
     largest = max(others.abs().max().item(), abs(old)) or 1.0
     return Change(name, entry, old, new, abs(new - old) / largest)

@@ -187,7 +187,7 @@ class PipelineEngine(OuterEngine):
             )
             for index in own
         }
-        self._inspection = BoundaryInspection(self._stages.values(), self._plan.num_stages)
+        self._inspection = BoundaryInspection(self._stages.values())
         self._holding = Holding(self.module, stage_map.holders, own)
         self.switch.on_state = self._holding.on_state
         places = {
@@ -336,11 +336,10 @@ class PipelineEngine(OuterEngine):
     # -- inspections --------------------------------------------------------------------------------------------
 
     def begin_inspection(self, number: int) -> str | None:
-        """Have the inputs of one stage checked for what was sent, or a part of the engine inside; they take turns."""
-        # Whose turn it is must be the same on all stages, whether or not there is a part to inspect on each.
-        if self._tensor is not None and number % 2 == 0:
-            return self.inner.begin_inspection(number // 2)
-        return self._inspection.begin(number // 2) if self._post.has_notes(self.device) else None
+        """Have the inputs of stages checked for what was sent, and a part of the engine inside."""
+        self.inner.begin_inspection(number)
+        # Equal on all ranks, whether or not there is a part to inspect on each.
+        return self._inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
 
     def end_inspection(self) -> Sequence[Finding]:
         return [*self.inner.end_inspection(), *self._inspection.end()]

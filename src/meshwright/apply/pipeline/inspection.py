@@ -1,4 +1,4 @@
-"""Boundaries of stages, inspected in turn: what a stage gets of others is compared with what was sent."""
+"""Boundaries of stages, inspected: what each stage gets of others is compared with what was sent."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ __all__: list[str] = []
 
 
 class BoundaryInspection:
-    """Has the stages of this rank check the inputs of one stage, theirs or another's.
+    """Has the stages of this rank check their inputs, all of them: a digest costs little beside a stage.
 
     Args:
         stages: Those of this rank.
-        num_stages: Stages of the model [count].
     """
 
-    def __init__(self, stages: Collection[Stage], num_stages: int) -> None:
+    def __init__(self, stages: Collection[Stage]) -> None:
         self._stages = stages
-        self._num_stages = num_stages
 
-    def begin(self, turn: int) -> str:
-        """Begin with the stage whose turn it is; return the name of its inputs."""
-        inspected = 1 + turn % (self._num_stages - 1)
+    def begin(self) -> str:
+        """Begin; return the name of the first boundary."""
         for stage in self._stages:
-            stage.inspects = inspected
-        return boundary_name(inspected)
+            stage.is_inspected = True
+        return boundary_name(1)
 
     def end(self) -> list[Finding]:
         """Return what was found."""
         found: list[Finding] = []
         for stage in self._stages:
-            stage.inspects = -1
+            stage.is_inspected = False
             found += stage.findings
             stage.findings = []
         return found

@@ -78,8 +78,8 @@ class Stage:
         self._own_state = own_state
         self._buffers = Buffers(module)
         self._has_notes = post.has_notes(draws.device)
-        self.inspects = -1
-        """The stage whose inputs are checked for what was sent, or -1."""
+        self.is_inspected = False
+        """Whether inputs are checked for what was sent, on all stages."""
         self.findings: list[Finding] = []
         """What was found in the inputs of this one."""
 
@@ -210,14 +210,14 @@ class _Mail:
     def send(self, tensor: Tensor, stage: int) -> None:
         source, micro_batch = self._stage.index, self._micro_batch
         self._post.send(tensor, source=source, target=stage, micro_batch=micro_batch, is_gradient=False)
-        if stage == self._stage.inspects and self._post.is_elsewhere(stage):
+        if self._stage.is_inspected and self._post.is_elsewhere(stage):
             note = Note(DIGEST, digest_of(tensor))
             self._post.send_note(note, source=source, target=stage, micro_batch=micro_batch)
 
     def receive(self, meta: Meta, stage: int) -> Tensor:
         target, micro_batch = self._stage.index, self._micro_batch
         tensor = self._post.receive(meta, source=stage, target=target, micro_batch=micro_batch, is_gradient=False)
-        if target == self._stage.inspects and self._post.is_elsewhere(stage):
+        if self._stage.is_inspected and self._post.is_elsewhere(stage):
             note = self._post.receive_note(source=stage, target=target, micro_batch=micro_batch)
             if tensor.numel() and (note is None or note.digest != digest_of(tensor)):
                 self._stage.findings.append(
