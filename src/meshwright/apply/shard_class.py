@@ -49,27 +49,27 @@ class ShardTensor(Tensor):
 
 def facts_of(tensor: Tensor) -> ShardFacts:
     """Return what is known of a shard."""
-    return tensor.__dict__[_FACTS]
+    return vars(tensor)[_FACTS]
 
 
 def known_facts(tensor: Tensor) -> ShardFacts | None:
     """Return what is known of a tensor that may be whole and plain now; None where there is nothing to know."""
-    return tensor.__dict__.get(_FACTS)
+    return vars(tensor).get(_FACTS)
 
 
 def set_facts(tensor: Tensor, facts: ShardFacts | None) -> None:
     """Say what this rank has of a tensor, or that it has nothing to say any more."""
     if facts is None:
-        tensor.__dict__.pop(_FACTS, None)
+        vars(tensor).pop(_FACTS, None)
     else:
-        tensor.__dict__[_FACTS] = facts
+        vars(tensor)[_FACTS] = facts
 
 
 def as_shard(tensor: Tensor, facts: ShardFacts) -> Tensor:
     """Return an alias of a plain tensor, with its graph, that user code may treat as a part alone."""
     with without_function_subclasses():
         made = tensor.as_subclass(ShardTensor)
-    made.__dict__[_FACTS] = facts
+    vars(made)[_FACTS] = facts
     return made
 
 
@@ -104,13 +104,13 @@ def whole_class(plain: type[Tensor]) -> type[Tensor]:
 
 
 def _as_plain_class(tensor: Tensor, run: Callable[[], Any]) -> Any:
-    now, facts = type(tensor), tensor.__dict__.pop(_FACTS)
+    now, facts = type(tensor), vars(tensor).pop(_FACTS)
     tensor.__class__ = getattr(now, _PLAIN)
     try:
         return run()
     finally:
         tensor.__class__ = now
-        tensor.__dict__[_FACTS] = facts
+        vars(tensor)[_FACTS] = facts
 
 
 def _copy_as_plain(self: Tensor, memo: dict[int, Any]) -> Any:
