@@ -68,3 +68,9 @@ def test_replicas_begin_each_micro_batch_with_the_buffers_of_the_module(state: s
     blocks = [{"kind": "stateful", "state": state, "hidden": 12}]
     program = make("data_parallel,micro_batches=2", blocks, script=[step(8, 6), step(8, 6, 2)])
     assert outcome(program).kind == "equal"
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2"])
+def test_state_that_an_optimizer_has_before_its_first_step_is_cut_with_the_parameters(plan: str) -> None:
+    program = make(plan, [MLP], optimizer={"kind": "adagrad", "lr": 0.1}, script=TWO)
+    assert outcome(program).kind == "equal"

@@ -161,6 +161,15 @@ class Cutting:
         """Return the shape that a parameter or buffer of this FQN has on one device; None where it is not cut."""
         return self._full_shapes.get(id(find_tensor(self.module, name)))
 
+    def share_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut what an optimizer that acts per element holds of a parameter before its first step: Adagrad's sums, for one."""
+        for name, layouts in self.layouts.items():
+            tensor = find_tensor(self.module, name)
+            state = optimizer.state[tensor] if tensor in optimizer.state else {}
+            for key, value in state.items():
+                if isinstance(value, Tensor) and tuple(value.shape) == self._shapes[name]:
+                    state[key] = take_shard(value, layouts[self.group.group_rank])
+
     # -- modules ------------------------------------------------------------------------------------------------
 
     def _start(self, region: Region, chain: RunningChain | None) -> None:

@@ -200,6 +200,8 @@ class TensorEngine(OuterEngine):
         """Cut the module, and make the engine on the shards."""
         self.cutting = Cutting(self.module, layout, self.shards, make_guard=Guard)
         self._refuse_misplaced(self.cutting.misplaced)
+        if self._optimizer is not None and acts_per_element(self._optimizer):
+            self.cutting.share_state(self._optimizer)
         self._whole_matrices = WholeMatrices(self.cutting)
         self._cut_ids = {id(find_tensor(self.module, name)) for name in layout.cuts}
         named = dict(self.module.named_parameters(remove_duplicate=False))
