@@ -45,10 +45,12 @@ def saved_buffers(module: nn.Module) -> dict[str, Any]:
 class PlainTrainer:
     """Trains as a textbook does."""
 
-    def __init__(self, program: dict[str, Any]) -> None:
+    def __init__(self, program: dict[str, Any], moved: int = 0) -> None:
         self.program, self.form = program, program["loss"]
         torch.manual_seed(SEED)
         self.module = build_model(json.dumps(program["model"]))
+        if moved:
+            move_last_bits(self.module, moved)
         factory = Factory(program["optimizer"])
         self.optimizer = (
             factory.of_module(self.module) if factory.needs_module else factory(list(self.module.parameters()))
@@ -170,13 +172,22 @@ class PlainTrainer:
         return self.held()
 
 
-def run_plain(program: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the program's script in plain PyTorch and return what it recorded."""
+def move_last_bits(module: nn.Module, seed: int) -> None:
+    """Change each parameter by about its last bit: how far results then move is what float64 can resolve of them."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+            parameter.mul_(1.0 + torch.finfo(torch.float64).eps * noise)
+
+
+def run_plain(program: dict[str, Any], moved: int = 0) -> list[dict[str, Any]]:
+    """Run the program's script in plain PyTorch and return what it recorded; `moved` for `move_last_bits`."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         records: list[dict[str, Any]] = []
-        script.play(program, PlainTrainer(program), records)
+        script.play(program, PlainTrainer(program, moved), records)
         return records
     finally:
         torch.set_num_threads(before)

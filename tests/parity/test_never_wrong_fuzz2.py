@@ -14,6 +14,7 @@ sys.path.insert(
 
 from benchmarks.fuzz import engine, verdict
 from benchmarks.fuzz.classes import MLP, make, step
+from benchmarks.fuzz.oracle import run_plain
 
 TIMEOUT_S = 60.0
 ZBV = "pp=2,schedule=zbv,micro_batches=2"
@@ -74,3 +75,13 @@ def test_replicas_begin_each_micro_batch_with_the_buffers_of_the_module(state: s
 def test_state_that_an_optimizer_has_before_its_first_step_is_cut_with_the_parameters(plan: str) -> None:
     program = make(plan, [MLP], optimizer={"kind": "adagrad", "lr": 0.1}, script=TWO)
     assert outcome(program).kind == "equal"
+
+
+def test_a_difference_that_the_plain_loop_does_not_have_from_itself_is_no_rounding() -> None:
+    program = make("single", [MLP], script=TWO)
+    reference, other = run_plain(program), run_plain(program)
+    moved = [run_plain(program, seed) for seed in (1, 2, 3)]
+    assert verdict.is_rounding([{"records": moved[0]}], reference, moved)
+    first = next(iter(other[-1]["grads"].values()))
+    first.flat[0] += 1e-7 * abs(first).max()
+    assert not verdict.is_rounding([{"records": other}], reference, moved)

@@ -165,7 +165,7 @@ class Cutting:
         """Cut what an optimizer that acts per element holds of a parameter before its first step: Adagrad's sums, for one."""
         for name, layouts in self.layouts.items():
             tensor = find_tensor(self.module, name)
-            state = optimizer.state[tensor] if tensor in optimizer.state else {}
+            state = optimizer.state.get(tensor, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and tuple(value.shape) == self._shapes[name]:
                     state[key] = take_shard(value, layouts[self.group.group_rank])
