@@ -20,7 +20,7 @@ _NOISE_OF = {"values": 1e-11}
 SMALL = 1e-5
 """Up to here a difference may be rounding that the model has made large; the plain loop is asked."""
 _ROUNDINGS = 16.0
-"""How many times as far as the plain loop's own results move, when the last bits of its parameters do, still counts as rounding."""
+"""How many times as far as the plain loop's results move, when the last bits of its parameters do, still counts as rounding."""
 
 GOOD = ("equal", "whole", "refused", "caught")
 BUGS = ("wrong", "hung", "crashed")
@@ -149,7 +149,7 @@ def _difference(left: Any, right: Any, noise: float, overall: float) -> float:
 def is_rounding(
     ranks: Sequence[dict[str, Any]], reference: list[dict[str, Any]], moved: Sequence[list[dict[str, Any]]]
 ) -> bool:
-    """Tell whether all differences are as large as those of the plain loop from itself, its parameters moved by their last bits."""
+    """Tell whether differences are as large as those of the plain loop from itself, its parameters moved by their last bits."""
     own: dict[str, float] = {}
     for records in moved:
         for size, _, what in compare(records, reference):

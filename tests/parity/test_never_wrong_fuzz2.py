@@ -85,3 +85,12 @@ def test_a_difference_that_the_plain_loop_does_not_have_from_itself_is_no_roundi
     first = next(iter(other[-1]["grads"].values()))
     first.flat[0] += 1e-7 * abs(first).max()
     assert not verdict.is_rounding([{"records": other}], reference, moved)
+
+
+@pytest.mark.parametrize("where", ["early", "late"])
+@pytest.mark.parametrize("plan", ["dp=2,pp=2", "dp=2,pp=2,zero=1,schedule=interleaved,virtual=2,micro_batches=2"])
+def test_a_rank_with_an_empty_share_knows_which_stage_computes_a_buffer(plan: str, where: str) -> None:
+    script = [step(1, 4), step(1, 4, 2), {"do": "state"}, step(6, 4, 3), step(1, 4, 4), step(5, 4, 5)]
+    found = outcome(make(plan, [MLP, MLP], root={"ema": where}, script=script))
+    # Written late and read early by the next batch, it goes back to an earlier stage where stages alternate on a rank.
+    assert found.kind == ("refused" if where == "late" and "virtual" in plan else "equal"), found

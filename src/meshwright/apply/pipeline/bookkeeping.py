@@ -149,3 +149,16 @@ class Bookkeeping(TorchFunctionMode):
             self._memory.note_moved(value.real)
         value.home, value.real, value.stand_in, value.sent_to = home, None, StandIn(meta), set()
         mark(target, value)
+
+
+class _Elsewhere(Bookkeeping):
+    """Stands for a forward of the same model that another rank has run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        TorchFunctionMode.__init__(self)
+        self._module = module
+
+
+def mark_home(tensor: Tensor, home: int, module: nn.Module) -> None:
+    """Note which stage computes a tensor of a model's, as another rank's forward has found."""
+    mark(tensor, Value(_Elsewhere(module), home, tensor, None))

@@ -30,7 +30,7 @@ from meshwright.apply.pipeline.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tied import TiedGradients
-from meshwright.apply.pipeline.whole_buffers import modules_around, spread_buffers
+from meshwright.apply.pipeline.whole_buffers import Homes, modules_around, spread_buffers
 from meshwright.apply.shard_facts import Moment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.region import TensorLayout
@@ -108,6 +108,7 @@ class PipelineEngine(OuterEngine):
         self._stages: dict[int, Stage] = {}
         self._shapes: Shapes
         self._own_state: OwnState | None = None
+        self._homes: Homes
         self.stage_map: stages.StageMap
         schedule = self.schedule(1)
         self._post = Post(pipe, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pipe.group_rank))
@@ -167,6 +168,7 @@ class PipelineEngine(OuterEngine):
         self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
         around = modules_around(self.module, flow.units)
+        self._homes = Homes(self.module, [child for _, child in around], self.group, self.device)
         twins = {} if layout is None else make_twins(self.module, flow.units)
         self._shapes = Shapes(twins, lambda _: around)
         seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
@@ -324,6 +326,10 @@ class PipelineEngine(OuterEngine):
         squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
         self.pipe.all_reduce(squares)
         return squares
+
+    def sync_buffers(self) -> None:
+        self._homes.agree()
+        super().sync_buffers()
 
     # -- inspections --------------------------------------------------------------------------------------------
 

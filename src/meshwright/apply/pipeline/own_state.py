@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.values import StandIn, value_of
+from meshwright.apply.pipeline.values import StandIn, Value, mark, value_of
 
 __all__: list[str] = []
 
@@ -161,7 +161,9 @@ def _copy(value: Any) -> Any:
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        return tensor.detach().clone()
+        copy = tensor.detach().clone()
+    value = value_of(tensor)
+    return copy if value is None or value.home is None else mark(copy, Value(value.owner, value.home, copy, None))
 
 
 def _replace(buffers: dict[str, Tensor | None], key: str, new: Tensor | None) -> None:
@@ -170,7 +172,7 @@ def _replace(buffers: dict[str, Tensor | None], key: str, new: Tensor | None) ->
     if old is new:
         return
     is_alike = old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
-    if old is None or new is None or not is_alike or (value_of(new) is None and value_of(old) is not None):
+    if old is None or new is None or not is_alike or (value_of(new) is None) != (value_of(old) is None):
         buffers[key] = None if new is None else _copy_tensor(new)
         return
     with torch.no_grad():

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from meshwright.apply.buffers import persistent_buffers
+from meshwright.apply.pipeline.bookkeeping import mark_home
 from meshwright.apply.pipeline.collect import Collector
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import mark, value_of
+from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -21,6 +23,44 @@ def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, n
     """Return the modules that are no part of a unit: their code runs on every stage."""
     inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
     return [(name, child) for name, child in module.named_modules() if id(child) not in inside]
+
+
+class Homes:
+    """Which stage computes each buffer of the model's own forward, alike on all ranks that share a batch.
+
+    A rank whose share is empty runs no forward, and would take its buffers for what every stage has.
+
+    Args:
+        module: The model.
+        around: The modules that are no part of a unit.
+        group: The ranks that share the batch, at one place of the pipeline.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self, module: nn.Module, around: Sequence[nn.Module], group: Communicator, device: torch.device
+    ) -> None:
+        self._module = module
+        self._group = group
+        self._device = device
+        self._slots = [(child, key) for child in around for key in child._buffers] if group.size > 1 else []
+
+    def agree(self) -> None:
+        """Take over what other ranks know. All ranks of the group come here."""
+        if not self._slots:
+            return
+        buffers = [child._buffers.get(key) for child, key in self._slots]
+        own = [_home_of(buffer) for buffer in buffers]
+        homes = torch.tensor(own, dtype=torch.int64, device=self._device)
+        self._group.all_reduce(homes, "max")
+        for buffer, mine, home in zip(buffers, own, homes.tolist(), strict=True):
+            if buffer is not None and mine != home:
+                mark_home(buffer, home, self._module)
+
+
+def _home_of(buffer: torch.Tensor | None) -> int:
+    value = None if buffer is None else value_of(buffer)
+    return -1 if value is None or value.home is None else value.home
 
 
 def spread_buffers(
