@@ -94,3 +94,10 @@ def test_a_rank_with_an_empty_share_knows_which_stage_computes_a_buffer(plan: st
     found = outcome(make(plan, [MLP, MLP], root={"ema": where}, script=script))
     # Written late and read early by the next batch, it goes back to an earlier stage where stages alternate on a rank.
     assert found.kind == ("refused" if where == "late" and "virtual" in plan else "equal"), found
+
+
+@pytest.mark.parametrize("plan", ["dp=2,pp=2,zero=3,whole_below=0", f"dp=2,zero=3,whole_below=0,{ZBV}"])
+def test_a_call_of_the_model_gathers_what_zero_3_has_sharded_on_each_stage(plan: str) -> None:
+    forward = {"do": "forward", "n": 4, "t": 4, "batch": 77}
+    script = [step(5, 4), forward, step(6, 4, 2), {"do": "eval", "n": 4, "t": 4, "batch": 5}, forward]
+    assert outcome(make(plan, [MLP, MLP], root={"calls": True}, script=script)).kind == "equal"

@@ -302,6 +302,7 @@ class PipelineEngine(OuterEngine):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs, on every rank of the pipeline."""
         self.prepare(lambda module: module(*args, **kwargs))
+        self.begin_forward()
         with torch.no_grad():
             found = {
                 index: stage.forward(0, lambda module: module(*args, **kwargs))
@@ -309,7 +310,9 @@ class PipelineEngine(OuterEngine):
             }
             self._post.finish()
             home_of = next(iter(self._stages.values())).home_of
-            return self._collector.outputs(found, home_of, self.schedule(1).rank_of_stage)
+            outputs = self._collector.outputs(found, home_of, self.schedule(1).rank_of_stage)
+        self.end_forward()
+        return outputs
 
     def finish_gradients(self, scale: float) -> None:
         self._post.finish()

@@ -117,8 +117,9 @@ def _spread_own(
             )
         _, shape, dtype = everyone[source][key]
         buffer = child._buffers.get(key)
-        is_source = home in own and buffer is not None
-        like = buffer if is_source else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        if buffer is not None and home in own:
+            like = buffer
         new = collector.tensor(like, source)
         if home in own:
             continue
