@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.apply.tensor.partial import sum_partial
 from meshwright.comm.world import join_world
 
 VOCABULARY = 11
@@ -292,8 +291,7 @@ def terms_on_one_rank() -> list[list[float] | None]:
     parameters[1].grad = torch.full((2,), 1.0 + world.rank)
     if world.rank == 0:
         parameters[0].grad = torch.full((2,), 5.0)
-    engine: Any = types.SimpleNamespace(_partial=parameters, shards=world.default_group)
-    TensorEngine._sum_partial(engine)
+    sum_partial(parameters, world.default_group)
     return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 

@@ -32,7 +32,7 @@ from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.pipeline.interception import refuse_functional_call
 from meshwright.describe.tree import BatchSplitter, move_to
 from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
-from meshwright.run.batch import call_model, count_tokens
+from meshwright.run.batch import count_tokens
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.diagnosis import diagnose
 from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first, start_sums
@@ -46,8 +46,6 @@ from meshwright.run.settle import ModelWatch, settle_loss
 from meshwright.run.terms import LossTerms
 
 __all__: list[str] = []
-
-_FEW_SAMPLES = 2  # with which a strategy looks at the model before it starts
 
 
 class Stepper:
@@ -123,7 +121,6 @@ class Stepper:
         engine.begin_step()
         self._hooks.guard()
         on_phase("forward")
-        # A mean over nothing is 0 / 0; a micro-batch whose labels are all ignored counts nowhere.
         parts = [part for part, weight in zip(parts, weights, strict=True) if weight]
         sums = self._forward_backward(parts, [weight for weight in weights if weight], agreement, on_phase)
         engine.finish_gradients(sums.gradient_scale)
@@ -198,7 +195,7 @@ class Stepper:
         if not self.engine.is_prepared:
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
-                self.engine.prepare(functools.partial(self._try_out, part=parts[0]) if parts else None)
+                self.engine.prepare(functools.partial(self._terms.try_out, part=parts[0]) if parts else None)
             self._watch()  # a strategy may have taken parameters out
 
     def _watch(self) -> None:
@@ -207,15 +204,6 @@ class Stepper:
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
         engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
-
-    def _try_out(self, module: nn.Module, part: Any) -> Any:
-        """Run a module and its loss on a few samples; return its outputs."""
-        num_samples = self.splitter.count(part)
-        few = self.splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
-        with self._terms.autocast():
-            outputs = call_model(module, few)
-            self.rule.term(outputs, few, self.rule.known_weight(few))
-        return outputs
 
     def _micro_batches(self, batch: Any) -> list[Any]:
         num_samples = self.splitter.count(batch)
@@ -308,7 +296,7 @@ class Stepper:
                 engine.idle_pass()
             on_phase("backward")
         exchange = exchange or exchange_sums()
-        sums = exchange.wait()  # alone, backward has been run from the mean already
+        sums = exchange.wait()  # alone, backward was run from the mean
         return dataclasses.replace(sums, has_sums=False) if alone else sums
 
     def _told(self, compute: Any, args: tuple[nn.Module, Any], tell: Callable[[Exception], Any]) -> LossTerm | None:

@@ -17,6 +17,9 @@ from meshwright.run.loss_watch import LossWatch
 
 __all__: list[str] = []
 
+_FEW_SAMPLES = 2
+"""Samples with which a strategy looks at the model before it starts [samples]."""
+
 
 class LossTerms:
     """Computes losses of micro-batches.
@@ -33,6 +36,7 @@ class LossTerms:
         """What looks at losses of new kinds of batches."""
         self._engine = engine
         self._rule = rule
+        self._splitter = splitter
         self._autocast = autocast
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -54,6 +58,15 @@ class LossTerms:
             term = self._rule.term(outputs, part, weight)
             self.watch.look(outputs, part)
             return term
+
+    def try_out(self, module: nn.Module, part: Any) -> Any:
+        """Run a module and its loss on a few samples; return its outputs."""
+        num_samples = self._splitter.count(part)
+        few = self._splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
+        with self.autocast():
+            outputs = call_model(module, few)
+            self._rule.term(outputs, few, self._rule.known_weight(few))
+        return outputs
 
     def of_any(self, module: nn.Module, part: Any) -> LossTerm | None:
         """Return the loss of a part of a batch; None also where nothing in it counts."""

@@ -146,9 +146,8 @@ class PipelineEngine(OuterEngine):
             return
         layout = None if self._tensor is None else self._tensor.find_layout(run)
         closed = set[str]() if layout is None else closed_units(layout)
-        told = tell_everyone(
-            self._everyone, self.device, self.module, run, lambda run: self._observe(run, closed).to_json()
-        )
+        look = lambda run: self._observe(run, closed).to_json()  # noqa: E731
+        told = tell_everyone(self._everyone, self.device, self.module, run, look)
         flow = Flow.from_json(told)
         flow.refuse()
         self._copies_before.end()

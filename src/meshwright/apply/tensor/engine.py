@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,12 +25,12 @@ from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
+from meshwright.apply.tensor.partial import sum_partial, sum_term
 from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
-from meshwright.apply.tensor.slices import make_whole
+from meshwright.apply.tensor.slices import whole_outputs
 from meshwright.comm.communicator import Communicator
-from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError, CorruptionError, did_you_mean
 from meshwright.nn.shards import gather_full
 from meshwright.spec import Plan
@@ -222,35 +223,11 @@ class TensorEngine(OuterEngine):
             hook.remove()
         # With ZeRO-2 and 3 gradients leave for their owners while backward runs.
         wanted = [p for p in self._partial if p.requires_grad] if self._zero > 1 else []
-        self._partial_hooks = [p.register_hook(self._sum_gradient) for p in wanted]
+        self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.shards)) for p in wanted]
 
     def refresh_trainable(self) -> None:
         self._hook_partial()
         super().refresh_trainable()
-
-    def _sum_gradient(self, gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        self.shards.all_reduce(total)
-        return total
-
-    def _sum_partial(self) -> None:
-        """Sum gradients of which each rank has a term; a rank without one brings zeros, since others may have theirs."""
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._partial:
-            if parameter.requires_grad:
-                kinds.setdefault(parameter.dtype, []).append(parameter)
-        for dtype, members in kinds.items():
-            terms = [torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad for p in members]
-            census = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=terms[0].device)
-            flat = torch.cat([*(term.reshape(-1) for term in terms), census])
-            self.shards.all_reduce(flat)
-            *totals, counts = flat.split([*(term.numel() for term in terms), len(members)])
-            present = [p.grad is not None for p in members]
-            there = present if all(present) else [bool(count) for count in counts.tolist()]
-            for parameter, term, total, is_there in zip(members, terms, totals, there, strict=True):
-                if is_there:
-                    term.copy_(total.view_as(term))
-                    parameter.grad = term
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
         cut = set() if self.cutting is None else set(self.cutting.layout.cuts)
@@ -321,10 +298,10 @@ class TensorEngine(OuterEngine):
 
     def finish_gradients(self, scale: float) -> None:
         if self._zero == 1:
-            self._sum_partial()
+            sum_partial(self._partial, self.shards)
         self.inner.finish_gradients(scale)
         if self._zero == 0:
-            self._sum_partial()
+            sum_partial(self._partial, self.shards)
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         """Return the sum of the whole gradient's squares: each shard's added up, what every rank holds counted once."""
@@ -403,8 +380,3 @@ class TensorEngine(OuterEngine):
             self.cutting.close()
             self.cutting.fill_with_nan()
             self.cutting = None
-
-
-def whole_outputs(outputs: Any) -> Any:
-    """Return a model's outputs with every tensor that lies in slices put together."""
-    return map_tensors(outputs, make_whole)

@@ -27,6 +27,7 @@ from meshwright.apply.tensor.data_alias import DataAlias
 from meshwright.comm._torch_private import without_function_subclasses
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
+from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
 from meshwright.nn.cross_entropy import vocab_parallel_cross_entropy
 
@@ -390,3 +391,8 @@ def _first_of(tree: Any) -> Slices:
 def make_whole(tree: Any) -> Any:
     """Return the tensor gathered, where it is in slices."""
     return tree.gathered() if isinstance(tree, Slices) else tree
+
+
+def whole_outputs(outputs: Any) -> Any:
+    """Return a model's outputs with every tensor that lies in slices put together."""
+    return map_tensors(outputs, make_whole)
