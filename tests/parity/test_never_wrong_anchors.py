@@ -42,11 +42,11 @@ def test_a_script_that_writes_to_data_where_one_rank_holds_it_is_no_fault(plan: 
 
 @pytest.mark.parametrize("plan", ["dp=2,recompute=full", "dp=2,recompute=selective", CUT + ",recompute=full"])
 def test_a_layer_that_is_another_when_it_runs_again_is_found(plan: str) -> None:
-    for draws, mutated in ((True, False), (False, True)):
-        told = _told(jobs.recomputed, plan, draws, mutated)
-        assert (told["kind"], told["steps"], told["part"]) == ("CorruptionError", 0, "layers.0"), told
-        assert "another one when its forward runs again in backward" in told["text"]
-    assert _told(jobs.recomputed, plan, False, False)["kind"] is None
+    told = _told(jobs.recomputed, plan, False, True)
+    assert (told["kind"], told["steps"], told["part"]) == ("CorruptionError", 0, "layers.0"), told
+    assert "another one when its forward runs again in backward" in told["text"]
+    for draws in (False, True):  # Python's numbers are set back as well
+        assert _told(jobs.recomputed, plan, draws, False)["kind"] is None
 
 
 @pytest.mark.parametrize(
