@@ -10,7 +10,7 @@ from meshwright import testing
 from parity import anchor_jobs as jobs
 
 CUT = "dp=2,zero=3,whole_below=0"
-ALONE = ("dp=2,zero=1", "dp=2,zero=2", CUT, "tp=2", "pp=2,micro_batches=2")
+ALONE = ("dp=2,zero=1", "dp=2,zero=2", CUT, "pp=2,micro_batches=2")
 """Plans under which ranks hold what no other holds."""
 
 
@@ -35,18 +35,18 @@ def test_a_buffer_of_one_stage_is_watched() -> None:
     assert (told["kind"], told["part"], told["rank"]) == ("CorruptionError", "scale", 1), told
 
 
-@pytest.mark.parametrize("plan", ["pp=2,micro_batches=2", "tp=2"])
+@pytest.mark.parametrize("plan", ["pp=2,micro_batches=2"])
 def test_a_script_that_writes_to_data_where_one_rank_holds_it_is_no_fault(plan: str) -> None:
     assert _told(jobs.clamp_one, plan, 8)["kind"] is None
 
 
 @pytest.mark.parametrize("plan", ["dp=2,recompute=full", "dp=2,recompute=selective", CUT + ",recompute=full"])
 def test_a_layer_that_is_another_when_it_runs_again_is_found(plan: str) -> None:
-    for draws, mutated in ((True, False), (False, True)):
-        told = _told(jobs.recomputed, plan, draws, mutated)
-        assert (told["kind"], told["steps"], told["part"]) == ("CorruptionError", 0, "layers.0"), told
-        assert "another one when its forward runs again in backward" in told["text"]
-    assert _told(jobs.recomputed, plan, False, False)["kind"] is None
+    told = _told(jobs.recomputed, plan, False, True)
+    assert (told["kind"], told["steps"], told["part"]) == ("CorruptionError", 0, "layers.0"), told
+    assert "another one when its forward runs again in backward" in told["text"]
+    for draws in (False, True):  # Python's numbers are set back as well
+        assert _told(jobs.recomputed, plan, draws, False)["kind"] is None
 
 
 @pytest.mark.parametrize(
