@@ -332,8 +332,6 @@ class PipelineEngine(OuterEngine):
         self._homes.agree()
         super().sync_buffers()
 
-    # -- inspections --------------------------------------------------------------------------------------------
-
     def begin_inspection(self, number: int) -> str | None:
         """Have the inputs of stages checked for what was sent, and a part of the engine inside."""
         self.inner.begin_inspection(number)
@@ -353,13 +351,8 @@ class PipelineEngine(OuterEngine):
             return
         self._copies_before.refuse_used()
         with self._interception.suspended(), self._inner.whole_parameters():
-            spread_buffers(
-                self.module,
-                self.stage_map,
-                self._collector,
-                self.schedule(1).rank_of_stage,
-                self._stages,
-            )
+            rank_of_stage = self.schedule(1).rank_of_stage
+            spread_buffers(self.module, self.stage_map, self._collector, rank_of_stage, self._stages)
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
                 self._copies_before.accept_used()
