@@ -151,8 +151,9 @@ def test_exchanges_of_a_block(words: str, kinds: dict[str, int]) -> None:
     more = {kind: many[kind][0] - few.get(kind, (0, 0))[0] for kind in many}
     assert {kind: count for kind, count in more.items() if count} == {kind: 2 * count for kind, count in kinds.items()}
     more_bytes = sum(many[kind][1] - few.get(kind, (0, 0))[1] for kind in many)
-    # 4 samples x 6 tokens x width 16 in float64, each time; on slices also the gradients of two more blocks' two norms.
-    norms = 0 if words else 2 * 2 * 16 * 8
+    # 4 samples x 6 tokens x width 16 in float64, each time; on slices also the gradients of two more blocks' two norms, each with
+    # an entry that says whether there is one.
+    norms = 0 if words else 2 * 2 * (16 + 1) * 8
     assert more_bytes == 2 * sum(kinds.values()) * 4 * 6 * 16 * 8 + norms
 
 

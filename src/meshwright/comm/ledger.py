@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 __all__: list[str] = []
 
@@ -72,12 +73,25 @@ class Ledger:
     """Counts of every exchange of this rank, keyed by (collective, axis)."""
 
     entries: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
+    checks: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
+    """The same of checks of the numbers, which come in some steps and belong to no step's formula."""
+    _aside: int = 0
+
+    @contextlib.contextmanager
+    def of_checks(self) -> Iterator[None]:
+        """Count what is exchanged inside among the checks."""
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
 
     def record(self, collective: str, axis: str, tensor_bytes: int, num_ranks: int) -> LedgerEntry:
         """Count one call and return its entry, to which the caller adds the time it waits."""
-        entry = self.entries.get((collective, axis))
+        entries = self.checks if self._aside else self.entries
+        entry = entries.get((collective, axis))
         if entry is None:
-            entry = self.entries[(collective, axis)] = LedgerEntry()
+            entry = entries[(collective, axis)] = LedgerEntry()
         entry.num_calls += 1
         entry.tensor_bytes += tensor_bytes
         entry.sent_bytes += ring_bytes(collective, tensor_bytes, num_ranks)

@@ -248,7 +248,7 @@ def tensor_bytes(
         chains: Runs of such layers [count].
         embeddings: Embeddings cut by rows [count].
         heads: Heads cut by columns, each with a plain cross-entropy [count].
-        partial_bytes: Whole parameters with partial gradients, that are added up once a step [bytes].
+        partial_bytes: Whole parameters with partial gradients, that are added up once a step, and an entry for each [bytes].
 
     Returns:
         Bytes by collective; the gradient's norm is in it, the step's agreements over all ranks are not.

@@ -203,7 +203,8 @@ class LossWatch:
         sizes = split_sizes(count, 2)
         parts = list(self._cut(pair, sizes))
         values = [self._value(each) for each in parts]
-        if None in values or not math.isfinite(whole):
+        # What is not finite is found after the step's sums, and named there.
+        if any(value is None or not math.isfinite(value) for value in (whole, *values)):
             return None
         gap = _gap(whole, values, [self._rule.known_weight(each[1]) for each in parts])
         dtypes = {tensor.dtype for tensor in tensors_in(pair[0]) if tensor.is_floating_point()}

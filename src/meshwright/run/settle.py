@@ -67,10 +67,8 @@ def settle_loss(
         return False
     if isinstance(engine, LayersEngine) and parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
-    ledger = engine.group.ledger
-    counted = ledger.snapshot()
-    evidence = _look(rule, engine, splitter, parts)
-    ledger.entries = counted  # of training
+    with engine.group.ledger.of_checks():
+        evidence = _look(rule, engine, splitter, parts)
     told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
     seen = [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
     decision = _decide(seen, is_given=rule.is_given)

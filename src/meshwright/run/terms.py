@@ -56,7 +56,8 @@ class LossTerms:
             if first is not None and first.device != self._engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
             term = self._rule.term(outputs, part, weight)
-            self.watch.look(outputs, part)
+            with self._engine.group.ledger.of_checks():
+                self.watch.look(outputs, part)
             return term
 
     def try_out(self, module: nn.Module, part: Any) -> Any:

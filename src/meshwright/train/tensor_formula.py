@@ -128,7 +128,9 @@ def exchange_of(module: nn.Module, layout: TensorLayout, num_tokens: int, num_ra
     in_chains = {name for chain in layout.chains for name in chain.layers}
     rows = [region for region in layout.regions if "row" in region.roles.values()]
     on_slices = sum(any(is_inside(region.scope, name) for name in in_chains) for region in rows)
-    partial = {id(tensor): tensor.nbytes for tensor in (find_tensor(module, name) for name in layout.partial)}
+    # One entry more for each says whether a rank has a gradient of it.
+    found = [find_tensor(module, name) for name in layout.partial]
+    partial = {id(tensor): tensor.nbytes + tensor.itemsize for tensor in found}
     return tensor_bytes(
         num_tokens,
         widths[0] or 0,

@@ -271,7 +271,10 @@ def held_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, wat
         watch: What counted the tokens of the step that took this batch, where there is tp.
     """
     if isinstance(model.engine, PipelineEngine):
-        return part_formula_bytes(model, batch, num_samples, watch)
+        with (
+            model.engine.switch.plain()
+        ):  # what this rank holds; user code would see the whole model's parameters listed
+            return part_formula_bytes(model, batch, num_samples, watch)
     if watch is None or model.world.rank > 0:
         return None
     return tensor_formula_bytes(model, batch, num_samples, watch)
