@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
-from meshwright.comm._torch_private import without_dispatch_modes
+from meshwright.comm._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.describe.tree import tensors_in
 
 __all__: list[str] = []
@@ -30,13 +30,13 @@ class Repetition:
 
     def keep(self, results: Any) -> None:
         """Keep copies: the code behind the layer may write over them."""
-        # Selective recompute counts the operators that it sees.
-        with torch.no_grad(), without_dispatch_modes():
+        # Selective recompute counts the operators that it sees, and a pipeline the calls of functions, alike on all stages.
+        with torch.no_grad(), without_dispatch_modes(), without_function_modes():
             self._kept = [(tensor.detach().clone(), tolerance_of(tensor)) for tensor in _plain(results)]
 
     def compare(self, results: Any) -> None:
         """Tell where results of the repetition are others."""
-        with torch.no_grad(), without_dispatch_modes():
+        with torch.no_grad(), without_dispatch_modes(), without_function_modes():
             for place, ((kept, tolerance), tensor) in enumerate(zip(self._kept, _plain(results), strict=False)):
                 difference = relative_difference(tensor, kept)
                 if not difference <= tolerance:
