@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply import recompute
+from meshwright.apply.shard_class import as_plain
 from meshwright.apply.tensor import cutting, running, threads
 from meshwright.comm import functional
 from parity import losses, sentinel_jobs
@@ -49,7 +50,7 @@ def _held_alone(model: mw.ParallelModel, what: str) -> Tensor:
 
 
 def _flip(tensor: Tensor) -> None:
-    tensor.data.view(-1).view(torch.int64)[1] ^= 1 << 48
+    as_plain(tensor).data.view(-1).view(torch.int64)[1] ^= 1 << 48
 
 
 def clamp_one(plan: str, entries: int) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def reference(
         optimizer=case.optimizer,
         max_grad_norm=setting.max_grad_norm,
         shares=shares,
+        are_replicas=cutting is pieces_of_replicas,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ def oracle_steps(
     max_grad_norm: float | None = None,
     dtype: torch.dtype | None = None,
     shares: Callable[[Any], Sequence[Sequence[Any]]] | None = None,
+    are_replicas: bool = False,
     before_step: Callable[[int, nn.Module], None] | None = None,
 ) -> list[StepRecord]:
     """Train in plain PyTorch on whole global batches and record every step.
@@ -84,6 +86,8 @@ def oracle_steps(
         shares: Instead of the whole batch at once, take these pieces: one inner sequence of micro-batches for each
             rank. Every rank starts a step from the same buffers and rank 0's are kept, which is the rule for models
             with batch statistics, where what is normalised together changes the result.
+        are_replicas: Whether the shares are those of replicas in one process, which nn.DataParallel makes anew in each
+            forward: every micro-batch starts from the buffers that the first replica left after the one before.
         before_step: Called with the step's index and the model before every step, for example to freeze a part.
 
     Returns:
@@ -118,7 +122,7 @@ def oracle_steps(
                 loss.backward()
                 loss_value = float(loss.detach())
             else:
-                loss_value = _backward_in_pieces(model, shares(batch), loss_fn)
+                loss_value = _backward_in_pieces(model, shares(batch), loss_fn, are_replicas=are_replicas)
         norm = _clip(model, max_grad_norm)
         gradients = copy_gradients(model)
         opt.step()
@@ -249,26 +253,37 @@ def _build(build_model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
     return build_model()
 
 
-def _backward_in_pieces(model: nn.Module, shares: Sequence[Sequence[Any]], loss_fn: Any) -> float:
-    start = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    kept: dict[str, Tensor] = {}
+def _backward_in_pieces(
+    model: nn.Module, shares: Sequence[Sequence[Any]], loss_fn: Any, *, are_replicas: bool
+) -> float:
     total, weight = 0.0, 0.0
-    for rank, pieces in enumerate(shares):
-        _write_buffers(model, start)
-        for piece in pieces:
-            value = loss_fn(call_plain(model, piece), piece)
-            piece_weight = float(_num_samples(piece) if isinstance(value, Tensor) else value.weight)
-            piece_sum = value * piece_weight if isinstance(value, Tensor) else value.sum
-            piece_sum.backward()
-            total += float(piece_sum.detach())
-            weight += piece_weight
-        if rank == 0:
-            kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    _write_buffers(model, kept)
+    # Shares of replicas are taken a micro-batch at a time; a replica may have none of the last ones.
+    rounds: Sequence[Sequence[Sequence[Any]]] = [shares]
+    if are_replicas:
+        rounds = [[[piece] for piece in turn if piece is not None] for turn in itertools.zip_longest(*shares)]
+    for of_ranks in rounds:
+        start = _copy_buffers(model)
+        kept: dict[str, Tensor] = {}
+        for rank, pieces in enumerate(of_ranks):
+            _write_buffers(model, start)
+            for piece in pieces:
+                value = loss_fn(call_plain(model, piece), piece)
+                piece_weight = float(_num_samples(piece) if isinstance(value, Tensor) else value.weight)
+                piece_sum = value * piece_weight if isinstance(value, Tensor) else value.sum
+                piece_sum.backward()
+                total += float(piece_sum.detach())
+                weight += piece_weight
+            if rank == 0:
+                kept = _copy_buffers(model)
+        _write_buffers(model, kept)
     for p in model.parameters():
         if p.grad is not None:
             p.grad.div_(weight)
     return total / weight
+
+
+def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 def _write_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
