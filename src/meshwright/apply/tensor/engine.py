@@ -30,6 +30,7 @@ from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.region import TensorLayout
 from meshwright.apply.tensor.search import Search
 from meshwright.apply.tensor.slices import whole_outputs
+from meshwright.apply.tensor.whole import assign_values
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, CorruptionError, did_you_mean
 from meshwright.nn.shards import gather_full
@@ -347,14 +348,14 @@ class TensorEngine(OuterEngine):
             tensors = {name: find_tensor(self.module, name) for name in cutting.layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
             for name, own in cutting.layouts.items():
-                tensors[name].data = gather_full(kept[name], own, self.shards)
+                assign_values(tensors[name], gather_full(kept[name], own, self.shards))
             whole: dict[str, Tensor] = {}
             try:
                 yield
                 whole = {name: tensor.data for name, tensor in tensors.items()}
             finally:
                 for name, tensor in tensors.items():
-                    tensor.data = kept[name]
+                    assign_values(tensor, kept[name])
             cutting.take_writes(kept, whole)
 
     def full_gradients(self) -> dict[str, Tensor | None]:

@@ -16,6 +16,17 @@ from meshwright.comm.functional import gather_from_group
 __all__: list[str] = []
 
 
+def assign_values(tensor: Tensor, values: Tensor) -> None:
+    """Have a leaf hold other values, of another shape: as `tensor.data = values`, also while a graph lives that reaches it.
+
+    torch keeps the node that accumulates a leaf's gradient, with the shape of then, for as long as a graph holds it. It makes a
+    new one where the dtype changes.
+    """
+    if tensor.shape != values.shape and tensor.requires_grad:
+        tensor.data = values.new_empty(0, dtype=torch.float32 if values.dtype != torch.float32 else torch.float64)
+    tensor.data = values
+
+
 def gather_parameter(shard: Tensor, layouts: Sequence[ShardLayout], group: Communicator) -> Tensor:
     """Return the whole of a parameter that is cut; backward keeps this rank's part of the gradient, which all compute alike.
 
