@@ -205,6 +205,11 @@ def outputs(plan: str) -> list[Tensor]:
         return [found["early"].detach(), found["late"].detach()]
 
 
+def _memory_of(parameter: Tensor) -> int:
+    """Return the memory behind a parameter, which is not held by this rank or is [bytes]."""
+    return parameter.detach().untyped_storage().nbytes()
+
+
 def what_is_held(plan: str) -> dict[str, Any]:
     optimizer = functools.partial(torch.optim.Adagrad, lr=0.1)  # which makes its state at once, for all it is given
     with apply_chain(plan, optimizer=optimizer) as model:
@@ -214,7 +219,9 @@ def what_is_held(plan: str) -> dict[str, Any]:
         assert model.optimizer is not None
         return {
             "all": whole,
-            "names": [name for name, _ in model.named_parameters()],
+            "listed": [name for name, _ in model.named_parameters()],
+            "names": [name for name, p in model.named_parameters() if _memory_of(p) >= p.numel() * p.element_size()],
+            "listed_bytes": sum(_memory_of(p) for p in model.parameters()),
             "optimizer": len(model.optimizer.state),
             "state": sorted(model.full_state_dict()),
             "bytes": model.held_bytes()["parameters"],

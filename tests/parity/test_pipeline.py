@@ -267,11 +267,13 @@ def test_a_rank_holds_its_part_alone() -> None:
     rows = testing.run_ranks(pipeline_jobs.what_is_held, 2, "pp=2")
     whole = rows[0]["all"]
     names = [set(row["names"]) for row in rows]
+    assert all(row["listed"] == whole for row in rows)  # others' parameters stand there without memory
     assert names[0] | names[1] == set(whole)
     assert names[0] & names[1] == {"wte.weight"}
     assert all(row["optimizer"] == len(row["names"]) for row in rows)
     assert all(row["state"] == sorted(whole) for row in rows)
     assert sum(row["bytes"] for row in rows) < 1.5 * rows[0]["whole_bytes"]
+    assert sum(row["listed_bytes"] for row in rows) < 1.5 * rows[0]["whole_bytes"]
 
 
 def test_the_plan_says_what_was_cut() -> None:

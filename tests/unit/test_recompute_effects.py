@@ -265,3 +265,48 @@ def test_a_repetition_that_does_something_else_is_refused() -> None:
         left.t() @ left
     with giving, pytest.raises(mw.ApplyError, match="was not called then"):
         _ = left @ left.t(), left @ left.t()
+
+
+class AsksAboutInputs(nn.Module):
+    """A block that goes another way for one tensor in two places, and for one with gaps, as attention and products do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        h = torch.tanh(self.lin(one))
+        if one is other:
+            h = h.sin()
+        return h if other.is_contiguous() else h.exp() * h
+
+
+class Asked(nn.Module):
+    """Such a block for one tensor in two places, with gaps and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.block = AsksAboutInputs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)[..., :6]
+        for _ in range(2):  # the first call is given copies
+            h = self.block(h, h) + self.block(h, h.clone()) + self.first(x)[..., 6:]
+            h = torch.cat([h, h], -1)[..., :6]
+        return h
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_repetition_is_given_inputs_of_the_same_identity_and_strides(kind: str) -> None:
+    x = torch.randn(5, 6, dtype=torch.float64)
+    found = []
+    for words in ("single", f"single,recompute={kind}"):
+        torch.manual_seed(0)
+        model = mw.apply_plan(Asked().double(), words, loss_fn=lambda out, batch: (out - batch[1]).square().mean())
+        with model:
+            result = model.step((x, x))
+            found.append([result.loss, *[p.grad.clone() for p in model.parameters() if p.grad is not None]])
+    assert len(found[0]) == 5
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))

@@ -59,6 +59,7 @@ class Inputs:
         self.is_of_plain_tensors = all(_is_plain(tensor) or isinstance(tensor, nn.Parameter) for tensor in tensors)
         self.is_copied = is_copied and bool(plain)
         self.given = (args, kwargs)
+        self._firsts = _firsts(tensors)
         self._versions = [(tensor, tensor._version) for tensor in plain]
         self._before = [version for _, version in self._versions]
         self.kept = _copies(self.given) if self.is_copied else self.given
@@ -71,28 +72,61 @@ class Inputs:
         return is_written
 
     def again(self, layer: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return what a repetition is given: copies where it may write over them, and not leaves, which nothing may write."""
+        """Return what a repetition is given: copies where it may write over them, and not leaves, which nothing may write.
+
+        A tensor that stood in several places does so again: attention asks whether its queries are its keys, for one.
+        """
+        tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         if not self.is_copied:
-            tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
             if [tensor._version for tensor in tensors if _is_plain(tensor)] != self._before:
                 raise ApplyError(
                     f"an input of {layer} was written over in place after its forward, which recompute repeats",
                     fix="use recompute=none, or write into a copy: x = x + y in place of x += y",
                 )
-            return args, kwargs
+            if self._firsts is None:
+                return args, kwargs
         with without_dispatch_modes(), without_function_modes():
-            return pytree.tree_map_only(
-                Tensor, lambda tensor: tensor.clone() if _is_plain(tensor) else tensor, (args, kwargs)
-            )
+            now = [_clone(tensor) if self.is_copied and _is_plain(tensor) else tensor for tensor in tensors]
+            places = iter(range(len(now)) if self._firsts is None else self._firsts)
+            return pytree.tree_map_only(Tensor, lambda _: now[next(places)], (args, kwargs))
+
+
+def _firsts(tensors: list[Tensor]) -> list[int] | None:
+    """Return for each tensor where it stands first; None where each stands in one place."""
+    places: dict[int, int] = {}
+    firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+    return firsts if len(places) < len(tensors) else None
 
 
 def _copies(given: tuple[Any, Any]) -> tuple[Any, Any]:
+    made: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = _copy(tensor)
+        return made[id(tensor)]
+
     with without_dispatch_modes(), without_function_modes(), torch.no_grad():
-        return pytree.tree_map_only(Tensor, _copy, given)
+        return pytree.tree_map_only(Tensor, copy, given)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone().requires_grad_(tensor.requires_grad) if _is_plain(tensor) else tensor
+    return _clone(tensor).requires_grad_(tensor.requires_grad) if _is_plain(tensor) else tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides: torch picks other kernels, which save other tensors, for what has gaps."""
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or copy.stride() == tensor.stride():
+        return copy
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    reach = 0  # of the entries along the dims so far
+    for stride, size in sorted(zip(once.stride(), once.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return copy  # entries share memory: nothing can write into it
+        reach += stride * (size - 1)
+    alike = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device).copy_(once)
+    return alike if once.shape == tensor.shape else alike.expand(tensor.shape)
 
 
 def _is_plain(tensor: Tensor) -> bool:
