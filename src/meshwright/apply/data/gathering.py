@@ -351,6 +351,12 @@ class Gathering:
         self._end_phase()
         self._phase = "none"
 
+    def leave_forward(self) -> None:
+        """Let go of what a forward without backward has left whole where it ended in an error; nothing is exchanged."""
+        if self._phase == "forward":
+            self._let_all_go()
+            self._phase = "none"
+
     def seen_gradients(self) -> list[list[bool]]:
         """Return, for each unit, which parameters had a gradient in this step so far, and forget it."""
         seen, self._seen = self._seen, [[False] * len(unit.parameters) for unit in self._units]
