@@ -99,7 +99,8 @@ def plan_steps(
             seen.gradients = {}
             is_recorded = with_outputs and step == 0 and plan.mode != "data_parallel"
             if is_recorded:
-                model.stepper.prepare(share)  # a strategy's own look at the model is not the step's forward
+                with model.engine.switch.plain():  # as in a step: the library's own code reads parts of parameters
+                    model.stepper.prepare(share)  # a strategy's own look at the model is not the step's forward
             with record_outputs(model.module, _local) if is_recorded else contextlib.nullcontext({}) as outputs:
                 result = model.step(share)
             outputs = _of_this_rank(model, outputs)

@@ -65,8 +65,7 @@ class Gathering:
         prefetches: bool = True,
         reduce_bytes: int = REDUCE_BYTES,
     ) -> None:
-        self._reduce_bytes = reduce_bytes
-        self._ready_bytes = 0
+        self._reduce_bytes, self._ready_bytes = reduce_bytes, 0
         self._module = module
         self._units = list(units)
         self._group = group
@@ -74,8 +73,7 @@ class Gathering:
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
         self._score: list[Action] = []
-        self._place = 0
-        self._phase = "none"
+        self._place, self._phase = 0, "none"
         self._everything_whole = False
         self._at_address: dict[int, int] = {}
         self._seen: list[list[bool]] = [[False] * len(unit.parameters) for unit in units]
@@ -329,9 +327,7 @@ class Gathering:
         """A forward begins."""
         self._let_all_go()  # where the pass before ended in an error
         self._phase, self._score, self._place = "forward", self._scores["forward"], 0
-        self._is_over = set()
-        self._keeps_now = False
-        self._uses = Uses()
+        self._is_over, self._keeps_now, self._uses = set(), False, Uses()
 
     def begin_backward(self) -> None:
         """The forward is over, and its backward begins."""
@@ -339,8 +335,7 @@ class Gathering:
         if self._backward_is_guessed:
             self._learn_backward()
         self._phase, self._score, self._place = "backward", self._scores["backward"], 0
-        self._is_over = set()
-        self._ready_bytes = 0
+        self._is_over, self._ready_bytes = set(), 0
         for index in self._trainable - self._gathered:
             self._missing[index] = sum(parameter.requires_grad for parameter in self._units[index].parameters)
 
@@ -349,6 +344,11 @@ class Gathering:
         if self._phase == "forward" and torch.is_grad_enabled():
             self.begin_backward()
         self._end_phase()
+        self._phase = "none"
+
+    def leave_forward(self) -> None:
+        """Let go of what a forward without backward has left whole where it ended in an error; nothing is exchanged."""
+        self._let_all_go()
         self._phase = "none"
 
     def seen_gradients(self) -> list[list[bool]]:

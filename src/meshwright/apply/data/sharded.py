@@ -198,6 +198,8 @@ class ShardedEngine(DataParallelEngine):
 
     def end_forward(self) -> None:
         self._release_after_step()
+        if self._gathering is not None:
+            self._gathering.leave_forward()
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self._gathering is None:
