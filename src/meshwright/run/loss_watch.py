@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.outside import Outside
+from meshwright.comm._torch_private import WrapperTensor, without_function_modes
 from meshwright.describe.tree import BatchSplitter, map_tensors, split_samples, split_sizes, tensors_in
 from meshwright.errors import ApplyError
 from meshwright.run.loss import LossRule
@@ -153,7 +154,8 @@ class LossWatch:
         """
         if not self._wanted or self.failure is not None or self._rule.loss_fn is None:
             return
-        with warnings.catch_warnings(action="ignore"), self._undisturbed():
+        # Not as a part of the forward: stages of a pipeline would send each other what it reads.
+        with warnings.catch_warnings(action="ignore"), without_function_modes(), self._undisturbed():
             try:
                 found = self._compare(outputs, part)
             except Exception:  # noqa: BLE001 - the user's loss: parts of these outputs cannot be taken
@@ -177,7 +179,8 @@ class LossWatch:
         tensors = list(tensors_in(outputs))
         size = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
         count = self._splitter.count(part)
-        if size > _TOO_LARGE_BYTES or any(tensor.is_meta for tensor in tensors):
+        is_elsewhere = any(tensor.is_meta or isinstance(tensor, WrapperTensor) for tensor in tensors)
+        if size > _TOO_LARGE_BYTES or is_elsewhere:
             return None
         rows = tuple(index for index, t in enumerate(tensors) if t.dim() > 0 and t.shape[0] == count)
         is_first = self._rows is None
