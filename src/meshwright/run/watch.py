@@ -8,7 +8,7 @@ sentinel all of it, what the optimizer keeps included (`imprint.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -208,7 +208,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _windows(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def _windows(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield lists of (name, part), each of one dtype and together not above a window's size."""
     kinds: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     for name, values in named:
