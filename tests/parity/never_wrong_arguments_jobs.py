@@ -128,3 +128,15 @@ def run_planned(name: str, plan: str) -> list[tuple[float, float]]:
     with mw.apply_plan(build_it, plan, loss_fn=loss_fn, optimizer=optimizer, sentinel_every=1) as model:
         results = [model.step(batch(name, step)) for step in range(3)]
         return [(result.loss, result.grad_norm) for result in results]
+
+
+def divide_outputs(plan: str) -> Tensor:
+    """Call the model by hand, and write over what it gives."""
+    with mw.apply_plan(functools.partial(build, "caching"), plan, loss_fn=loss_fn, optimizer=torch.optim.SGD) as model:
+        outputs = model(batch("caching", 0)[0])
+        outputs.div_(2.0)
+        return outputs.detach()
+
+
+def plain_outputs() -> Tensor:
+    return build("caching")(batch("caching", 0)[0]).detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright import testing
@@ -24,3 +25,10 @@ def test_an_operator_whose_shapes_torch_does_not_know(plan: str) -> None:
     for found in testing.run_ranks(jobs.run_planned, 2, "grouped", plan):
         for got, step in zip(found, expected, strict=True):
             assert got == pytest.approx(step, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2"])
+def test_outputs_of_a_call_by_hand_may_be_written_over(plan: str) -> None:
+    expected = jobs.plain_outputs() / 2.0
+    for found in testing.run_ranks(jobs.divide_outputs, 2, plan):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)

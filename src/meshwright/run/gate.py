@@ -106,7 +106,7 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, _: torch.Tensor, plan: str) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.plan = plan
-        return tensor.view_as(tensor)
+        return tensor.clone()  # of a view torch would refuse what a loss of one's own writes in place
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
