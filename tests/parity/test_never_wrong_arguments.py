@@ -19,6 +19,15 @@ def test_an_inspection_leaves_arguments_as_they_were(plan: str) -> None:
             assert got == pytest.approx(step, rel=1e-11)
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2"])
+def test_a_forward_that_was_patched_on_is_proven_on_copies(plan: str) -> None:
+    # It holds the layer itself: a proof on a copy would run that one, count its calls, and leave gradients on it.
+    expected = jobs.run_plain("patched")
+    for found in testing.run_ranks(jobs.run_planned, mw.Plan.parse(plan).num_ranks, "patched", plan):
+        for got, step in zip(found, expected, strict=True):
+            assert got == pytest.approx(step, rel=1e-11)
+
+
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv"])
 def test_an_operator_whose_shapes_torch_does_not_know(plan: str) -> None:
     expected = jobs.run_plain("grouped")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.attributes import SMALL_BYTES
+from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.random_states import kept_random_states
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
@@ -45,7 +46,7 @@ def tell_everyone(
     failure: Exception | None = None
     if group.group_rank == first and run is not None:
         try:
-            with kept_random_states([device], module=module), _kept_parameters(module):
+            with kept_random_states([device], module=module), _kept_tensors(module):
                 told = {"seen": look(run)}
         except MeshwrightError as error:
             failure, told = error, {"refused": error.message, "fix": error.fix}
@@ -66,8 +67,10 @@ def tell_everyone(
 
 
 @contextlib.contextmanager
-def _kept_parameters(module: nn.Module) -> Iterator[None]:
-    """Put back, afterwards, parameters that a forward writes into: the other ranks do not run it.
+def _kept_tensors(module: nn.Module) -> Iterator[None]:
+    """Put back, afterwards, buffers and parameters that a forward writes into: the other ranks do not run it.
+
+    A look runs copies of modules, but code of the user's may reach the module itself: a forward that was patched on, for one.
 
     Raises:
         ApplyError: It has written into one that is too large to keep a copy of.
@@ -76,7 +79,14 @@ def _kept_parameters(module: nn.Module) -> Iterator[None]:
         (name, parameter, parameter._version, parameter.detach().clone() if parameter.nbytes <= SMALL_BYTES else None)
         for name, parameter in module.named_parameters()
     ]
-    yield
+    gradients = [(parameter, parameter.grad) for _, parameter, _, _ in held]
+    buffers = BufferSnapshot(module)
+    try:
+        yield
+    finally:
+        buffers.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
     for name, parameter, version, value in held:
         if parameter._version == version:
             continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +86,41 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         for value in tensors_in(list(vars(child).values())):
             if not value.is_leaf:
                 memo[id(value)] = value.detach()
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    for twin in made.modules():
+        for key, value in list(vars(twin).items()):
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                vars(twin)[key] = _rebound(value, memo)
+    return made
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a function that reaches the copies of what it reaches: one that was patched on calls the forward it replaced."""
+    if isinstance(value, (nn.Module, Tensor)):
+        return memo.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        arguments = {key: _rebound(item, memo) for key, item in value.keywords.items()}
+        return functools.partial(
+            _rebound(value.func, memo), *(_rebound(item, memo) for item in value.args), **arguments
+        )
+    if not isinstance(value, types.FunctionType) or not value.__closure__ or id(value) in memo:
+        return memo.get(id(value), value)
+    memo[id(value)] = value  # two functions may reach each other
+    try:
+        contents = [cell.cell_contents for cell in value.__closure__]
+    except ValueError:  # a variable that has no value yet: a function that calls itself, while it is made
+        return value
+    reached = [item if item is value else _rebound(item, memo) for item in contents]
+    if all(new is old for new, old in zip(reached, contents, strict=True)):
+        return value
+    cells = tuple(types.CellType(item) for item in reached)
+    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, value.__qualname__
+    vars(made).update(vars(value))
+    memo[id(value)] = made
+    return made
 
 
 def repeat_call(tree: Any, size: int, times: int, *, along_samples: bool) -> Any:
