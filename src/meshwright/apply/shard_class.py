@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshwright.apply import shard_rules as rules
 from meshwright.apply.shard_facts import ShardFacts
 from meshwright.comm._torch_private import without_function_subclasses
+from meshwright.describe.tree import arguments_in
 
 __all__: list[str] = []
 
@@ -147,16 +148,6 @@ def write_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
         _GRAD.__set__(tensor, gradient if gradient is None else gradient.as_subclass(Tensor))
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
-
-
 def _is_number(tensor: Tensor) -> bool:
     return tensor.numel() == 1
 
@@ -169,7 +160,7 @@ class _Call:
         self.full_name = rules.name_of(func)
         self.name = rules.plain_name(self.full_name)
         self.writes = rules.writes_in_place(self.full_name)
-        self.tensors = list(_tensors((args, kwargs)))
+        self.tensors = list(arguments_in((args, kwargs)))
         self.shards = [tensor for tensor in self.tensors if isinstance(tensor, ShardTensor)]
         self.facts = facts_of(self.shards[0])
 

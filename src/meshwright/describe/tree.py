@@ -77,6 +77,18 @@ def tensors_in(tree: Any, *, by_sample: bool = False) -> Iterator[torch.Tensor]:
     yield from found
 
 
+def arguments_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among a function of torch's arguments or results: in lists, tuples and dicts alone, which costs less."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from arguments_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from arguments_in(item)
+
+
 def tree_bytes(tree: Any) -> int:
     """Return the bytes of all tensors inside [bytes]."""
     return sum(tensor.nbytes for tensor in tensors_in(tree))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -35,7 +35,7 @@ from meshwright.apply.tensor.operations import (
 )
 from meshwright.apply.tensor.signatures import call_key
 from meshwright.comm._torch_private import TURNS, without_function_modes
-from meshwright.describe.tree import tensors_in
+from meshwright.describe.tree import arguments_in, tensors_in
 
 __all__: list[str] = []
 
@@ -188,9 +188,9 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = list(_tensors(result))
+        outputs = list(arguments_in(result))
         if outputs or func in _NUMBERS:
-            self._note_uses([*_tensors(args), *_tensors(kwargs)], getattr(func, "__name__", str(func)))
+            self._note_uses([*arguments_in(args), *arguments_in(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))
             self._note(func, args, kwargs, outputs)
@@ -207,7 +207,7 @@ class Trace(TorchFunctionMode):
                 self.uses.setdefault(key, {}).setdefault(tuple(self._path), set()).add(function)
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        inputs = [*_tensors(args), *_tensors(kwargs)]
+        inputs = [*arguments_in(args), *arguments_in(kwargs)]
         derived = [self._dims[id(tensor)] for tensor in inputs if id(tensor) in self._dims]
         if derived and len({owner for owner, _ in derived}) == 1 and self._note_derived(func, args, outputs):
             return
@@ -309,14 +309,3 @@ class Trace(TorchFunctionMode):
             sources=self._sources.get(id(data), frozenset()),
             data=id(data),
         )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
