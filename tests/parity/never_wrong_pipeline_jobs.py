@@ -39,6 +39,7 @@ from parity.never_wrong_pipeline_states import (
 )
 from parity.never_wrong_pipeline_ways import (
     AsksDtype,
+    ChosenRows,
     Conjugated,
     Detached,
     Hooked,
@@ -364,11 +365,13 @@ REFUSED = {
     "inner_step": "other parameters than its own",
     "late_mean": "a pipeline runs forward only",
     "leaks": "has made inside",
+    "chosen_rows": "would need its numbers",
     "compiled": "is compiled",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
 
 SCRIPTS: dict[str, Script] = {
+    "chosen_rows": Script(ChosenRows),
     "unpadded": Script(Unpadded, lengths_batch, mean_over_samples, steps=4),
     "gradual": Script(Stack, before=gradual, evaluates=(1,), steps=4),
     "switched": Script(Stack, before=switch_everywhere, steps=4),

@@ -244,6 +244,20 @@ class LateMean(nn.Module):
         return x
 
 
+class ChosenRows(nn.Module):
+    """Layers get the rows that the layer before has made positive: how many there are, its numbers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            chosen = torch.where(x[:, 0] > 0)[0]
+            x = x.index_add(0, chosen, block(x[chosen]))
+        return x
+
+
 class Leaks(nn.Module):
     """A layer hands a tensor to another one by an object that no module holds."""
 

@@ -95,7 +95,7 @@ class Post:
         tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
         rank = self._rank_of[source]
         if rank == self.group.group_rank:
-            return self._boxes[tag].popleft()
+            return self._from_box(tag, meta, source, target, micro_batch, is_gradient=is_gradient)
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
         if not tensor.numel():
             return tensor
@@ -111,6 +111,18 @@ class Post:
             note = read_note(tensor.view(-1).view(torch.uint8))
             if note is not None:
                 raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
+        return tensor
+
+    def _from_box(
+        self, tag: int, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
+    ) -> Tensor:
+        box = self._boxes[tag]
+        if not box:
+            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
+        tensor = box.popleft()
+        if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+            came = RuntimeError(f"shape {list(tensor.shape)}, {tensor.dtype}")
+            raise _unexpected(came, meta, source, target, micro_batch, is_gradient=is_gradient)
         return tensor
 
     def _receive(self, tensor: Tensor, rank: int, tag: int) -> None:

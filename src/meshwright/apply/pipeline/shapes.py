@@ -145,13 +145,25 @@ def _find_of_function(
         return _run_fake(func, *_with_stand_ins((args, kwargs), make_fake)), False
     except _NeedsNumbersError as error:
         results = _run_plain(func, *_with_stand_ins((args, kwargs), _zeros))
-        if any(True for _ in tensors_in(results)):
+        sizes = [tensor.shape for tensor in tensors_in(results)]
+        # Sizes that follow numbers of another stage are other ones where the numbers are: `torch.where(chosen == 3)`.
+        if sizes and all(_sizes_with(make, func, args, kwargs) in (None, sizes) for make in (_ones, _ramp)):
             return results, True
         raise ReadsValueError(
             f"the code between the layers calls {getattr(func, '__name__', func)}() on a tensor that stage {home} "
-            f"computes, and every other stage would need its numbers ({error})",
+            f"computes, and every other stage would need its numbers ({str(error).splitlines()[0]})",
             fix="decide by the inputs, or inside a layer; or use pp=1",
         ) from error
+
+
+def _sizes_with(
+    make: Callable[[Meta], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Size] | None:
+    """Return the sizes of results where other stages' tensors hold what `make` gives, or None where that cannot be."""
+    try:
+        return [tensor.shape for tensor in tensors_in(_run_plain(func, *_with_stand_ins((args, kwargs), make)))]
+    except (RuntimeError, IndexError, ValueError):
+        return None
 
 
 def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
@@ -372,3 +384,12 @@ def _zeros(meta: Meta) -> Tensor:
         return zeros
     with torch.enable_grad():
         return zeros.requires_grad_().clone()  # no leaf: code may write over it
+
+
+def _ones(meta: Meta) -> Tensor:
+    return torch.ones_like(_zeros(dataclasses.replace(meta, requires_grad=False)))
+
+
+def _ramp(meta: Meta) -> Tensor:
+    zeros = _zeros(dataclasses.replace(meta, requires_grad=False))
+    return (torch.arange(zeros.numel(), device=meta.device) % 2**7).reshape(meta.shape).to(meta.dtype)
