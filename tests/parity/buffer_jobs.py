@@ -78,4 +78,4 @@ def plain(*, calls: int = 0) -> tuple[list[float], int]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, int(module[1].seen)
+    return losses, int(module.state_dict()["1.seen"])
