@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator, Pending
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, MeshwrightError
 from meshwright.run.circles import NUM_PARTS, Circle
 from meshwright.run.loss import LossTerm
 
@@ -346,11 +346,19 @@ class SumExchange:
         ]
         told = self._group.all_gather_json(mine, device=self._vector.device)
         if error is not None and not isinstance(error, OtherStageError):
-            raise error
+            self._raise_own(error, told)
         failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
         _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
-        name = "" if kind in ("ApplyError", "OtherStageError") else f"{kind}: "
+        name = "" if kind in ("ApplyError", "OtherStageError", "OtherWayError") else f"{kind}: "
         raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error
+
+    def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
+        """Raise this rank's error; but what came of another stage's tensors is that stage's to explain."""
+        ways = [(rank, entry) for rank, entry in enumerate(told) if entry is not None and entry[2] == "OtherWayError"]
+        if isinstance(error, MeshwrightError) or not ways:
+            raise error
+        rank, (_, message, _, fix) = ways[0]
+        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {message}", fix=fix) from error
 
 
 def start_sums(
