@@ -47,6 +47,24 @@ def drawn(_: Any, module: nn.Module, __: Any, step: int) -> None:
 
 
 @torch.no_grad()
+def first_written(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    """Write into the first layer alone: its values, some rows, random numbers."""
+    weight, bias = list(module.parameters())[:2]
+    if step:
+        weight.copy_(torch.linspace(-1, 1, weight.numel()).view(weight.shape))
+        weight[3] = 0.5
+        torch.manual_seed(step)
+        nn.init.normal_(bias)
+        bias.add_(torch.rand(bias.shape, dtype=bias.dtype))
+
+
+@torch.no_grad()
+def first_scaled(_: Any, module: nn.Module, __: Any, step: int) -> None:
+    if step:
+        next(module.parameters()).mul_(0.5)
+
+
+@torch.no_grad()
 def sums_of_gradients(_: Any, module: nn.Module, __: Any, step: int) -> None:
     if step:
         total = sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.apply.pipeline.post import other_way
+from meshwright.run.exchange import SumExchange
 from parity import losses
 from parity.harness import refused
 
@@ -314,3 +316,13 @@ def train_with_layer_drop(plan: str) -> tuple[list[float], list[str]]:
         ways = [way for way in model.module.ways if len(way) == 4]
         num_stages = mw.Plan.parse(plan).num_stages // mw.Plan.parse(plan).pp
         return found, sorted(ways[-3 * num_stages :])
+
+
+def fail_for_another_stages_way() -> None:
+    """Rank 0 finds that stages took different ways; rank 1 was given another tensor by that, which its layer cannot take."""
+    world = mw.current_world()
+    assert world is not None
+    with mw.apply_plan(lambda: nn.Linear(2, 2), "dp=2", loss_fn=None, optimizer=None) as model:
+        mine: Exception = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        failure = other_way(2, 1, 0, "3 layers", "more") if world.rank == 0 else mine
+        SumExchange(model.engine.loss_group, model.engine.device, [], failure=failure).wait()

@@ -17,6 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import testing
 from parity import never_wrong_pipeline_jobs as jobs
+from parity.pipeline_jobs import fail_for_another_stages_way
 
 OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
@@ -123,6 +124,12 @@ def test_a_forward_may_come_before_the_first_step(plan: str) -> None:
 
 def test_stages_that_take_different_ways_say_so() -> None:
     outcomes = testing.run_outcomes(jobs.step_in_different_ways, 2)
+    assert all("took different ways" in str(outcome.error) for outcome in outcomes)
+
+
+def test_what_a_layer_raises_over_a_tensor_of_another_way_is_laid_to_the_way() -> None:
+    outcomes = testing.run_outcomes(fail_for_another_stages_way, 2)
+    assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
     assert all("took different ways" in str(outcome.error) for outcome in outcomes)
 
 

@@ -67,6 +67,17 @@ def test_what_treats_each_entry_by_itself_is_as_on_one_device(plan: str) -> None
     equal(plan, jobs.Average(first=1))
 
 
+@pytest.mark.parametrize("plan", ["pp=2", "dp=2,pp=2,zero=1"])
+def test_what_one_stage_holds_whole_is_written_by_it_and_not_refused_by_the_others(plan: str) -> None:
+    equal(plan, jobs.first_written)
+
+
+def test_what_one_stage_has_in_parts_is_refused_by_all_stages() -> None:
+    refused("dp=2,pp=2,zero=3,whole_below=0", jobs.first_scaled, "mul_() of parameter 'inp.weight'")
+    refused("tp=2,pp=2", jobs.first_written, "copy_()")
+    equal("tp=2,pp=2", jobs.first_scaled)
+
+
 def test_writing_over_what_is_put_aside_is_refused_by_name() -> None:
     refused(ZERO3, jobs.scaled, "mul_() of parameter 'inp.weight'")
 

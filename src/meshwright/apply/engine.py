@@ -289,8 +289,11 @@ class Engine:
         }
 
     def buffers_changed(self) -> bool:
-        """Tell whether a forward wrote into a buffer since the last `sync_buffers`."""
+        """Tell whether anything wrote into a buffer since the last `sync_buffers` or `note_buffers`."""
         return False
+
+    def note_buffers(self) -> None:
+        """Take the buffers as they are now for equal on all ranks."""
 
     def sync_buffers(self) -> None:
         """Make the buffers equal on all ranks."""

@@ -135,5 +135,9 @@ class OuterEngine(Engine):
     def buffers_changed(self) -> bool:
         return self._inner is not None and self._inner.buffers_changed()
 
+    def note_buffers(self) -> None:
+        if self._inner is not None:
+            self._inner.note_buffers()
+
     def sync_buffers(self) -> None:
         self.inner.sync_buffers()

@@ -174,6 +174,8 @@ class _Call:
         facts = self.facts
         if any(facts_of(shard).values == "share" for shard in self.shards):
             return self._wrapped(self._plain()) if self._is_linear() else self._refuse()
+        if self._is_done_elsewhere():
+            return self._on_stand_in()
         if self.name not in rules.ELEMENTWISE or (
             self.name == "where" and len(self.args) < len(("if", "then", "else"))
         ):
@@ -228,6 +230,21 @@ class _Call:
                 if self.writes and not into_shard:
                     what = f"{self.full_name}() into a tensor of shape {tuple(tensors[0].shape)}"
                 self.facts.refuse(what, writes=into_shard)
+
+    def _is_done_elsewhere(self) -> bool:
+        """Whether other ranks have the tensor whole and are called as this one is, with nothing that they have not."""
+        facts = self.facts
+        is_theirs = facts.elsewhere == "whole" and facts.moment.where == "between"
+        return is_theirs and self.writes and len(self.shards) == 1 and self.tensors[0] is self.shards[0]
+
+    def _on_stand_in(self) -> Any:
+        """Write into a tensor that nobody reads: an error is one on all ranks, and random numbers are drawn on all."""
+        first = self.shards[0]
+        with without_function_subclasses(), torch.no_grad():
+            blank = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
+            named = {key: blank if item is first else item for key, item in self.kwargs.items()}
+            self.func(*(blank if item is first else item for item in self.args), **named)
+        return first
 
     def _without_values(self) -> Any:
         if not self.writes:

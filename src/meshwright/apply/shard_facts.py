@@ -51,7 +51,8 @@ class ShardFacts:
         key: Equal for tensors that hold the same entries of full tensors of one shape.
         is_cut: Whether entries are missing.
         axis: The part of the plan that is to blame.
-        ignores_writes: Whether the ranks that have the values do what a script does to it, so that here nothing is to do.
+        elsewhere: What the ranks have that hold it between steps, where this one holds nothing: what a script writes into "whole"
+            values, or number by number into a "shard", is theirs to do; "none" of them can. "" where this rank is one of them.
         gradient_is_elsewhere: Whether other memory than `.grad` holds the gradient now.
         read: A way to read it that works.
         write: A way to write it that works.
@@ -68,7 +69,7 @@ class ShardFacts:
     """Whether entries are missing inside of a step, too."""
     is_piece: bool = False
     """Whether it is memory of the optimizer, which never becomes whole."""
-    ignores_writes: bool = False
+    elsewhere: Literal["", "whole", "shard", "none"] = ""
     gradient_is_elsewhere: Callable[[], bool] | None = None
     read: str = READ_WHOLE
     write: str = "write it inside `with model.whole_parameters():`, alike on every rank"
@@ -86,8 +87,13 @@ class ShardFacts:
             values="shard" if self.values == "whole" else self.values,
             read=READ_GRADIENT,
             write=READ_GRADIENT,
-            ignores_writes=False,
+            elsewhere="",
         )
+
+    @property
+    def ignores_writes(self) -> bool:
+        """Whether the ranks that have the values do what a script does to it, so that here nothing is to do."""
+        return self.elsewhere in ("whole", "shard")
 
     def of_absent_gradient(self) -> ShardFacts:
         """Return what is known of a gradient that this rank has pieces of, in other memory."""

@@ -11,20 +11,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator, Pending
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, MeshwrightError
 from meshwright.run.circles import NUM_PARTS, Circle
 from meshwright.run.loss import LossTerm
 
 __all__: list[str] = []
 
-_NUM_COUNTS = 6
+_NUM_COUNTS = 7
 """Numbers of a step's vector that are added up before what ranks must say alike [count]."""
 
 
@@ -72,6 +72,8 @@ class Agreement:
         sayings: What ranks must say alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
         held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
+        moved: Whether this rank's buffers were written to since the last step or evaluation ended.
+        knows_first: Whether all ranks wait for this before they run a forward.
     """
 
     def __init__(
@@ -90,8 +92,12 @@ class Agreement:
         sayings: Sequence[Saying] = (),
         on_difference: Callable[[list[str]], None] | None = None,
         held: Callable[[], dict[str, bool]] | None = None,
+        moved: bool = False,
+        knows_first: bool = True,
     ) -> None:
         self._group = group
+        self._moved = moved
+        self._knows_first = knows_first
         self._topics = [saying.topic for saying in sayings]
         self._on_difference = on_difference
         self._copies = copies
@@ -99,7 +105,7 @@ class Agreement:
         self._switched = switched
         self._broken = broken
         self._held = held
-        flags = (wants_stop, switched is not None, broken is not None)
+        flags = (wants_stop, switched is not None, broken is not None, moved)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         for saying in sayings:
             mine += saying.circle.terms(saying.digest)
@@ -129,6 +135,8 @@ class Agreement:
                 self._raise_broken()
             if 0 < total[4] < self._group.size:
                 self._refuse_switched()
+            if 0 < total[6] < self._group.size and not self._knows_first:
+                self._refuse_moved()
             self._total = total
             said = zip(self._topics, _in_parts(total[_NUM_COUNTS : self._num_fixed]), strict=True)
             different = [topic for topic, sums in said if any(sums)]
@@ -152,6 +160,16 @@ class Agreement:
         raise ApplyError(
             f"requires_grad of '{name}' was switched on rank(s) {ranks} and not on the others of {self._group.size}",
             fix="switch it on every rank, between the same two steps",
+        )
+
+    def _refuse_moved(self) -> None:
+        """Refuse buffers that follow rank 0 from this step on, where a rank that kept its own has run its forward already."""
+        moved = self._group.all_gather_json(self._moved, device=self._device)
+        ranks = [self._group.ranks[index] for index, is_moved in enumerate(moved) if is_moved]
+        raise ApplyError(
+            f"buffers were changed on rank(s) {ranks} of {self._group.size} alone since the last step or evaluation, by a "
+            "forward that was called by hand or a write; buffers follow rank 0, and this step has begun without them",
+            fix="call the model, or write into its buffers, on every rank alike, or use model.evaluate(batch)",
         )
 
     @property
@@ -178,6 +196,11 @@ class Agreement:
     def wants_stop(self) -> bool:
         """Whether any rank was asked to stop."""
         return self.wait()[3] > 0
+
+    @property
+    def buffers_moved(self) -> bool:
+        """Whether buffers were changed between steps, on any rank."""
+        return self.wait()[6] > 0
 
     @property
     def trainable_changed(self) -> bool:
@@ -323,11 +346,19 @@ class SumExchange:
         ]
         told = self._group.all_gather_json(mine, device=self._vector.device)
         if error is not None and not isinstance(error, OtherStageError):
-            raise error
+            self._raise_own(error, told)
         failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
         _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
-        name = "" if kind in ("ApplyError", "OtherStageError") else f"{kind}: "
+        name = "" if kind in ("ApplyError", "OtherStageError", "OtherWayError") else f"{kind}: "
         raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error
+
+    def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
+        """Raise this rank's error; but what came of another stage's tensors is that stage's to explain."""
+        ways = [(rank, entry) for rank, entry in enumerate(told) if entry is not None and entry[2] == "OtherWayError"]
+        if isinstance(error, MeshwrightError) or not ways:
+            raise error
+        rank, (_, message, _, fix) = ways[0]
+        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {message}", fix=fix) from error
 
 
 def start_sums(

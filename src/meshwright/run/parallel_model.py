@@ -265,8 +265,8 @@ class ParallelModel:
 
         The loss of several batches is the mean of their losses, weighted by "weight".
 
-        The module is in eval mode meanwhile; no gradient or buffer of the training is touched by us, and torch's generators are
-        put back.
+        The module is in eval mode meanwhile; no gradient is touched, and torch's generators are put back. Buffers that the model
+        writes even so follow rank 0, as they do after a step.
 
         Args:
             batch: This rank's share, or None; as for `step`.

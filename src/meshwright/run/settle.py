@@ -155,10 +155,13 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
     if isinstance(engine, PipelineEngine) and engine.is_prepared:
         return Evidence(obstacle="the pipeline had been laid out before")
     trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
+    is_noted = not engine.buffers_changed()
     if engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
         found = _run_in_lockstep(engine, module, trials, term)
     else:
         found = _run_alone(engine, module, trials, term)
+    if is_noted:
+        engine.note_buffers()  # trials have put them back
     if found is None and parts:
         return Evidence(obstacle="the first share has one sample only, and split= cuts batches")
     return found

@@ -220,6 +220,10 @@ class Stepper:
             broken = self._watch_model.find_mixing(parts)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
+        moved = self.engine.buffers_changed()
+        is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
+        has_stages = isinstance(self.engine, PipelineEngine)
+        knows_first = is_there or has_stages or self.engine.needs_lockstep or self.sentinels.needs_agreement_first
         agreement = Agreement(
             self.engine.everyone,
             self.engine.device,
@@ -234,11 +238,12 @@ class Stepper:
             sayings=self.sentinels.sayings(batch),
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
+            moved=moved,
+            knows_first=knows_first,
         )
-        is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
-        if is_there or self.sentinels.needs_agreement_first:
-            agreement.wait()
-        may_be_told = switched is not None or isinstance(self.engine, PipelineEngine)
+        if (knows_first or moved) and agreement.buffers_moved:
+            self.engine.sync_buffers()
+        may_be_told = switched is not None or has_stages
         if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
             self._guard.accept_trainable()
@@ -365,7 +370,12 @@ class Stepper:
 
         def sums_of(terms: Sequence[LossTerm], failure: Exception | None, *, is_alone: bool = False) -> Sums:
             agreement.wait()
-            return SumExchange(engine.loss_group, engine.device, terms, failure=failure, is_alone=is_alone).wait()
+            return SumExchange(
+                *(engine.loss_group, engine.device, terms),
+                buffers_changed=engine.buffers_changed(),
+                failure=failure,
+                is_alone=is_alone,
+            ).wait()
 
         def compute(module: nn.Module, part: Any) -> LossTerm | None:
             return self._told(self._terms.of_any, (module, part), lambda error: sums_of((), error, is_alone=True))
@@ -383,4 +393,6 @@ class Stepper:
         terms = [term for term in found if term is not None]
         sums = sums_of(terms, self._watch_loss.failure)
         engine.end_forward()
+        if sums.buffers_changed:
+            engine.sync_buffers()
         return sums

@@ -206,6 +206,8 @@ class PipelineEngine(OuterEngine):
             self._tensor.adopt_optimizer(self._optimizer)
             self._tensor.cut(restrict(layout, stage_map, own, tensors))
             self._inner = self._tensor
+        held = self._holding.held_values(self._inner.held_parts(self.switch.moment))
+        self._holding.learn(self.pipe.all_gather_json(held, device=self.device))
         self._interception = Interception(self.module, flow.units, [child for _, child in around], self._under_way)
 
     def detail(self, plan: Plan) -> Plan:
@@ -316,12 +318,10 @@ class PipelineEngine(OuterEngine):
         self._post.finish()
         if self._own_state is not None:
             self._own_state.end_step()
-        if self._plan.zero and self._plan.dp > 1:  # there a rank is left with pieces
-            self._tied.sum()
-            self.inner.finish_gradients(scale)
-        else:
-            self.inner.finish_gradients(scale)
-            self._tied.sum()
+        sums_first = self._plan.zero and self._plan.dp > 1  # there a rank is left with pieces
+        steps = [self._tied.sum, lambda: self.inner.finish_gradients(scale)]
+        for run in steps if sums_first else reversed(steps):
+            run()
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)

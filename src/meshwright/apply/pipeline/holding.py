@@ -43,6 +43,7 @@ class Holding:
         ]
         self._all, self._own = [slot.all for slot in self._slots], [slot.own for slot in self._slots]
         self._seen_all, self._seen_own = _ids(self._all), _ids(self._own)
+        self._elsewhere: dict[str, Any] = {}
         self._is_out = False
         self._let_go()
         self._take_out()
@@ -91,6 +92,15 @@ class Holding:
             else:
                 self._take_out()
 
+    def held_values(self, parts: Sequence[tuple[Tensor, ShardFacts]]) -> dict[str, str]:
+        """Return FQN -> what this rank has of a parameter that it holds, where that is not everything, for other stages."""
+        known = {id(tensor): facts.values for tensor, facts in parts if facts.values != "whole"}
+        return {name: known[id(p)] for name, p in self.all.items() if name not in self.absent and id(p) in known}
+
+    def learn(self, told: Sequence[Mapping[str, str]]) -> None:
+        """Take note of what the ranks of other stages have of their parameters, as their `held_values` say."""
+        self._elsewhere = {name: values for states in told for name, values in states.items()}
+
     def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
         """Return the parameters of other stages, and what is known of them."""
         return [
@@ -103,7 +113,7 @@ class Holding:
                     values="none",
                     key=("pp", name),
                     axis="pp",
-                    ignores_writes=True,
+                    elsewhere=self._elsewhere.get(name, "whole"),
                     gradient_is_elsewhere=lambda: True,
                 ),
             )

@@ -253,9 +253,13 @@ def _unexpected(
     )
 
 
-def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str) -> ApplyError:
+class OtherWayError(ApplyError):
+    """Stages took different ways through a forward: what else one raises in it may come of tensors that were not meant."""
+
+
+def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str) -> OtherWayError:
     """Return the error of two stages whose forwards of one micro-batch were not the same."""
-    return ApplyError(
+    return OtherWayError(
         f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
         f"called {theirs}, stage {stage} {mine}, or the code between them used other tensors",
         fix=_OTHER_WAY_FIX,

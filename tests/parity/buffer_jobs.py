@@ -1,0 +1,81 @@
+"""A model that counts its calls in a buffer, and scripts that run it on some ranks alone; ranks import them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+class Counting(nn.Module):
+    """A layer whose outputs depend on how often it ran."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.linear(x) / (1.0 + 0.1 * self.seen)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Counting(), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def batch(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = (torch.randn(num_samples, size, generator=generator, dtype=torch.float64) for size in (6, 4))
+    return inputs, targets
+
+
+def square(outputs: Tensor, pair: Any) -> Tensor:
+    return (outputs - pair[1]).square().mean()
+
+
+def train(plan: str, *, by_hand: tuple[int, ...] = (), shares_memory: bool = True) -> tuple[list[float], int]:
+    """Return losses, and how often the model ran by its buffer.
+
+    Evaluations have one sample, so that a rank has none; the ranks of `by_hand` call the model once between two steps.
+    """
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(build, plan, loss_fn=square, optimizer=sgd, sentinel_every=0) as model:
+        group = model.engine.everyone
+        before, group.shares_memory = group.shares_memory, group.shares_memory and shares_memory
+        try:
+            losses = []
+            for step in range(3):
+                losses.append(model.evaluate(mw.split_batch(batch(1, step), model))["loss"])
+                if model.world.rank in by_hand:
+                    model(batch(2, step)[0])
+                losses.append(model.step(mw.split_batch(batch(4, 10 + step), model)).loss)
+        finally:
+            group.shares_memory = before
+        return losses, int(model.full_state_dict()["1.seen"])
+
+
+def plain(*, calls: int = 0) -> tuple[list[float], int]:
+    """Return the same of one device, where `calls` calls come between an evaluation and a step."""
+    torch.manual_seed(0)
+    module = build()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        pair = batch(1, step)
+        losses.append(square(module(pair[0]), pair).item())
+        for _ in range(calls):
+            module(batch(2, step)[0])
+        pair = batch(4, 10 + step)
+        loss = square(module(pair[0]), pair)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, int(module.state_dict()["1.seen"])

@@ -1,0 +1,45 @@
+"""Buffers that a forward outside of a step moves on some ranks alone: they follow rank 0, before anything runs with them."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+import meshwright as mw
+from meshwright import testing
+from parity import buffer_jobs as jobs
+
+OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1", "dp=2,tp=2", "dp=2,pp=2", "dp=2,pp=2,zero=3"],
+)
+def test_an_evaluation_without_samples_on_a_rank_moves_its_buffers_too(plan: str) -> None:
+    losses, seen = jobs.plain()
+    for found in testing.run_ranks(jobs.train, mw.Plan.parse(plan).num_ranks, plan):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert found[1] == seen
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [((0,), 1), ((1,), 0), ((0, 1), 1)])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+def test_calls_by_hand_count_on_rank_0(plan: str, ranks: tuple[int, ...], calls: int) -> None:
+    if OVER_GLOO and len(ranks) == 1:
+        pytest.skip("ranks agree while forward runs: refused")
+    losses, seen = jobs.plain(calls=calls)
+    for found in testing.run_ranks(functools.partial(jobs.train, plan, by_hand=ranks), 2):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert found[1] == seen
+
+
+def test_where_ranks_agree_while_forward_runs_calls_on_some_alone_are_refused() -> None:
+    job = functools.partial(jobs.train, "dp=2", shares_memory=False)
+    for found in testing.run_ranks(functools.partial(job, by_hand=(0, 1)), 2):
+        assert found[0] == pytest.approx(jobs.plain(calls=1)[0], rel=1e-12)
+    for outcome in testing.run_outcomes(functools.partial(job, by_hand=(0,)), 2):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "buffers were changed on rank(s) [0] of 2 alone" in str(outcome.error)
