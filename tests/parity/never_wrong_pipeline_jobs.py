@@ -40,6 +40,7 @@ from parity.never_wrong_pipeline_states import (
 from parity.never_wrong_pipeline_ways import (
     AsksDtype,
     Conjugated,
+    CountsTwice,
     Detached,
     Hooked,
     InnerStep,
@@ -390,6 +391,7 @@ SCRIPTS: dict[str, Script] = {
     "identity": Script(Identity, masked_batch, evaluates=(1,)),
     "own_state": Script(lambda: OwnState(reads_later=False), evaluates=(1,), attributes=("calls",)),
     "own_state_read_later": Script(lambda: OwnState(reads_later=True), evaluates=(1,), attributes=("calls",)),
+    "counts_twice": Script(CountsTwice),
     "other_ways": Script(OtherPaths, ways_batch, steps=5),
     "asks_dtype": Script(AsksDtype),
     "detached": Script(Detached, loss=reads_inside),
