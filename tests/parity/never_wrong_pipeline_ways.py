@@ -58,6 +58,18 @@ class Counts(nn.Module):
         return torch.tanh(self.line(x)) * (1 + 1 / self.calls)
 
 
+class CountsTwice(nn.Module):
+    """Calls one layer again and again, which counts its calls in an attribute and follows that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Counts(), tanh_block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.first(x))
+        return self.last(self.first(self.first(x)))
+
+
 # -- chance -------------------------------------------------------------------------------------------------------------
 
 

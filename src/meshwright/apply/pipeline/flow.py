@@ -45,6 +45,7 @@ class Flow:
         opens: Units whose calls use tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
+        counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
     """
 
     calls: tuple[UnitCall, ...]
@@ -58,6 +59,7 @@ class Flow:
     opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -68,7 +70,7 @@ class Flow:
         """Return what `to_json` gave."""
         calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared")}
+        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts")}
         slots = {
             key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
             for key in ("leaves", "takes")

@@ -124,6 +124,7 @@ class _Observer(TorchFunctionMode):
         self._given: set[int] = set()
         self._in_objects: set[int] = set()
         self._opens: set[str] = set()
+        self._counts: set[str] = set()
         self._is_in_model = False
         self._draws = False
         self._draws_python = False
@@ -239,6 +240,8 @@ class _Observer(TorchFunctionMode):
         old = {id(tensor) for tensor, _ in call["given"]}
         for path, kind, key, value in scene.changes():
             if kind == "del" or not holds_tensors(value):
+                if isinstance(path[0], tuple):
+                    self._counts.add(call["unit"])
                 continue
             if isinstance(path[0], tuple):
                 slot = (path[0][1], path[1] if len(path) > 1 else key)
@@ -374,6 +377,7 @@ class _Observer(TorchFunctionMode):
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
+            counts=tuple(sorted(self._counts)),
             leaks=tuple(dict.fromkeys(self._leaks)),
             shared=tuple(self._shared.texts()),
         )

@@ -98,9 +98,9 @@ def cut(
     blocks = _blocks(module, flow, together)
     if len(blocks) < num_stages:
         raise ApplyError(
-            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers and are "
-            "called several times stay on one stage with all between their calls, since their statistics follow one another; so "
-            "do layers that tensor parallelism cuts together",
+            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers or "
+            "counts and are called several times stay on one stage with all between their calls, since these follow one another; "
+            "so do layers that tensor parallelism cuts together",
             fix=_fix_for(len(blocks), rank_of_stage),
         )
     wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
@@ -142,7 +142,7 @@ def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list
         if place > end:
             blocks.append([])
         blocks[-1].append(place)
-        if any(True for _ in module.get_submodule(call.unit).buffers()):
+        if call.unit in flow.counts or any(True for _ in module.get_submodule(call.unit).buffers()):
             end = max(end, last_call[call.unit])
         for members in together:
             if call.unit in members:

@@ -16,6 +16,7 @@ What is proven:
 
 proof.py        shards run beside the whole: equal, or not cut
 conditions.py   the calls and modes that a layout of one scope is proven under
+unchecked.py    calls that torch lets read past the end of a tensor
 comparison.py   what shards gave and left, beside the whole's
 effects.py      what a forward leaves behind beside its results
 mirror.py       attributes that the forward of a copy leaves, shown on the model

@@ -38,6 +38,7 @@ from meshwright.apply.tensor.trace import Call
 from meshwright.apply.tensor.types.checker import Checker
 from meshwright.apply.tensor.types.record import Record, run_and_watch
 from meshwright.apply.tensor.types.report import TypeReport
+from meshwright.apply.tensor.unchecked import check_shapes
 from meshwright.comm._torch_private import run_backward
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
@@ -65,6 +66,7 @@ class Exact(WithoutDropout):
             return args[0].double()
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        check_shapes(func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
 
