@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from parity.never_wrong_pipeline_branches import Balanced, fewer_blocks
 from parity.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
 from parity.never_wrong_pipeline_states import (
     Activations,
@@ -283,7 +284,7 @@ def inspect_with_a_fault() -> tuple[list[str | None], list[str]]:
 
         def wrong(*args: Any, **kwargs: Any) -> Tensor:
             tensor = receive(*args, **kwargs)
-            if not kwargs["is_gradient"] and kwargs["micro_batch"] == 0:
+            if kwargs["micro_batch"] == 0:
                 tensor[0, 0] += 1e-9
             return tensor
 
@@ -375,6 +376,7 @@ SCRIPTS: dict[str, Script] = {
     "frozen_stage": Script(Stack, before=freeze_last),
     "switched_by_name": Script(Stack, before=freeze_own_weights),
     "auxiliary": Script(Auxiliary, loss=with_aux, evaluates=(1,)),
+    "unused_results": Script(Balanced, before=fewer_blocks, steps=4),
     "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),

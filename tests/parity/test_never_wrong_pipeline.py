@@ -31,6 +31,7 @@ _SEVERAL_STAGES = (
     "own_state_read_later",
     "skips",
     "gradual",
+    "unused_results",
 )
 
 
