@@ -32,6 +32,7 @@ _SEVERAL_STAGES = (
     "skips",
     "gradual",
     "unused_results",
+    "draws_inside",
 )
 
 

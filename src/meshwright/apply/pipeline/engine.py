@@ -168,10 +168,10 @@ class PipelineEngine(OuterEngine):
         around = modules_around(self.module, flow.units)
         self._homes = Homes(self.module, [child for _, child in around], self.group, self.device)
         twins = {} if layout is None else make_twins(self.module, flow.units)
-        self._shapes = Shapes(twins, lambda _: around)
+        self._shapes = Shapes(twins, lambda _: around, flow.draws_python)
         seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
         self._post.life = life
-        self._draws = Draws(seed, self.device, apart=flow.draws, python=flow.draws_python)
+        self._draws = Draws(seed, self.device, apart=flow.draws, python=bool(flow.draws_python))
         self._own_state = OwnState([module for _, module in around], own) if len(own) > 1 else None
         self._stages = {
             index: Stage(

@@ -268,6 +268,6 @@ def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str)
     """Return the error of two stages whose forwards of one micro-batch were not the same."""
     return ApplyError(
         f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
-        f"called {theirs}, stage {stage} {mine}, or the code between them used other tensors",
+        f"called {theirs}, stage {stage} {mine}, or drew other random numbers, or the code between used other tensors",
         fix=_OTHER_WAY_FIX,
     )

@@ -97,7 +97,7 @@ class Stage:
         if self._own_state is not None:
             self._own_state.enter(self.index)
         try:
-            with self._draws.between_layers(micro_batch), split or contextlib.nullcontext(), walk:
+            with self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext(), walk:
                 result = run(self._module)
         except ReadsValueError:
             if not walk.owes_nothing_to_the_loss:
