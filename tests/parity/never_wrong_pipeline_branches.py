@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Balanced", "CountedDraws", "DrawsInside", "fewer_blocks", "seed_python"]
+__all__ = ["Balanced", "CountedDraws", "DrawsInside", "LateMixing", "fewer_blocks", "mixes_later", "seed_python"]
 
 
 class _Balanced(nn.Module):
@@ -99,3 +99,26 @@ def seed_python(step: int, _module: Any) -> None:
     if step == 0:
         random.seed(4)
         np.random.seed(4)
+
+
+# -- samples that see each other, from some step on -----------------------------------------------------------------
+
+
+class LateMixing(nn.Module):
+    """Takes the mean over the samples off, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+        self.mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x + block(x)
+            if self.mixes and place == 1:
+                x = x - x.mean(0)
+        return x
+
+
+def mixes_later(step: int, module: Any) -> None:
+    module.mixes = step >= 2

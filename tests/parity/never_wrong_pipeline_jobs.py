@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity.never_wrong_pipeline_branches import Balanced, CountedDraws, DrawsInside, fewer_blocks, seed_python
+from parity.never_wrong_pipeline_branches import (
+    Balanced,
+    CountedDraws,
+    DrawsInside,
+    LateMixing,
+    fewer_blocks,
+    mixes_later,
+    seed_python,
+)
 from parity.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
 from parity.never_wrong_pipeline_states import (
     Activations,
@@ -366,6 +374,7 @@ REFUSED = {
     "late_mean": "a pipeline runs forward only",
     "leaks": "has made inside",
     "compiled": "is compiled",
+    "late_mixing": "mixes the samples",
     "counted_draws": "drew other random numbers",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
@@ -380,6 +389,7 @@ SCRIPTS: dict[str, Script] = {
     "unused_results": Script(Balanced, before=fewer_blocks, steps=4),
     "draws_inside": Script(DrawsInside, before=seed_python, evaluates=(0, 2), steps=5),
     "counted_draws": Script(CountedDraws, before=seed_python, steps=4),
+    "late_mixing": Script(LateMixing, before=mixes_later, steps=4),
     "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),

@@ -24,7 +24,7 @@ from meshwright.run.loss import LossTerm
 
 __all__: list[str] = []
 
-_NUM_COUNTS = 6
+_NUM_COUNTS = 7
 """Numbers of a step's vector that are added up before what ranks must say alike [count]."""
 
 
@@ -72,6 +72,7 @@ class Agreement:
         sayings: What ranks must say alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
         held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
+        has_changed: Whether the model on this rank is to be tried on parts of the batch again.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Agreement:
         sayings: Sequence[Saying] = (),
         on_difference: Callable[[list[str]], None] | None = None,
         held: Callable[[], dict[str, bool]] | None = None,
+        has_changed: bool = False,
     ) -> None:
         self._group = group
         self._topics = [saying.topic for saying in sayings]
@@ -99,7 +101,7 @@ class Agreement:
         self._switched = switched
         self._broken = broken
         self._held = held
-        flags = (wants_stop, switched is not None, broken is not None)
+        flags = (wants_stop, switched is not None, broken is not None, has_changed)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         for saying in sayings:
             mine += saying.circle.terms(saying.digest)
@@ -183,6 +185,11 @@ class Agreement:
     def trainable_changed(self) -> bool:
         """Whether `requires_grad` was switched, on every rank."""
         return self.wait()[4] > 0
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the model is to be tried again, on any rank."""
+        return self.wait()[6] > 0
 
 
 def _in_parts(numbers: list[float]) -> list[list[float]]:

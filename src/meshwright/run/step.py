@@ -218,6 +218,7 @@ class Stepper:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
         if broken is None and self._watch_loss.is_cut:
             broken = self._watch_model.find_mixing(parts)
+        stages_try = self._watch_loss.is_cut and isinstance(self.engine, PipelineEngine)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         agreement = Agreement(
@@ -234,6 +235,7 @@ class Stepper:
             sayings=self.sentinels.sayings(batch),
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
+            has_changed=stages_try and self._watch_model.has_changed(),
         )
         is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
         if is_there or self.sentinels.needs_agreement_first:
@@ -243,6 +245,8 @@ class Stepper:
             agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()
+        if stages_try and agreement.has_changed:
+            self._watch_model.refuse_mixing_stages(parts)
         return agreement
 
     def _forward_backward(

@@ -52,6 +52,7 @@ class Post:
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
         self._notes: deque[tuple[Any, Tensor]] = deque()
         self._boxes: defaultdict[int, deque[Tensor | None]] = defaultdict(deque)
+        self._is_under_way = False
         self._left_behind: list[Callable[[], bool]] = []
 
     def has_notes(self, device: torch.device) -> bool:
@@ -232,6 +233,16 @@ class Post:
         self.finish_tensors()
         while self._notes:
             self._notes.popleft()[0].wait()
+        self._is_under_way = False
+
+    def begin(self) -> None:
+        """Begin a step or a forward, on all ranks; one before that has not come to its end has failed on all of them.
+
+        What it left under way is of another life then.
+        """
+        self.forget()
+        self.life += self._is_under_way
+        self._is_under_way = True
 
     def forget(self) -> None:
         """Forget what a step that ended in an error has left behind.
