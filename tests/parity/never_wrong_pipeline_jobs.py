@@ -11,6 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from parity.never_wrong_pipeline_branches import (
+    Balanced,
+    CountedDraws,
+    DrawsInside,
+    LateMixing,
+    fewer_blocks,
+    mixes_later,
+    seed_python,
+)
 from parity.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
 from parity.never_wrong_pipeline_states import (
     Activations,
@@ -285,7 +294,7 @@ def inspect_with_a_fault() -> tuple[list[str | None], list[str]]:
 
         def wrong(*args: Any, **kwargs: Any) -> Tensor:
             tensor = receive(*args, **kwargs)
-            if not kwargs["is_gradient"] and kwargs["micro_batch"] == 0:
+            if kwargs["micro_batch"] == 0:
                 tensor[0, 0] += 1e-9
             return tensor
 
@@ -368,6 +377,8 @@ REFUSED = {
     "leaks": "has made inside",
     "chosen_rows": "would need its numbers",
     "compiled": "is compiled",
+    "late_mixing": "mixes the samples",
+    "counted_draws": "drew other random numbers",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
 
@@ -379,6 +390,10 @@ SCRIPTS: dict[str, Script] = {
     "frozen_stage": Script(Stack, before=freeze_last),
     "switched_by_name": Script(Stack, before=freeze_own_weights),
     "auxiliary": Script(Auxiliary, loss=with_aux, evaluates=(1,)),
+    "unused_results": Script(Balanced, before=fewer_blocks, steps=4),
+    "draws_inside": Script(DrawsInside, before=seed_python, evaluates=(0, 2), steps=5),
+    "counted_draws": Script(CountedDraws, before=seed_python, steps=4),
+    "late_mixing": Script(LateMixing, before=mixes_later, steps=4),
     "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),

@@ -17,6 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import testing
 from parity import never_wrong_pipeline_jobs as jobs
+from parity import pipeline_failure_jobs as failures
 from parity.pipeline_jobs import fail_for_another_stages_way
 
 OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
@@ -32,6 +33,8 @@ _SEVERAL_STAGES = (
     "own_state_read_later",
     "skips",
     "gradual",
+    "unused_results",
+    "draws_inside",
 )
 
 
@@ -137,6 +140,28 @@ def test_an_error_of_one_stage_is_told_to_the_others_and_training_goes_on() -> N
     for losses in testing.run_ranks(jobs.step_after_an_error, 2):
         assert losses[0] in ("ValueError: boom", "rank 1 cannot go on: ValueError: boom")
         assert [type(loss) for loss in losses[1:]] == [float, float]
+
+
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize(
+    ("plan", "where", "action"),
+    [
+        ("pp=2", "backward", "step"),
+        ("pp=2,schedule=zb-h1", "backward", "step"),
+        ("pp=2,schedule=zbv", "backward", "step"),
+        ("pp=2,schedule=zbv", "forward", "step"),
+        ("pp=2", "forward", "evaluate"),
+        ("pp=2", "forward", "forward"),
+        ("pp=2,schedule=zbv", "forward", "forward"),
+    ],
+)
+def test_a_layer_that_raises_is_told_to_all_ranks_and_training_goes_on(
+    plan: str, where: str, action: str, place: int
+) -> None:
+    first, *others = testing.run_ranks(failures.run_with_a_failure, 2, plan, place, where, action)
+    assert "boom" in first[1]
+    assert all("boom" in found[1] for found in others)
+    assert all((found[0], found[2]) == (first[0], first[2]) for found in others)
 
 
 def test_a_hook_on_one_rank_changes_nothing() -> None:

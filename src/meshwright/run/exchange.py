@@ -24,7 +24,7 @@ from meshwright.run.loss import LossTerm
 
 __all__: list[str] = []
 
-_NUM_COUNTS = 7
+_NUM_COUNTS = 8
 """Numbers of a step's vector that are added up before what ranks must say alike [count]."""
 
 
@@ -74,6 +74,7 @@ class Agreement:
         held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
         moved: Whether this rank's buffers were written to since the last step or evaluation ended.
         knows_first: Whether all ranks wait for this before they run a forward.
+        has_changed: Whether the model on this rank is to be tried on parts of the batch again.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Agreement:
         held: Callable[[], dict[str, bool]] | None = None,
         moved: bool = False,
         knows_first: bool = True,
+        has_changed: bool = False,
     ) -> None:
         self._group = group
         self._moved = moved
@@ -105,7 +107,7 @@ class Agreement:
         self._switched = switched
         self._broken = broken
         self._held = held
-        flags = (wants_stop, switched is not None, broken is not None, moved)
+        flags = (wants_stop, switched is not None, broken is not None, moved, has_changed)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         for saying in sayings:
             mine += saying.circle.terms(saying.digest)
@@ -206,6 +208,11 @@ class Agreement:
     def trainable_changed(self) -> bool:
         """Whether `requires_grad` was switched, on every rank."""
         return self.wait()[4] > 0
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the model is to be tried again, on any rank."""
+        return self.wait()[7] > 0
 
 
 def _in_parts(numbers: list[float]) -> list[list[float]]:

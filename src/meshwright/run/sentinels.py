@@ -89,7 +89,7 @@ class Sentinels:
         self._found: list[str] = []
         self._has_warned_of_draws = False
         # To read their states takes longer than torch's: only where the model's code can draw from them.
-        self._draws_python = not self._drawing.is_alone and Outside(engine.module).draws
+        self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
         self.recompute: Recompute | None = None
         """The layers that run again in backward, which are inspected as well."""
 
@@ -126,10 +126,9 @@ class Sentinels:
         found: list[Saying] = []
         if not self._drawing.is_alone:
             state = RandomState.read(self._engine.device)
-            digest = digest_rng(state.cpu, state.cuda)
-            if self._draws_python:
-                digest = (digest + digest_text(repr(PythonState().to_json()))) & 2**63 - 1
-            found.append(Saying("draws", self._drawing, digest))
+            found.append(Saying("draws", self._drawing, digest_rng(state.cpu, state.cuda)))
+        if self._draws_python:
+            found.append(Saying("python", self._sharing, digest_text(repr(PythonState().to_json()))))
         if not self.is_watching:
             return found
         self._batch = batch
@@ -171,6 +170,8 @@ class Sentinels:
             self._report(self._watch.compare(engine.everyone, self._mesh))
         if "draws" in topics:
             self._draw_together()
+        if "python" in topics:
+            self._draw_python_together()
 
     def _draw_together(self) -> None:
         """Have ranks that share layers go on with the random numbers of the first of them."""
@@ -189,9 +190,19 @@ class Sentinels:
             )
         cpu, cuda = leader[: state.cpu.numel()], leader[state.cpu.numel() :]
         RandomState(cpu, None if state.cuda is None else cuda).restore(engine.device)
-        if self._draws_python:
-            told = engine.everyone.all_gather_json(PythonState().to_json(), device=engine.device)
-            PythonState.from_json(told[self._drawing.ranks[0]]).restore()
+
+    def _draw_python_together(self) -> None:
+        """Have ranks that share a batch go on with Python's and NumPy's random numbers of the first of them."""
+        told = self._engine.everyone.all_gather_json(PythonState().to_json(), device=self._engine.device)
+        leader, own = self._sharing.ranks[0], told[self._sharing.rank]
+        if not self._has_warned_of_draws and told[leader] != own:
+            self._has_warned_of_draws = True
+            _LOG.warning(
+                "step %d: Python's or NumPy's generator on rank %d stands elsewhere than on rank %d, with which it shares a "
+                "batch. It goes on with the numbers of rank %d, here and in later steps",
+                *(self._step, self._sharing.rank, leader, leader),
+            )
+        PythonState.from_json(told[leader]).restore()
 
     # -- a sentinel -------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from meshwright.describe.tree import BatchSplitter, map_tensors, move_to, tensor
 from meshwright.errors import ApplyError
 from meshwright.run.batch import call_model, model_inputs
 from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.pipeline_trials import run_in_pipeline
 from meshwright.run.trials import Evidence, Outcome, Trial, examine, run_trial, second_sample
 from meshwright.run.weights import Counted, Guard
 
@@ -82,7 +83,8 @@ def settle_loss(
 class ModelWatch:
     """Tries the model on parts of a batch again where somebody has changed a number or a flag of one of its modules.
 
-    Where a forward takes several ranks together there is no such trial.
+    Stages of a pipeline do it together, where any of them has noticed a change. Where a forward takes several ranks together
+    otherwise there is no such trial.
 
     Args:
         rule: The loss.
@@ -102,17 +104,40 @@ class ModelWatch:
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
         engine = self._engine
-        if not self._has_changed() or engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine):
+        if engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine) or not self.has_changed():
             return None
         evidence = _look(self._rule, engine, self._splitter, parts)
-        if evidence is None or evidence.obstacle is not None:
+        return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
+
+    def refuse_mixing_stages(self, parts: Sequence[Any]) -> None:
+        """Try a model that stages hold; every rank calls it.
+
+        Raises:
+            ApplyError: On every rank: the model, as it is now, mixes the samples of this batch.
+        """
+        engine = self._engine
+        with engine.group.ledger.of_checks():
+            evidence = _look(self._rule, engine, self._splitter, parts)
+            told = engine.everyone.all_gather_json(
+                None if evidence is None else _to_json(evidence), device=engine.device
+            )
+        seen = [
+            (engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None
+        ]
+        error = self._error_of(seen)
+        if error is not None:
+            raise error
+
+    def _error_of(self, seen: Sequence[tuple[int, Evidence]]) -> ApplyError | None:
+        if all(evidence.obstacle is not None for _, evidence in seen):
             return None
-        error = _decide([(engine.everyone.rank, evidence)], is_given=self._rule.is_given).error
+        error = _decide(seen, is_given=self._rule.is_given).error
         return (
             None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
         )
 
-    def _has_changed(self) -> bool:
+    def has_changed(self) -> bool:
+        """Tell whether a number or a flag of a module is another than when this was asked before."""
         sizes = [len(own) for own, _ in self._slots]
         is_first = not self._slots
         if is_first or sizes != self._sizes:
@@ -152,11 +177,11 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
             batch = move_to(batch, first.device)
         return rule.term(outputs, batch, 1.0)
 
-    if isinstance(engine, PipelineEngine) and engine.is_prepared:
-        return Evidence(obstacle="the pipeline had been laid out before")
     trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
     is_noted = not engine.buffers_changed()
-    if engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
+    if isinstance(engine, PipelineEngine) and engine.is_prepared:
+        found = run_in_pipeline(engine, module, trials, term)
+    elif engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
         found = _run_in_lockstep(engine, module, trials, term)
     else:
         found = _run_alone(engine, module, trials, term)

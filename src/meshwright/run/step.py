@@ -218,6 +218,7 @@ class Stepper:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
         if broken is None and self._watch_loss.is_cut:
             broken = self._watch_model.find_mixing(parts)
+        stages_try = self._watch_loss.is_cut and isinstance(self.engine, PipelineEngine)
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
@@ -240,6 +241,7 @@ class Stepper:
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
             moved=moved,
             knows_first=knows_first,
+            has_changed=stages_try and self._watch_model.has_changed(),
         )
         if (knows_first or moved) and agreement.buffers_moved:
             self.engine.sync_buffers()
@@ -248,6 +250,8 @@ class Stepper:
             agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()
+        if stages_try and agreement.has_changed:
+            self._watch_model.refuse_mixing_stages(parts)
         return agreement
 
     def _forward_backward(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import map_tensors, tensors_in
+from meshwright.errors import ApplyError, LostPeerError
 
 __all__: list[str] = []
 
@@ -41,6 +44,40 @@ class Collector:
     def told(self, value: Any) -> list[Any]:
         """Return what each rank of the pipe says, in their order; JSON must be able to hold it."""
         return self._pipe.all_gather_json(value, device=self._device)
+
+    @contextlib.contextmanager
+    def together(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Raise on every rank what is raised inside on any.
+
+        Args:
+            tell: Wakes the ranks that wait for this one.
+
+        Raises:
+            ApplyError: Another rank has failed.
+            Exception: What this one has raised.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except LostPeerError:
+            raise
+        except Exception as raised:  # noqa: BLE001 - the user's code: it is raised below
+            error = raised
+            tell()
+        is_told = isinstance(error, OtherStageError)
+        mine = error and [
+            is_told,
+            type(error).__name__,
+            str(getattr(error, "message", error)),
+            getattr(error, "fix", None),
+        ]
+        told = [(place, entry) for place, entry in enumerate(self.told(mine)) if entry is not None]
+        if not told:
+            return
+        if error is not None and not is_told:
+            raise error
+        place, (_, name, text, fix) = min(told, key=lambda found: (found[1][0], found[0]))
+        raise ApplyError(f"rank {self._pipe.ranks[place]} cannot go on: {name}: {text}", fix=fix) from error
 
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]

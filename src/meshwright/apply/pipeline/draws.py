@@ -16,27 +16,33 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Draws:
-    """Two streams of random numbers: one for the code between layers, equal on all stages, and each rank's own for its layers.
+    """What a forward draws from.
+
+    Of torch's generators there is one stream for the code between layers, equal on all stages, and a rank's own for its layers.
+    Of Python's and NumPy's global ones there is the single stream of one device, since each stage draws what the others draw:
+    the code between layers runs on all of them, and layers of other stages that draw run without numbers, at each call.
 
     Args:
         seed: Equal on all ranks of a pipeline, another for another share of the batch.
         device: Whose generator layers may draw from, beside the CPU's.
-        apart: Whether the code between layers is known to draw; else its draws are noticed one by one.
-        python: Whether it draws from Python's or NumPy's generator, too.
+        apart: Whether the code between layers is known to draw from torch's; else its draws are noticed one by one.
+        python: Whether the model may draw from Python's or NumPy's.
     """
 
     def __init__(self, seed: int, device: torch.device, *, apart: bool, python: bool = False) -> None:
         self._generator = torch.Generator().manual_seed(seed % 2**63)
         self.device = device
         self.apart = apart
-        self._python = python
+        self.python = python
+        self._python_at: dict[int | None, Any] = {}
         self._step_seed = 0
         self._micro_batch = 0
         self._own: Any = None
         self._common: Any = None
 
     def begin_step(self) -> None:
-        """Take another seed for what is drawn between layers."""
+        """Take another seed for what is drawn between layers, and have all stages begin where Python's generators stand."""
+        self._python_at = {None: read_python()} if self.python else {}
         self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
 
     def begin_forward(self) -> None:
@@ -45,14 +51,14 @@ class Draws:
         self.begin_step()
         self._generator.set_state(state)
 
-    def between_layers(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        """Draw from the common stream of a micro-batch inside."""
+    def between_layers(self, micro_batch: int, stage: int) -> contextlib.AbstractContextManager[None]:
+        """Draw from the common stream of a micro-batch inside, in a forward of one stage."""
         self._micro_batch, self._common = micro_batch, None
-        return self._between_layers() if self.apart or self._python else _NOTHING
+        return self._between_layers(stage) if self.apart or self.python else _NOTHING
 
     def inside_layer(self) -> contextlib.AbstractContextManager[None]:
         """Draw from this rank's own stream inside, which a forward that is under way has put aside."""
-        return _NOTHING if self._own is None else self._inside_layer(self._own)
+        return _NOTHING if self._own is None or not self.apart else self._inside_layer(self._own)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function between layers that draws, where nobody knew that it would: from the common stream."""
@@ -74,39 +80,30 @@ class Draws:
         return (self._step_seed + 0x9E3779B97F4A7C15 * (self._micro_batch + 1)) % 2**63
 
     @contextlib.contextmanager
-    def _between_layers(self) -> Iterator[None]:
-        self._own = self._read()
+    def _between_layers(self, stage: int) -> Iterator[None]:
         if self.apart:
+            self._own = self._read_torch()
             torch.manual_seed(self._seed)
-        if self._python:
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
+        if self.python:
+            set_python(self._python_at.get(stage, self._python_at[None]))
         try:
             yield
         finally:
-            self._set(self._own)
-            self._own = None
+            if self.python:
+                self._python_at[stage] = read_python()
+            if self.apart:
+                self._set_torch(self._own)
+                self._own = None
 
     @contextlib.contextmanager
     def _inside_layer(self, own: Any) -> Iterator[None]:
-        common = self._read()
-        self._set(own)
+        common = self._read_torch()
+        self._set_torch(own)
         try:
             yield
         finally:
-            self._own = self._read()
-            self._set(common)
-
-    def _read(self) -> Any:
-        return self._read_torch() if self.apart else None, read_python() if self._python else None
-
-    def _set(self, state: Any) -> None:
-        of_torch, of_python = state
-        if of_torch is not None:
-            self._set_torch(of_torch)
-        if of_python is not None:
-            random.setstate(of_python[0])
-            np.random.set_state(of_python[1])
+            self._own = self._read_torch()
+            self._set_torch(common)
 
     def _read_torch(self) -> Any:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -120,6 +117,18 @@ class Draws:
 def read_python() -> tuple[Any, Any]:
     """Return the states of Python's and NumPy's global generators."""
     return random.getstate(), np.random.get_state(legacy=True)
+
+
+def set_python(states: tuple[Any, Any]) -> None:
+    """Set Python's and NumPy's global generators back to what `read_python` gave."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def python_place() -> tuple[int, int]:
+    """Return how far Python's and NumPy's global generators are in the numbers that they make at a time."""
+    python, numpy = read_python()
+    return python[1][-1], numpy[2]
 
 
 def python_moved(before: tuple[Any, Any]) -> bool:

@@ -168,10 +168,10 @@ class PipelineEngine(OuterEngine):
         around = modules_around(self.module, flow.units)
         self._homes = Homes(self.module, [child for _, child in around], self.group, self.device)
         twins = {} if layout is None else make_twins(self.module, flow.units)
-        self._shapes = Shapes(twins, lambda _: around)
+        self._shapes = Shapes(twins, lambda _: around, flow.draws_python)
         seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
-        self._post.life = life
-        self._draws = Draws(seed, self.device, apart=flow.draws, python=flow.draws_python)
+        self._post.life = life * 37  # failures count on from here: not into the lives of the next pipeline
+        self._draws = Draws(seed, self.device, apart=flow.draws, python=bool(flow.draws_python))
         self._own_state = OwnState([module for _, module in around], own) if len(own) > 1 else None
         self._stages = {
             index: Stage(
@@ -269,11 +269,10 @@ class PipelineEngine(OuterEngine):
         self._copies_before.refuse_used()
 
     def tell_failure(self, num_micro_batches: int) -> None:
-        """Tell the other stages that this rank has failed: they may wait for it. What is under way belongs to another life."""
+        """Tell the other stages that this rank has failed: they may wait for it."""
         if self._post.has_notes(self.device):
             self._post.fail(num_micro_batches)
         self._post.forget()
-        self._post.life += 1
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -290,7 +289,7 @@ class PipelineEngine(OuterEngine):
         )
 
     def begin_step(self) -> None:
-        self._post.forget()
+        self._post.begin()
         self._streams.clear()
         for stage in self._stages.values():
             stage.forget()
@@ -304,10 +303,11 @@ class PipelineEngine(OuterEngine):
         self.prepare(lambda module: module(*args, **kwargs))
         self.begin_forward()
         with torch.no_grad():
-            found = {
-                index: stage.forward(0, lambda module: module(*args, **kwargs))
-                for index, stage in sorted(self._stages.items())
-            }
+            with self._collector.together(lambda: self.tell_failure(1)):
+                found = {
+                    index: stage.forward(0, lambda module: module(*args, **kwargs))
+                    for index, stage in sorted(self._stages.items())
+                }
             self._post.finish()
             home_of = next(iter(self._stages.values())).home_of
             outputs = self._collector.outputs(found, home_of, self.schedule(1).rank_of_stage)
@@ -381,7 +381,7 @@ class PipelineEngine(OuterEngine):
         return self._collector.gradients(self._holding.all, self.inner.full_gradients())
 
     def begin_forward(self) -> None:
-        self._post.forget()
+        self._post.begin()
         self._draws.begin_forward()
         if self._own_state is not None:
             self._own_state.begin_step()

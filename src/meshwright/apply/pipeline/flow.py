@@ -39,7 +39,7 @@ class Flow:
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
         draws: Whether the code between the units drew random numbers.
         reads: What the model's code between the units read of a tensor that a unit computes, as text.
-        draws_python: Whether it drew from Python's or NumPy's generator.
+        draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use tensors in attributes of objects that they are given.
@@ -53,7 +53,7 @@ class Flow:
     idle: dict[str, tuple[str, ...]]
     draws: bool
     reads: tuple[str, ...]
-    draws_python: bool = False
+    draws_python: tuple[str, ...] = ()
     leaves: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     takes: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     opens: tuple[str, ...] = ()
@@ -70,12 +70,12 @@ class Flow:
         """Return what `to_json` gave."""
         calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts")}
+        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts", "draws_python")}
         slots = {
             key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
             for key in ("leaves", "takes")
         }
-        flags = {key: value[key] for key in ("draws", "draws_python")}
+        flags = {"draws": value["draws"]}
         return cls(calls=calls, idle=idle, **texts, **slots, **flags)
 
     def refuse(self) -> None:

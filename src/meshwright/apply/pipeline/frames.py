@@ -1,4 +1,4 @@
-"""Notes that travel between stages beside tensors: a forward has ended, a stage has failed.
+"""Notes that travel between stages beside tensors: a forward has ended, a stage has failed, a tensor has no gradient.
 
 A note is sent where a tensor may be awaited, so that a stage which waits for one that never comes is told, and does not wait for
 ever. Its length is one that tensors rarely have, and the transport refuses a message of another length than is awaited.
@@ -18,8 +18,10 @@ _MAGIC = b"mw:note\x9e"
 _LAYOUT = struct.Struct("<8sqqqq")
 FRAME_BYTES = 61
 """Length of a note: a prime, which tensors of more than one byte an element never have [bytes]."""
+UNUSED_BYTES = 59
+"""Length of a note UNUSED: another prime, since a transport may tell the length of what has come and nothing else [bytes]."""
 
-END, FAILED, DIGEST, COUNT = 1, 2, 3, 4
+END, FAILED, DIGEST, COUNT, UNUSED = 1, 2, 3, 4, 5
 _MASK = 2**63 - 1
 
 
@@ -28,7 +30,7 @@ class Note:
     """What a note says."""
 
     kind: int
-    """END, FAILED, DIGEST or COUNT."""
+    """END, FAILED, DIGEST, COUNT, or UNUSED: a tensor has no gradient, which is not the same as one of zeros."""
     digest: int
     """Of END: of the way that the forward took; of DIGEST: of a tensor's bytes."""
     num_calls: int = 0
@@ -39,7 +41,8 @@ class Note:
     def to_tensor(self) -> Tensor:
         """Return it as bytes."""
         packed = _LAYOUT.pack(_MAGIC, self.kind, self.digest & _MASK, self.num_calls, self.last)
-        return torch.frombuffer(bytearray(packed.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
+        length = UNUSED_BYTES if self.kind == UNUSED else FRAME_BYTES
+        return torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def read_note(flat: Tensor) -> Note | None:

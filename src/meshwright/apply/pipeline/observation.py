@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.apply.buffers import BufferSnapshot
+from meshwright.apply.outside import Outside
 from meshwright.apply.pipeline.draws import python_moved, read_python
 from meshwright.apply.pipeline.flow import Flow, UnitCall, call_costs
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, writes_to
@@ -127,7 +128,7 @@ class _Observer(TorchFunctionMode):
         self._counts: set[str] = set()
         self._is_in_model = False
         self._draws = False
-        self._draws_python = False
+        self._draws_python: set[str] = set()
         self._random_state = torch.get_rng_state()
         self._python_state = read_python()
         self._changed_buffers: dict[int, str] = {}
@@ -168,7 +169,11 @@ class _Observer(TorchFunctionMode):
     def _note_draws(self) -> None:
         """Take note whether random numbers were drawn since a unit returned."""
         self._draws = self._draws or not torch.equal(torch.get_rng_state(), self._random_state)
-        self._draws_python = self._draws_python or python_moved(self._python_state)
+        self._note_python_draws("")
+
+    def _note_python_draws(self, unit: str) -> None:
+        if unit not in self._draws_python and python_moved(self._python_state):
+            self._draws_python.add(unit)
 
     def _enter_model(self, *_: Any) -> None:
         self._is_in_model = True
@@ -211,6 +216,7 @@ class _Observer(TorchFunctionMode):
                 }
             )
             self._running = place
+            self._python_state = read_python()
 
         return hook
 
@@ -219,9 +225,10 @@ class _Observer(TorchFunctionMode):
         if place is None or self._calls[place]["module"] is not unit:
             return None
         self._running = None
-        self._random_state = torch.get_rng_state()
-        self._python_state = read_python()
         call = self._calls[place]
+        self._random_state = torch.get_rng_state()
+        self._note_python_draws(call["unit"])
+        self._python_state = read_python()
         call["flops"] = self.counter.get_total_flops() - call["flops"]
         self._note_left(call, place)
         self._shared.end(call["unit"], call.pop("elsewhere"))
@@ -353,6 +360,12 @@ class _Observer(TorchFunctionMode):
             fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
         )
 
+    def _may_draw(self) -> set[str]:
+        """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
+        if not Outside.of(self._module).draws:
+            return set()
+        return {name for name in self._units if Outside(self._module.get_submodule(name)).draws} | {""}
+
     def flow(self) -> Flow:
         """Return what was seen."""
         if self._running is not None:
@@ -373,7 +386,7 @@ class _Observer(TorchFunctionMode):
             idle=idle,
             draws=self._draws,
             reads=tuple(dict.fromkeys(self._reads)),
-            draws_python=self._draws_python,
+            draws_python=tuple(sorted(self._draws_python | self._may_draw())),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),

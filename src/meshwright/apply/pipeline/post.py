@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.apply.pipeline.frames import COUNT, FAILED, FRAME_BYTES, Note, read_note
+from meshwright.apply.pipeline.frames import COUNT, FAILED, FRAME_BYTES, UNUSED, UNUSED_BYTES, Note, read_note
 from meshwright.apply.pipeline.values import Meta
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
@@ -51,7 +51,8 @@ class Post:
         self._rank_of = [rank_of_stage(stage) for stage in range(num_stages)]
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
         self._notes: deque[tuple[Any, Tensor]] = deque()
-        self._boxes: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        self._boxes: defaultdict[int, deque[Tensor | None]] = defaultdict(deque)
+        self._is_under_way = False
         self._left_behind: list[Callable[[], bool]] = []
 
     def has_notes(self, device: torch.device) -> bool:
@@ -85,13 +86,38 @@ class Post:
         while self._under_way and self._under_way[0][0].is_done:
             self._under_way.popleft()
 
-    def receive(self, meta: Meta, *, source: int, target: int, micro_batch: int, is_gradient: bool) -> Tensor:
+    def receive(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor:
         """Return the next tensor that another stage sends to one of this rank: contiguous, and of its own memory.
 
         Raises:
             OtherStageError: The other stage has failed.
             ApplyError: It has sent something else.
         """
+        tensor = self._next(meta, source, target, micro_batch, is_gradient=False)
+        if tensor is None:
+            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=False)
+        return tensor
+
+    def receive_gradient(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor | None:
+        """Return the gradient of a tensor that went to another stage; None where nothing there led to the loss.
+
+        Raises:
+            OtherStageError: The other stage has failed.
+            ApplyError: It has sent something else.
+        """
+        return self._next(meta, source, target, micro_batch, is_gradient=True)
+
+    def send_no_gradient(self, *, source: int, target: int, micro_batch: int, leaf: Tensor) -> None:
+        """Tell a stage that a tensor which it sent has no gradient: what it is made of may have none either."""
+        if not self.is_elsewhere(target):
+            self._boxes[self._tag(source, target, micro_batch, is_gradient=True)].append(None)
+        elif leaf.numel() and self.has_notes(leaf.device):
+            self.send_note(Note(UNUSED, 0), source=source, target=target, micro_batch=micro_batch, is_gradient=True)
+        else:
+            zeros = leaf.new_zeros(leaf.shape)
+            self.send(zeros, source=source, target=target, micro_batch=micro_batch, is_gradient=True)
+
+    def _next(self, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool) -> Tensor | None:
         tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
         rank = self._rank_of[source]
         if rank == self.group.group_rank:
@@ -100,49 +126,47 @@ class Post:
         if not tensor.numel():
             return tensor
         try:
-            self._receive(tensor, rank, tag)
+            note = self._receive(tensor, rank, tag)
         except RuntimeError as error:
             if "bytes with tag" not in str(error):
                 raise
+            if is_gradient and f"sent {UNUSED_BYTES} bytes" in str(error):
+                return None
             raise _unexpected(error, meta, source, target, micro_batch, is_gradient=is_gradient) from error
-        except OtherStageError as error:
-            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient) from error
-        if tensor.nbytes >= FRAME_BYTES and tensor.device.type == "cpu" and not self._refuses_lengths(tensor.nbytes):
-            note = read_note(tensor.view(-1).view(torch.uint8))
-            if note is not None:
-                raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
-        return tensor
+        if note is None:
+            return tensor
+        if is_gradient and note.kind == UNUSED:
+            return None
+        raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
 
     def _from_box(
         self, tag: int, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
-    ) -> Tensor:
+    ) -> Tensor | None:
         box = self._boxes[tag]
         if not box:
             raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
         tensor = box.popleft()
-        if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+        if tensor is not None and (tensor.shape != meta.shape or tensor.dtype != meta.dtype):
             came = RuntimeError(f"shape {list(tensor.shape)}, {tensor.dtype}")
             raise _unexpected(came, meta, source, target, micro_batch, is_gradient=is_gradient)
         return tensor
 
-    def _receive(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Fill a tensor. Gloo ends the process where more comes than there is room for: a note must fit as well.
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> Note | None:
+        """Fill a tensor, or return the note that came in its place.
 
-        Raises:
-            OtherStageError: A note came that is longer than the tensor.
+        Gloo ends the process where more comes than there is room for: a note must fit as well.
         """
         if tensor.device.type != "cpu" or self.group.shares_memory or tensor.nbytes >= FRAME_BYTES:
             self.group.receive(tensor, rank, tag)
-            return
+            # Where memory is shared, what has another length than the tensor was an error already.
+            may_be_note = not self.group.shares_memory or tensor.nbytes in (FRAME_BYTES, UNUSED_BYTES)
+            return read_note(tensor.view(-1).view(torch.uint8)) if may_be_note and tensor.device.type == "cpu" else None
         room = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         self.group.receive(room, rank, tag, num_bytes=tensor.nbytes)
-        if read_note(room) is not None:
-            raise OtherStageError(f"rank {self.group.ranks[rank]} sent a note in place of {tensor.nbytes} bytes")
-        tensor.view(-1).view(torch.uint8).copy_(room[: tensor.nbytes])
-
-    def _refuses_lengths(self, num_bytes: int) -> bool:
-        """Tell whether a note in place of so many bytes would have been an error already."""
-        return self.group.shares_memory and num_bytes != FRAME_BYTES
+        note = read_note(room)
+        if note is None:
+            tensor.view(-1).view(torch.uint8).copy_(room[: tensor.nbytes])
+        return note
 
     # -- notes --------------------------------------------------------------------------------------------------
 
@@ -221,6 +245,16 @@ class Post:
         self.finish_tensors()
         while self._notes:
             self._notes.popleft()[0].wait()
+        self._is_under_way = False
+
+    def begin(self) -> None:
+        """Begin a step or a forward, on all ranks; one before that has not come to its end has failed on all of them.
+
+        What it left under way is of another life then.
+        """
+        self.forget()
+        self.life += self._is_under_way
+        self._is_under_way = True
 
     def forget(self) -> None:
         """Forget what a step that ended in an error has left behind.
@@ -261,6 +295,6 @@ def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str)
     """Return the error of two stages whose forwards of one micro-batch were not the same."""
     return OtherWayError(
         f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
-        f"called {theirs}, stage {stage} {mine}, or the code between them used other tensors",
+        f"called {theirs}, stage {stage} {mine}, or drew other random numbers, or the code between used other tensors",
         fix=_OTHER_WAY_FIX,
     )

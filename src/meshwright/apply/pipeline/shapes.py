@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.apply.buffers import buffer_slots
+from meshwright.apply.pipeline.draws import read_python, set_python
 from meshwright.apply.pipeline.remembered import Encoder, Known
 from meshwright.apply.pipeline.scene import Scene, substitute_call
 from meshwright.apply.pipeline.values import (
@@ -53,12 +54,17 @@ class Shapes:
     Args:
         twins: Unit's name -> a copy without values that is run in its place: the unit itself may be cut, and exchange.
         scope: Unit's name -> (name, module) whose attributes a call of it may write, beside the unit's own.
+        drawing: Units that may draw from Python's or NumPy's global generator: each call of them is run, for what it draws.
     """
 
     def __init__(
-        self, twins: Mapping[str, nn.Module], scope: Callable[[str], Sequence[tuple[str, nn.Module]]] = lambda _: ()
+        self,
+        twins: Mapping[str, nn.Module],
+        scope: Callable[[str], Sequence[tuple[str, nn.Module]]] = lambda _: (),
+        drawing: Collection[str] = (),
     ) -> None:
         self._twins = twins
+        self._drawing = frozenset(drawing)
         self._scope = scope
         self._known: dict[Any, Known] = {}
         self._needs_numbers: set[Any] = set()
@@ -73,7 +79,7 @@ class Shapes:
 
     def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Return what is known of such a call of a unit, without running anything."""
-        return self._look_up(self._key_of_unit(name, module, args, kwargs))
+        return None if name in self._drawing else self._look_up(self._key_of_unit(name, module, args, kwargs))
 
     def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,13 +96,19 @@ class Shapes:
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
         scene = Scene(args, kwargs, scope)
         run = functools.partial(forward, module)
-        if name not in self._needs_numbers:
-            try:
-                return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
-            except _NeedsNumbersError:
-                self._needs_numbers.add(name)
-                key = self._key_of_unit(name, module, args, kwargs)
-        return self._remember(key, _run_watched(scene, run, (args, kwargs), module, _zeros))
+        generators = read_python()
+        try:
+            if name not in self._needs_numbers:
+                try:
+                    return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
+                except _NeedsNumbersError:
+                    set_python(generators)
+                    self._needs_numbers.add(name)
+                    key = self._key_of_unit(name, module, args, kwargs)
+            return self._remember(key, _run_watched(scene, run, (args, kwargs), module, _zeros))
+        finally:
+            if name not in self._drawing:
+                set_python(generators)
 
     def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._key(name, module.training, args, kwargs)

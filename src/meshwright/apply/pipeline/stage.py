@@ -97,7 +97,7 @@ class Stage:
         if self._own_state is not None:
             self._own_state.enter(self.index)
         try:
-            with self._draws.between_layers(micro_batch), split or contextlib.nullcontext(), walk:
+            with self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext(), walk:
                 result = run(self._module)
         except ReadsValueError:
             if not walk.owes_nothing_to_the_loss:
@@ -165,20 +165,26 @@ class Stage:
         elif roots and passed.split is not None:
             self._rest[micro_batch] = passed.split.backward(roots, gradients)
         for leaf, stage in passed.received:
-            gradient = leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad
-            self._post.send(gradient, source=self.index, target=stage, micro_batch=micro_batch, is_gradient=True)
+            way = {"source": self.index, "target": stage, "micro_batch": micro_batch}
+            if leaf.grad is None:
+                self._post.send_no_gradient(leaf=leaf, **way)
+            else:
+                self._post.send(leaf.grad, is_gradient=True, **way)
 
     def run_rest(self, micro_batch: int) -> None:
         """Run the half of a backward that nobody waits for."""
         run_rest(self._rest.pop(micro_batch, []))
 
     def _gather_gradients(self, passed: _Passed, micro_batch: int) -> tuple[list[Any], list[Tensor]]:
-        """Return each tensor that went to other stages, once, and the sum of the gradients that came back for it."""
+        """Return each tensor that went to other stages, once, and the sum of the gradients that came back for it.
+
+        One that nobody used on the way to the loss is left out: through what made it no backward runs on one device.
+        """
         sums: dict[tuple[int, int], tuple[GradientEdge, Tensor]] = {}
         for edge, meta, stage in passed.sent:
-            gradient = self._post.receive(
-                meta, source=stage, target=self.index, micro_batch=micro_batch, is_gradient=True
-            )
+            gradient = self._post.receive_gradient(meta, source=stage, target=self.index, micro_batch=micro_batch)
+            if gradient is None:
+                continue
             key = (id(edge.node), edge.output_nr)
             known = sums.get(key)
             sums[key] = (edge, gradient if known is None else known[1] + gradient)
@@ -216,7 +222,7 @@ class _Mail:
 
     def receive(self, meta: Meta, stage: int) -> Tensor:
         target, micro_batch = self._stage.index, self._micro_batch
-        tensor = self._post.receive(meta, source=stage, target=target, micro_batch=micro_batch, is_gradient=False)
+        tensor = self._post.receive(meta, source=stage, target=target, micro_batch=micro_batch)
         if self._stage.is_inspected and self._post.is_elsewhere(stage):
             note = self._post.receive_note(source=stage, target=target, micro_batch=micro_batch)
             if tensor.numel() and (note is None or note.digest != digest_of(tensor)):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.bookkeeping import Bookkeeping, Mail
-from meshwright.apply.pipeline.draws import Draws
+from meshwright.apply.pipeline.draws import Draws, python_place
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
 from meshwright.apply.pipeline.remembered import Known
 from meshwright.apply.pipeline.scene import places_of_call, plain_tensors, substitute, substitute_call, tensors_of_call
@@ -135,6 +135,8 @@ class Walk(Bookkeeping):
             values = self._values_of(given)
             stage = self._place_of_call(name, module, values)
             self._way.call(self._stage_map.number_of(name), stage, values)
+            if self._draws.python:
+                self._way.draw(*python_place())
             known = None
             if stage != self.stage:
                 self._send_all(values, stage)
@@ -265,6 +267,8 @@ class Walk(Bookkeeping):
     def end_model(self, outputs: Any) -> None:
         """Take note of what the model has returned; now comes the loss."""
         self.outputs = outputs
+        if self._draws.python:
+            self._way.draw(*python_place())
         self._way.is_over = True
 
     @property

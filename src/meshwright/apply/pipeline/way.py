@@ -53,6 +53,11 @@ class Way:
         crossing = [_facts(value) for value in values if value.home != stage and value.home is not None]
         self._hash = hash((self._hash, number, stage, *crossing))
 
+    def draw(self, *places: int) -> None:
+        """Take note of where generators stand that all stages draw from alike."""
+        if not (self.is_over or self.in_hook):
+            self._hash = hash((self._hash, *places))
+
     def between(self, home: int | None, values: Iterable[Value]) -> None:
         """Take note of code between layers, which runs on a stage or, None, on all."""
         if home is None or self.is_over or self.in_hook:
