@@ -327,7 +327,9 @@ class SumExchange:
         failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
         _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
         name = "" if kind in ("ApplyError", "OtherStageError") else f"{kind}: "
-        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error
+        who = f"rank {self._group.ranks[rank]}"
+        fix = fix or f"see the exception of {who}"
+        raise ApplyError(f"{who} cannot go on: {name}{message}", fix=fix) from error
 
 
 def start_sums(
