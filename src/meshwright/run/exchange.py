@@ -24,6 +24,10 @@ from meshwright.run.loss import LossTerm
 
 __all__: list[str] = []
 
+_DTYPES = {
+    dtype: number
+    for number, dtype in enumerate([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+}
 _NUM_COUNTS = 8
 """Numbers of a step's vector that are added up before what ranks must say alike [count]."""
 
@@ -240,6 +244,10 @@ class Sums:
         return 1.0 / self.weight if self.has_sums else 1.0
 
 
+def _code_of(dtypes: Sequence[torch.dtype]) -> int:
+    return sum((_DTYPES.get(dtype, 0) + 1) * 32**place for place, dtype in enumerate(dtypes))
+
+
 class SumExchange:
     """Sums the losses of all ranks in the background.
 
@@ -273,7 +281,10 @@ class SumExchange:
         num_graphs = sum(term.value.requires_grad for term in terms)
         changed = math.inf if failure is not None else float(buffers_changed)
         stopped = group.ranks[group.group_rank] + 1.0 if is_alone else 0.0
-        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, stopped, is_alone]
+        self._dtypes = [term.dtypes for term in terms]
+        codes = [_code_of(dtypes) for dtypes in self._dtypes]
+        kinds = [sum(codes), sum(code * code for code in codes)]
+        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, *kinds, stopped, is_alone]
         counts = torch.tensor(counts, dtype=torch.float64, device=device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
@@ -297,11 +308,16 @@ class SumExchange:
             self._group.all_reduce(self._vector)
         else:
             self._pending.wait()
-        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained, *stopped = self._vector.tolist()
+        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained, *rest = self._vector.tolist()
+        kinds, stopped = [round(number) for number in rest[:2]], rest[2:]
         if stopped[1]:
             self._raise_stopped(round(stopped[0]) - 1, round(stopped[1]))
         if math.isinf(changed):
             self._raise_failure()
+        if (
+            round(num_sums + num_means) * kinds[1] != kinds[0] ** 2
+        ):  # equal for numbers that are all the same, and no others
+            self._raise_dtypes()
         if num_sums and num_means:
             raise ApplyError(
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "
@@ -342,6 +358,19 @@ class SumExchange:
             fix=f"see the exception of {who}",
         )
 
+    def _raise_dtypes(self) -> NoReturn:
+        """Raise an error that names two micro-batches whose outputs are of other dtypes; on every rank."""
+        mine = [[str(dtype) for dtype in dtypes] for dtypes in self._dtypes]
+        told = self._group.all_gather_json(mine, device=self._vector.device)
+        found = [(rank, dtypes) for rank, entry in zip(self._group.ranks, told, strict=True) for dtypes in entry]
+        rank, dtypes = found[0]
+        other, theirs = next(entry for entry in found if entry[1] != dtypes)
+        raise ApplyError(
+            f"the first outputs and the loss of a micro-batch are of {', '.join(dtypes)} on rank {rank} and of "
+            f"{', '.join(theirs)} on rank {other}",
+            fix="let model and loss compute in one dtype: torch.autocast, .to() and .float() on every rank, or on none",
+        )
+
     def _raise_failure(self) -> NoReturn:
         error = self._failure
         fix = error.fix if isinstance(error, ApplyError) else None
@@ -357,7 +386,9 @@ class SumExchange:
         failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
         _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
         name = "" if kind in ("ApplyError", "OtherStageError", "OtherWayError") else f"{kind}: "
-        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error
+        who = f"rank {self._group.ranks[rank]}"
+        fix = fix or f"see the exception of {who}"
+        raise ApplyError(f"{who} cannot go on: {name}{message}", fix=fix) from error
 
     def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
         """Raise this rank's error; but what came of another stage's tensors is that stage's to explain."""

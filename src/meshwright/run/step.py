@@ -108,6 +108,11 @@ class Stepper:
     def step(self, batch: Any, *, wants_stop: bool, on_phase: Callable[[str], None]) -> StepResult:
         """Take one optimizer step on this rank's share; every rank calls it, also with None for an empty share."""
         start = time.perf_counter()
+        with self._terms.casts.taken_in():
+            result = self._step(batch, wants_stop=wants_stop, on_phase=on_phase)
+        return dataclasses.replace(result, seconds=time.perf_counter() - start)
+
+    def _step(self, batch: Any, *, wants_stop: bool, on_phase: Callable[[str], None]) -> StepResult:
         engine = self.engine
         parts = self._micro_batches(batch)
         engine.refuse_lost_writes()
@@ -151,7 +156,7 @@ class Stepper:
             grad_norm=norm_value,
             num_samples=agreement.num_samples,
             num_tokens=agreement.num_tokens,
-            seconds=time.perf_counter() - start,
+            seconds=0.0,
             skipped=skipped,
             findings=tuple(findings),
         )
@@ -236,7 +241,7 @@ class Stepper:
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
             copies=self.engine.copies,
-            sayings=self.sentinels.sayings(batch),
+            sayings=self.sentinels.sayings(batch, self._terms.casts.dtype),
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
             moved=moved,
@@ -353,6 +358,10 @@ class Stepper:
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """Return loss and counts of a global batch without training on it; every rank calls it."""
+        with self._terms.casts.taken_in():
+            return self._evaluate_batch(batch)
+
+    def _evaluate_batch(self, batch: Any) -> dict[str, Any]:
         engine = self.engine
         parts = self._micro_batches(batch)
         self._prepare(parts)
