@@ -122,6 +122,16 @@ def test_trials_leave_no_trace() -> None:
     assert torch.rand(()).item() == module[4]
 
 
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0B", "tp=2", "pp=2"])
+@pytest.mark.parametrize("by_iterator", [False, True])
+def test_a_loss_that_counts_its_calls_counts_those_of_steps_alone(line: str, by_iterator: bool) -> None:
+    build, batches = functools.partial(loss_jobs.build, "mlp"), [loss_jobs.pairs(6, seed) for seed in range(6)]
+    expected = testing.oracle_steps(build, batches, loss_jobs.Annealed(by_iterator=by_iterator))
+    args = (build, mw.Plan.parse(line), batches, loss_jobs.Annealed(by_iterator=by_iterator))
+    for records in testing.run_ranks(testing.plan_steps, 2, *args):
+        testing.assert_parity(records, expected, FLOAT64)
+
+
 def test_a_weight_with_a_graph_is_refused() -> None:
     trained, held = loss_jobs.try_losses("mlp", "single", ["trained_weight", "held_weight"])
     assert "has a graph" in trained[0]

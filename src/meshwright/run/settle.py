@@ -150,7 +150,7 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
         first = next(tensors_in(outputs), None)
         if first is not None and first.device != engine.device:
             batch = move_to(batch, first.device)
-        return rule.term(outputs, batch, 1.0)
+        return rule.try_term(outputs, batch, 1.0)
 
     if isinstance(engine, PipelineEngine) and engine.is_prepared:
         return Evidence(obstacle="the pipeline had been laid out before")
