@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -214,3 +215,32 @@ def run_plain(kind: str, script: list[Action], loss: str = "plain", **options: A
         seen.append((float(value.detach()), gradients))
     seen.append((0.0, {name: value.clone() for name, value in model.state_dict().items()}))
     return seen
+
+
+# -- models that cannot be followed --------------------------------------------------------------------------------------
+
+
+class Locked(nn.Linear):
+    """A layer with an attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.lock = threading.Lock()
+
+
+def build_scripted() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 9), torch.jit.script(nn.Linear(9, 5)))  # pyright: ignore[reportArgumentType]
+
+
+def build_lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(9), nn.Tanh(), nn.Linear(9, 5))
+
+
+def build_locked() -> nn.Module:
+    return nn.Sequential(Locked(), nn.Tanh(), nn.Linear(7, 5))
+
+
+def step_of(build: Any, plan: str) -> float:
+    """Take one step with a model."""
+    with mw.apply_plan(build, plan, loss_fn=lambda outputs, batch: (outputs - batch[1]).square().mean()) as model:
+        return model.step(mw.split_batch((torch.ones(6, 7), torch.ones(6, 5)), model)).loss

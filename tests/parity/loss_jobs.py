@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright import testing
 from meshwright.measure.verify import turn_off_dropout
+from parity import models
 
 VOCABULARY = 37
 ROWS = (12, 11, 3, 2)
@@ -337,3 +339,19 @@ def count_calls(line: str) -> list[Any]:
 
 def mean_square(outputs: Tensor, batch: Any) -> Tensor:
     return (outputs - batch[1]).square().mean()
+
+
+def build_checkpointed(**options: bool) -> nn.Module:
+    return models.Checkpointed(**options).double()
+
+
+class Annealed:
+    """A loss that counts its calls, by a number or by an iterator, and is another from the fourth one on."""
+
+    def __init__(self, *, by_iterator: bool) -> None:
+        self.num_calls = 0
+        self.calls = itertools.count(1) if by_iterator else None
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.num_calls = self.num_calls + 1 if self.calls is None else next(self.calls)
+        return mean_square(outputs, batch) * (1.0 if self.num_calls < 4 else 0.5)

@@ -247,16 +247,17 @@ class DataDependent(nn.Module):
 class Checkpointed(nn.Module):
     """The user's own activation checkpointing around a block that is used twice; another block is unused."""
 
-    def __init__(self, use_reentrant: bool) -> None:
+    def __init__(self, use_reentrant: bool, has_stem: bool = True) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
+        self.has_stem = has_stem  # without one the block's inputs have no gradient
         self.stem = nn.Linear(7, 7)
         self.block = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7))
         self.unused = nn.Linear(3, 3)
         self.head = nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+        x = self.stem(x) if self.has_stem else x
         for _ in range(2):
             x = x + checkpoint(self.block, x, use_reentrant=self.use_reentrant)
         return self.head(x)

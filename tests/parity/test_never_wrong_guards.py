@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import meshwright as mw
 from meshwright import testing
 from parity import guard_jobs as jobs
 from parity.guard_jobs import change, evaluate, step
@@ -99,3 +100,24 @@ def test_equals_one_process(name: str, plan: str) -> None:
             testing.assert_parity(tensors, reference, FLOAT64)
         if case.whole:
             assert any("runs whole for calls that are not proven" in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("build", "plan", "words"),
+    [
+        (jobs.build_scripted, "dp=2", "is compiled by torch.jit"),
+        (jobs.build_scripted, "dp=2,zero=3", "is compiled by torch.jit"),
+        (jobs.build_lazy, "dp=2", "has no shape before the first forward"),
+        (jobs.build_locked, "tp=2", "copy.deepcopy failed"),
+    ],
+)
+def test_models_that_cannot_be_followed_are_refused_with_a_fix(build: Any, plan: str, words: str) -> None:
+    for outcome in testing.run_outcomes(jobs.step_of, 2, build, plan):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert words in outcome.error.message
+        assert outcome.error.fix
+
+
+def test_a_model_without_shapes_is_refused_on_one_device() -> None:
+    with pytest.raises(mw.ApplyError, match="has no shape before the first forward"):
+        jobs.step_of(jobs.build_lazy, "single,micro_batches=2")

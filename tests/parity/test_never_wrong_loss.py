@@ -89,11 +89,11 @@ def test_a_model_that_mixes_samples_is_named() -> None:
     assert tp[0] == ""
 
 
-@pytest.mark.parametrize("line", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0B", "tp=2"])
 def test_the_fix_of_a_mixing_model_works(line: str) -> None:
     per_rank = testing.run_ranks(loss_jobs.try_losses, 2, "centred", line, ["mean_square"])
     assert all(found[0][0] == per_rank[0][0][0] for found in per_rank)
-    assert bool(per_rank[0][0][0]) == (line == "dp=2")
+    assert bool(per_rank[0][0][0]) == ("dp" in line)
 
 
 @pytest.mark.parametrize("line", ["single,micro_batches=2", "dp=2"])
@@ -120,6 +120,16 @@ def test_trials_leave_no_trace() -> None:
         for part in torch.split(loss_jobs.pairs(6, step)[0], 3):
             plain(part)
     assert torch.rand(()).item() == module[4]
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0B", "tp=2", "pp=2"])
+@pytest.mark.parametrize("by_iterator", [False, True])
+def test_a_loss_that_counts_its_calls_counts_those_of_steps_alone(line: str, by_iterator: bool) -> None:
+    build, batches = functools.partial(loss_jobs.build, "mlp"), [loss_jobs.pairs(6, seed) for seed in range(6)]
+    expected = testing.oracle_steps(build, batches, loss_jobs.Annealed(by_iterator=by_iterator))
+    args = (build, mw.Plan.parse(line), batches, loss_jobs.Annealed(by_iterator=by_iterator))
+    for records in testing.run_ranks(testing.plan_steps, 2, *args):
+        testing.assert_parity(records, expected, FLOAT64)
 
 
 def test_a_weight_with_a_graph_is_refused() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import testing
+from parity import loss_jobs
 from parity import never_wrong_pipeline_jobs as jobs
 from parity import pipeline_failure_jobs as failures
 from parity.pipeline_jobs import fail_for_another_stages_way
@@ -202,3 +203,15 @@ def test_the_scripts_do_what_they_are_for() -> None:
     assert len(set(losses)) == len(losses)
     gradients: dict[str, Tensor | None] = jobs.run_plain("gradual").gradients[0]
     assert gradients["blocks.0.0.weight"] is None
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_of_what_has_no_gradient_gives_none() -> None:
+    # torch warns, and trains the head alone; stages that checkpoint their layers by themselves trained all.
+    build = functools.partial(loss_jobs.build_checkpointed, use_reentrant=True, has_stem=False)
+    batches = [loss_jobs.pairs(6, seed) for seed in range(2)]
+    expected = testing.oracle_steps(build, batches, loss_jobs.mean_square)
+    assert expected[0].gradients["block.0.weight"] is None
+    plan = mw.Plan.parse("pp=2,micro_batches=2")
+    for records in testing.run_ranks(testing.plan_steps, 2, build, plan, batches, loss_jobs.mean_square):
+        testing.assert_parity(records, expected)

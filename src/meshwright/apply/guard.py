@@ -239,6 +239,24 @@ class OptimizerGuard:
         return error
 
 
+def refuse_unfinished(module: nn.Module, plan: str) -> None:
+    """Raise ApplyError where a module is compiled by torch.jit, or has parameters whose shape its first forward decides."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ApplyError(
+                f"'{name or 'the model itself'}' is compiled by torch.jit: its hooks and its parameters cannot be watched over, "
+                f"as the plan '{plan}' does",
+                fix="pass the model before torch.jit.script or trace",
+            )
+        tensors = [*child._parameters.items(), *child._buffers.items()]
+        lazy = next((key for key, tensor in tensors if nn.parameter.is_lazy(tensor)), None)
+        if lazy is not None:
+            raise ApplyError(
+                f"'{f'{name}.{lazy}' if name else lazy}' has no shape before the first forward (a {type(child).__name__})",
+                fix="run the model once on a sample inside of build_model, before it is returned",
+            )
+
+
 def refuse_shared_memory(module: nn.Module, plan: str) -> None:
     """Raise ApplyError where two parameters of a module lie in the same memory: it would be two memories under the plan."""
     spans: dict[torch.device, list[tuple[int, int, str]]] = {}

@@ -315,7 +315,7 @@ class Elsewhere:
         else:
             if isinstance(value, (list, dict, set, collections.deque)) and len(value) > _MAX_ENTRIES:
                 return
-            parts = read_parts(value)
+            parts = _with_copies(read_parts(value))
             self._inside.append((value, parts, label))
         for item in _items(parts):
             self.keep(item, label, depth - 1)
@@ -341,7 +341,7 @@ class Elsewhere:
                 found[key] = label
         for value, then, label in self._inside:
             now = read_parts(value)
-            has_grown = isinstance(now, dict) and all(name in now and now[name] is then[name] for name in then)
+            has_grown = isinstance(now, dict) and all(name in now and _is_alike(now[name], then[name]) for name in then)
             if not (has_grown or _is_same(now, then)):
                 found[id(value)] = label
         for tensor, version, _ in self._tensors:
@@ -368,6 +368,18 @@ def _items(parts: Any) -> Iterator[Any]:
         yield from parts.values()
     elif isinstance(parts, (list, tuple, set)):
         yield from parts
+
+
+def _with_copies(parts: Any) -> Any:
+    """Return the parts of a value with copies of iterators: one is not wound back, another takes its place."""
+    if isinstance(parts, dict):
+        for name in [name for name, item in parts.items() if isinstance(item, _ITERATORS)]:
+            parts[name] = copy.copy(parts[name])
+    return parts
+
+
+def _is_alike(now: Any, then: Any) -> bool:
+    return now is then or isinstance(then, _ITERATORS)
 
 
 def _is_same(now: Any, then: Any) -> bool:

@@ -181,9 +181,12 @@ class PlainCheckpoints:
         """Stand for the autograd function of a reentrant checkpoint."""
         if not self._is_wanted():
             return self._kept[1].apply(function, preserve, *args)
+        # Where none of its arguments has a gradient, a reentrant one gives its parameters none either: torch warns, and goes on.
+        has_gradients = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         self._is_inside(True)
         try:
-            return function(*args)
+            with torch.set_grad_enabled(has_gradients and torch.is_grad_enabled()):
+                return function(*args)
         finally:
             self._is_inside(False)
 

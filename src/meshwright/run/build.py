@@ -13,7 +13,7 @@ from meshwright.apply.data.gathering import REDUCE_BYTES
 from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.data.sharding import WHOLE_BELOW_BYTES, Sharding
 from meshwright.apply.engine import Engine
-from meshwright.apply.guard import refuse_shared_memory, require_equal_on_ranks
+from meshwright.apply.guard import refuse_shared_memory, refuse_unfinished, require_equal_on_ranks
 from meshwright.apply.layers import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.replicas import ReplicasEngine
@@ -132,6 +132,7 @@ def build_engine(
     module: nn.Module, plan: Plan, world: World, devices: list[torch.device], splitter: BatchSplitter
 ) -> Engine:
     """Return the engine of the plan's strategy, with the module on its devices and equal on all ranks."""
+    refuse_unfinished(module, str(plan))
     calls = world.calls  # ranks whose earlier scripts ended differently count from one number again
     calls.num_models = require_equal_on_ranks(
         world.default_group, module, plan.to_json(), devices[0], number=calls.num_models + 1

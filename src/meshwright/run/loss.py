@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.outside import Outside
+from meshwright.comm._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.describe.tree import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.weights import IGNORED_LABEL, Counted, Guard, find_uneven_labels, label_paths
@@ -68,6 +70,7 @@ class LossRule:
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any] | None, module: nn.Module, splitter: BatchSplitter) -> None:
         self._loss_fn = loss_fn
+        self._outside: Outside | None = None
         self._splitter = splitter
         kinds = " ".join(type(child).__name__ for child in module.modules())
         self._seems_shifted = "CausalLM" in kinds or "LMHeadModel" in kinds
@@ -113,6 +116,19 @@ class LossRule:
         if isinstance(loss, Loss):
             return LossTerm(_scalar(loss.sum), _usable(loss.weight), is_mean=False)
         return LossTerm(_scalar(loss), weight, is_mean=True)
+
+    def try_term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
+        """Return what `term` does, on trial: a count of calls, say, that loss_fn keeps beside the model is put back."""
+        if self._loss_fn is None:
+            return self.term(outputs, batch, weight)
+        with without_function_modes(), without_dispatch_modes():
+            self._outside = self._outside or Outside(None, [self._loss_fn])
+            before = self._outside.take()
+        try:
+            return self.term(outputs, batch, weight)
+        finally:
+            with without_function_modes(), without_dispatch_modes():
+                before.restore()
 
 
 def _usable(weight: float | torch.Tensor) -> float | torch.Tensor:

@@ -240,7 +240,9 @@ class LossWatch:
             # No leaf, which a loss may not write into.
             return held.requires_grad_().clone() if grad and held.is_floating_point() else held.clone()
 
-        term = self._rule.term(map_tensors(pair[0], copy), map_tensors(pair[1], lambda t: t.detach().clone()), 1.0)
+        # Each from the same state: a loss that counts its calls must not count those of a look against each other.
+        compute = self._rule.term if self._is_threaded else self._rule.try_term
+        term = compute(map_tensors(pair[0], copy), map_tensors(pair[1], lambda t: t.detach().clone()), 1.0)
         return float(term.value.detach()) if term.is_mean else None
 
 

@@ -175,7 +175,7 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
         first = next(tensors_in(outputs), None)
         if first is not None and first.device != engine.device:
             batch = move_to(batch, first.device)
-        return rule.term(outputs, batch, 1.0)
+        return rule.try_term(outputs, batch, 1.0)
 
     trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
     is_noted = not engine.buffers_changed()

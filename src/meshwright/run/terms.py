@@ -71,7 +71,7 @@ class LossTerms:
         few = self._splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
         with self.autocast():
             outputs = call_model(module, few)
-            self._rule.term(outputs, few, self._rule.known_weight(few))
+            self._rule.try_term(outputs, few, self._rule.known_weight(few))
         return outputs
 
     def of_any(self, module: nn.Module, part: Any) -> LossTerm | None:

@@ -30,7 +30,7 @@ from meshwright.apply.data.score import GATHER, REDUCE, Action, Uses, backward_s
 from meshwright.apply.data.unit import FlatUnit
 from meshwright.apply.data.watch import WatchedParameters
 from meshwright.apply.hooks import OwnHook
-from meshwright.comm._torch_private import without_dispatch_modes
+from meshwright.comm._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.tree import tensors_in
 from meshwright.errors import ApplyError
@@ -217,7 +217,7 @@ class Gathering:
         self._note_need(index)
         if self._units[index].is_whole:
             return
-        with without_dispatch_modes():
+        with without_dispatch_modes(), without_function_modes():  # numbers that are read here are not the model's
             self._sum_what_is_ready()
             while not self._units[index].is_whole and self._place < len(self._score):
                 self._play_next()
@@ -234,10 +234,11 @@ class Gathering:
 
     def _end_phase(self) -> None:
         """Play what is left, and then what other ranks ask for."""
-        self._play_rest()
-        while self._gathered and (wanted := self._requests.agree(None)) is not None:
-            self._serve(wanted)
-            self._let_all_go()
+        with without_function_modes():
+            self._play_rest()
+            while self._gathered and (wanted := self._requests.agree(None)) is not None:
+                self._serve(wanted)
+                self._let_all_go()
 
     def _fetch_next(self) -> None:
         """Start the next gather while this rank computes. It is the next in the score, so the order stays everyone's.
@@ -299,8 +300,7 @@ class Gathering:
             self._play_next()
 
     def _make_whole(self, index: int) -> None:
-        unit = self._units[index]
-        if not unit.is_whole:
+        if not (unit := self._units[index]).is_whole:
             unit.gather()
             if unit.flat is not None:
                 self._at_address[unit.flat.data_ptr()] = index

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.describe.tree import map_tensors, tensors_in
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -73,7 +74,7 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         trainable: Whether every parameter that can have a gradient gets one, also those that are frozen now.
 
     Raises:
-        Exception: Whatever an attribute raises that cannot be copied.
+        ApplyError: An attribute cannot be copied.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -86,7 +87,14 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         for value in tensors_in(list(vars(child).values())):
             if not value.is_leaf:
                 memo[id(value)] = value.detach()
-    made = copy.deepcopy(module, memo)
+    try:
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ApplyError(
+            f"this plan tries the model out on copies of its modules, and copy.deepcopy failed: {error!r}",
+            fix="leave such an attribute (a lock, an open file, a generator function's generator) out of copies in the module's "
+            "__getstate__, or keep it outside of the model; or use tp=1",
+        ) from error
     for twin in made.modules():
         for key, value in list(vars(twin).items()):
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
