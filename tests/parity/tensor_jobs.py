@@ -247,6 +247,31 @@ def custom_function(plan: str) -> tuple[Any, Any, dict[str, str]]:
         return model.full_gradients(), expected, dict(model.plan.layouts)
 
 
+class OneHead(nn.Module):
+    """Attention of one head, of which the second rank holds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(7, 1, batch_first=True)
+        self.head = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+def one_head(plan: str) -> tuple[Any, Any, dict[str, str]]:
+    """Return gradients of attention of one head under a plan, plain ones, and what was cut."""
+    x = torch.randn(4, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = OneHead().double()
+    losses.square(plain(x), (x, x.sin())).backward()
+    torch.manual_seed(0)
+    with mw.apply_plan(OneHead().double(), plan, loss_fn=losses.square) as model:
+        model.step(mw.split_batch((x, x.sin()), model))
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        return model.full_gradients(), expected, dict(model.plan.layouts)
+
+
 class Counting(nn.Module):
     """Counts its forwards, in Python and in a buffer, and draws."""
 

@@ -251,6 +251,13 @@ def test_a_function_of_the_users_own() -> None:
     assert "column" in layouts.values()
 
 
+@pytest.mark.parametrize("plan", ["dp=2,tp=2,zero=1", "dp=2,tp=2,zero=2"])
+def test_gradients_of_what_a_rank_holds_nothing_of(plan: str) -> None:
+    for gradients, expected, layouts in testing.run_ranks(tensor_jobs.one_head, 4, plan):
+        testing.assert_parity(gradients, expected, FLOAT64)
+        assert set(layouts.values()) != {"whole"}
+
+
 def test_looking_at_a_model_leaves_it_as_it_was() -> None:
     for found in testing.run_ranks(tensor_jobs.side_effects, 2, "tp=2"):
         assert found == (0, 0.0, True, True)

@@ -363,6 +363,15 @@ class TensorEngine(OuterEngine):
         if self.cutting is None:
             return found
         by_id = {id(find_tensor(self.module, name)): own for name, own in self.cutting.layouts.items()}
+        empty = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if not all(layout.numel for layout in by_id.get(id(parameter), ()))
+        ]
+        if empty:  # a rank that holds nothing of a parameter may not know that there is a gradient
+            own = [name for name in empty if found.get(name) is not None]
+            told = {name for names in self.shards.all_gather_json(own, device=self.device) for name in names}
+            found |= {name: self.module.get_parameter(name).data for name in told - {*own}}
         for name, parameter in self.module.named_parameters():
             gradient = found.get(name)
             layouts = by_id.get(id(parameter))
