@@ -159,9 +159,11 @@ def _find_of_function(
         results = _run_plain(func, *_with_stand_ins((args, kwargs), _zeros))
         if any(True for _ in tensors_in(results)):
             return results, True
+        whose = "a parameter, or on what is made of one, that other stages hold"
+        whose = whose if home is None else f"a tensor that stage {home} computes"
         raise ReadsValueError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() on a tensor that stage {home} "
-            f"computes, and every other stage would need its numbers ({error})",
+            f"the code between the layers calls {getattr(func, '__name__', func)}() on {whose}, and every stage would need its "
+            f"numbers ({error})",
             fix="decide by the inputs, or inside a layer; or use pp=1",
         ) from error
 
