@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Balanced", "CountedDraws", "DrawsInside", "LateMixing", "fewer_blocks", "mixes_later", "seed_python"]
+__all__ = [
+    "Balanced",
+    "CountedDraws",
+    "DrawsInside",
+    "LateMixing",
+    "Signs",
+    "fewer_blocks",
+    "mixes_later",
+    "seed_python",
+]
 
 
 class _Balanced(nn.Module):
@@ -122,3 +131,18 @@ class LateMixing(nn.Module):
 
 def mixes_later(step: int, module: Any) -> None:
     module.mixes = step >= 2
+
+
+class Signs(nn.Module):
+    """Its code between the layers decides by a number of a layer's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+            if self.blocks[0].bias[0] > 0:
+                x = 2 * x
+        return x

@@ -16,6 +16,7 @@ from parity.never_wrong_pipeline_branches import (
     CountedDraws,
     DrawsInside,
     LateMixing,
+    Signs,
     fewer_blocks,
     mixes_later,
     seed_python,
@@ -378,6 +379,7 @@ REFUSED = {
     "chosen_rows": "would need its numbers",
     "compiled": "is compiled",
     "late_mixing": "mixes the samples",
+    "signs": "a parameter, or on what is made of one",
     "counted_draws": "drew other random numbers",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
@@ -393,6 +395,7 @@ SCRIPTS: dict[str, Script] = {
     "unused_results": Script(Balanced, before=fewer_blocks, steps=4),
     "draws_inside": Script(DrawsInside, before=seed_python, evaluates=(0, 2), steps=5),
     "counted_draws": Script(CountedDraws, before=seed_python, steps=4),
+    "signs": Script(Signs),
     "late_mixing": Script(LateMixing, before=mixes_later, steps=4),
     "cached": Script(Cached, growing_batch, evaluates=(1,)),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),

@@ -70,7 +70,9 @@ class Flow:
         """Return what `to_json` gave."""
         calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        texts = {key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts", "draws_python")}
+        texts = {
+            key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts", "draws_python")
+        }
         slots = {
             key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
             for key in ("leaves", "takes")

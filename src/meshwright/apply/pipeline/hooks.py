@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
-from meshwright.apply.pipeline.shapes import ReadsValueError
 from meshwright.apply.pipeline.values import StrayValueError
+from meshwright.apply.pipeline.without_numbers import ReadsValueError
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []

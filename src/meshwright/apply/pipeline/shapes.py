@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +16,6 @@ from meshwright.apply.pipeline.draws import read_python, set_python
 from meshwright.apply.pipeline.remembered import Encoder, Known
 from meshwright.apply.pipeline.scene import Scene, substitute_call
 from meshwright.apply.pipeline.values import (
-    FAKE_MODE,
     Meta,
     describe,
     describe_tensor,
@@ -26,23 +23,20 @@ from meshwright.apply.pipeline.values import (
     replace_tensors,
     value_of,
 )
+from meshwright.apply.pipeline.without_numbers import (
+    NeedsNumbersError,
+    find_of_function,
+    run_fake,
+    run_plain,
+    zeros_like_meta,
+)
 from meshwright.apply.tensor.copies import copy_module
-from meshwright.comm._torch_private import FakeTensorError
 from meshwright.describe.tree import LEAVES, tensors_in
-from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
 _MOST_KINDS = 4096
 """Kinds of calls that are remembered; batches of ever new lengths must not fill the memory [count]."""
-
-
-class ReadsValueError(ApplyError):
-    """Code between the layers looks at a number that another stage computes."""
-
-
-class _NeedsNumbersError(Exception):
-    """A call cannot be run without numbers."""
 
 
 class Shapes:
@@ -101,11 +95,11 @@ class Shapes:
             if name not in self._needs_numbers:
                 try:
                     return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
-                except _NeedsNumbersError:
+                except NeedsNumbersError:
                     set_python(generators)
                     self._needs_numbers.add(name)
                     key = self._key_of_unit(name, module, args, kwargs)
-            return self._remember(key, _run_watched(scene, run, (args, kwargs), module, _zeros))
+            return self._remember(key, _run_watched(scene, run, (args, kwargs), module, zeros_like_meta))
         finally:
             if name not in self._drawing:
                 set_python(generators)
@@ -126,7 +120,7 @@ class Shapes:
         known = self._look_up(key)
         if known is not None:
             return known
-        results, needs_numbers = _find_of_function(func, args, kwargs, home)
+        results, needs_numbers = find_of_function(func, args, kwargs, home)
         if needs_numbers and func not in self._needs_numbers:
             self._needs_numbers.add(func)
             key = self._key(func, None, args, kwargs)
@@ -145,37 +139,6 @@ class Shapes:
             with contextlib.suppress(TypeError):
                 self._known[key] = known
         return known
-
-
-def _find_of_function(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
-) -> tuple[Any, bool]:
-    """Return the results of a torch function, and whether they follow the numbers that it is given."""
-    if func is torch.autograd.grad:
-        return _like_inputs(*args, **kwargs), False
-    try:
-        return _run_fake(func, *_with_stand_ins((args, kwargs), make_fake)), False
-    except _NeedsNumbersError as error:
-        results = _run_plain(func, *_with_stand_ins((args, kwargs), _zeros))
-        sizes = [tensor.shape for tensor in tensors_in(results)]
-        # Sizes that follow numbers of another stage are other ones where the numbers are: `torch.where(chosen == 3)`.
-        if sizes and all(_sizes_with(make, func, args, kwargs) in (None, sizes) for make in (_ones, _ramp)):
-            return results, True
-        raise ReadsValueError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() on a tensor that stage {home} "
-            f"computes, and every other stage would need its numbers ({str(error).splitlines()[0]})",
-            fix="decide by the inputs, or inside a layer; or use pp=1",
-        ) from error
-
-
-def _sizes_with(
-    make: Callable[[Meta], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Size] | None:
-    """Return the sizes of results where other stages' tensors hold what `make` gives, or None where that cannot be."""
-    try:
-        return [tensor.shape for tensor in tensors_in(_run_plain(func, *_with_stand_ins((args, kwargs), make)))]
-    except (RuntimeError, IndexError, ValueError):
-        return None
 
 
 def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
@@ -228,16 +191,6 @@ def _laid_out(module: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
-    """Replace the tensors that some stage computes."""
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        value = value_of(tensor)
-        return tensor if value is None else make(Meta.of(value.any))
-
-    return replace_tensors(tree, stand_in)
-
-
 def _run_watched(
     scene: Scene,
     run: Callable[..., Any],
@@ -265,7 +218,7 @@ def _run_watched(
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
         with _own_buffers(module), contextlib.nullcontext() if make is make_fake else _laid_out(module):
-            results = (_run_fake if make is make_fake else _run_plain)(run, new_args, new_kwargs)
+            results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [
             (place, Meta.of(tensor))
@@ -275,46 +228,6 @@ def _run_watched(
         return Known(encoder.results(results), tuple(scene.effects(encoder.written)), tuple(writes))
     finally:
         scene.restore()
-
-
-_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging a call that fails on fake tensors: it is run on zeros then."""
-    was_disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
-    try:
-        yield
-    finally:
-        _FAKE_LOGGER.disabled = was_disabled
-
-
-def _run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        with FAKE_MODE, _quiet():
-            return func(*args, **kwargs)
-    except FakeTensorError as error:
-        raise _NeedsNumbersError(type(error).__name__) from error
-    except RuntimeError as error:
-        # C++ code that reads a tensor's numbers, or an operator whose shapes torch knows for some dtypes only (grouped_mm). An
-        # error of the user's own code comes again from the run on zeros.
-        raise _NeedsNumbersError(str(error)) from error
-
-
-def _run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
-        return func(*args, **kwargs)
-
-
-def _like_inputs(_outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> tuple[Tensor, ...]:
-    """Return what torch.autograd.grad does: a gradient for each input."""
-    found = []
-    for tensor in tensors_in(inputs):
-        meta = Meta.of(tensor if (value := value_of(tensor)) is None else value.any)
-        found.append(make_fake(dataclasses.replace(meta, requires_grad=create_graph)))
-    return tuple(found)
 
 
 _SMALL = 4096
@@ -388,20 +301,3 @@ def _find_integers(tree: Any, found: list[Tensor]) -> None:
 
 
 _EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-
-
-def _zeros(meta: Meta) -> Tensor:
-    zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-    if not meta.requires_grad:
-        return zeros
-    with torch.enable_grad():
-        return zeros.requires_grad_().clone()  # no leaf: code may write over it
-
-
-def _ones(meta: Meta) -> Tensor:
-    return torch.ones_like(_zeros(dataclasses.replace(meta, requires_grad=False)))
-
-
-def _ramp(meta: Meta) -> Tensor:
-    zeros = _zeros(dataclasses.replace(meta, requires_grad=False))
-    return (torch.arange(zeros.numel(), device=meta.device) % 2**7).reshape(meta.shape).to(meta.dtype)

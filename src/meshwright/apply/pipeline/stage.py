@@ -18,12 +18,13 @@ from meshwright.apply.pipeline.interception import UnderWay
 from meshwright.apply.pipeline.own_state import OwnState
 from meshwright.apply.pipeline.post import Post, other_way
 from meshwright.apply.pipeline.settled import Buffers
-from meshwright.apply.pipeline.shapes import ReadsValueError, Shapes
+from meshwright.apply.pipeline.shapes import Shapes
 from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.stages import StageMap
 from meshwright.apply.pipeline.values import Meta, value_of
 from meshwright.apply.pipeline.walk import Walk
 from meshwright.apply.pipeline.way import Way
+from meshwright.apply.pipeline.without_numbers import ReadsValueError
 
 __all__: list[str] = []
 
