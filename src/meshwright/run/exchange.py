@@ -1,8 +1,7 @@
-"""The two small exchanges of a step: what the ranks bring, and what came out.
+"""The second small exchange of a step: losses, weights and failures of all ranks, summed while backward runs.
 
-Both are vectors of a few float64 that are summed in the background: the first while forward runs, the second while backward
-does. (Over shared memory at once, the first before forward, the second after backward.) They make everything that a step
-decides a decision of all ranks.
+Over shared memory after backward, at once. With the first one (`agreement.py`) it makes everything that a step decides a
+decision of all ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import torch
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.pipeline.post import OtherStageError
-from meshwright.comm.communicator import Communicator, Pending
+from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError
-from meshwright.run.circles import NUM_PARTS, Circle
+from meshwright.run.agreement import Agreement
 from meshwright.run.loss import LossTerm
 
 __all__: list[str] = []
@@ -28,199 +27,6 @@ _DTYPES = {
     dtype: number
     for number, dtype in enumerate([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
 }
-_NUM_COUNTS = 8
-"""Numbers of a step's vector that are added up before what ranks must say alike [count]."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Saying:
-    """Something that the ranks of a circle must say alike."""
-
-    topic: str
-    circle: Circle
-    digest: int
-
-
-def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Sequence[int]) -> None:
-    """Raise this rank's error, or one that names the first rank that has told a reason; none where no rank has.
-
-    Args:
-        reasons: Why each rank cannot go on, in the order of `ranks`.
-        own: This rank's own error.
-        ranks: The ranks' numbers in the world.
-    """
-    if own is not None:
-        raise own
-    found = next(((rank, reason) for rank, reason in zip(ranks, reasons, strict=True) if reason is not None), None)
-    if found is not None:
-        raise ApplyError(
-            f"rank {found[0]} cannot take this step: {found[1]}",
-            fix="change the model before apply_plan, on every rank",
-        )
-
-
-class Agreement:
-    """What all ranks bring to a step, summed.
-
-    Args:
-        group: All ranks that take the step.
-        device: Where the vector lives.
-        known_weight: Weight of this rank's micro-batches, were they means.
-        num_samples: Samples of this rank's share [count].
-        num_tokens: Tokens of this rank's share [count].
-        wants_stop: Whether this rank was asked to stop.
-        switched: A parameter whose `requires_grad` was switched on this rank, or None.
-        broken: Why this rank cannot take the step, or None.
-        num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
-        copies: Ranks of the group that bring the same share [count].
-        sayings: What ranks must say alike; the same topics in the same order on every rank.
-        on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
-        held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
-        moved: Whether this rank's buffers were written to since the last step or evaluation ended.
-        knows_first: Whether all ranks wait for this before they run a forward.
-        has_changed: Whether the model on this rank is to be tried on parts of the batch again.
-    """
-
-    def __init__(
-        self,
-        group: Communicator,
-        device: torch.device,
-        *,
-        known_weight: float,
-        num_samples: int,
-        num_tokens: int,
-        wants_stop: bool,
-        switched: str | None,
-        broken: ApplyError | None,
-        num_passes: int | None = None,
-        copies: int = 1,
-        sayings: Sequence[Saying] = (),
-        on_difference: Callable[[list[str]], None] | None = None,
-        held: Callable[[], dict[str, bool]] | None = None,
-        moved: bool = False,
-        knows_first: bool = True,
-        has_changed: bool = False,
-    ) -> None:
-        self._group = group
-        self._moved = moved
-        self._knows_first = knows_first
-        self._topics = [saying.topic for saying in sayings]
-        self._on_difference = on_difference
-        self._copies = copies
-        self._device = device
-        self._switched = switched
-        self._broken = broken
-        self._held = held
-        flags = (wants_stop, switched is not None, broken is not None, moved, has_changed)
-        mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
-        for saying in sayings:
-            mine += saying.circle.terms(saying.digest)
-        self._num_fixed = len(mine)
-        if num_passes is not None:
-            # A sum cannot find a maximum: each rank has a place of its own.
-            mine += [float(num_passes) if index == group.group_rank else 0.0 for index in range(group.size)]
-        self._total: list[float] | None = mine if group.size == 1 else None
-        if group.size > 1:
-            self._vector = torch.tensor(mine, dtype=torch.float64, device=device)
-            # Shared memory takes a few microseconds; to wake another thread for it would take longer.
-            self._pending: Pending = group.all_reduce(self._vector, async_op=not group.shares_memory)
-        elif broken is not None:
-            raise broken
-
-    def wait(self) -> list[float]:
-        """Return the sums, once they are there.
-
-        Raises:
-            ApplyError: A rank cannot take the step, `requires_grad` was switched on some ranks only, or ranks that must say the
-                same do not; on every rank.
-        """
-        if self._total is None:
-            self._pending.wait()
-            total = self._vector.tolist()
-            if total[5]:
-                self._raise_broken()
-            if 0 < total[4] < self._group.size:
-                self._refuse_switched()
-            if 0 < total[6] < self._group.size and not self._knows_first:
-                self._refuse_moved()
-            self._total = total
-            said = zip(self._topics, _in_parts(total[_NUM_COUNTS : self._num_fixed]), strict=True)
-            different = [topic for topic, sums in said if any(sums)]
-            if different and self._on_difference is not None:
-                self._on_difference(different)
-        return self._total
-
-    def _raise_broken(self) -> None:
-        reasons = self._group.all_gather_json(self._broken and self._broken.message, device=self._device)
-        raise_first(reasons, self._broken, self._group.ranks)
-
-    def _refuse_switched(self) -> None:
-        if self._held is not None:
-            states: dict[str, bool] = {}
-            rows = self._group.all_gather_json(self._held(), device=self._device)
-            if all(states.setdefault(name, state) == state for row in rows for name, state in row.items()):
-                return  # all ranks that hold it agree
-        names = self._group.all_gather_json(self._switched, device=self._device)
-        ranks = [self._group.ranks[index] for index, name in enumerate(names) if name is not None]
-        name = next(name for name in names if name is not None)
-        raise ApplyError(
-            f"requires_grad of '{name}' was switched on rank(s) {ranks} and not on the others of {self._group.size}",
-            fix="switch it on every rank, between the same two steps",
-        )
-
-    def _refuse_moved(self) -> None:
-        """Refuse buffers that follow rank 0 from this step on, where a rank that kept its own has run its forward already."""
-        moved = self._group.all_gather_json(self._moved, device=self._device)
-        ranks = [self._group.ranks[index] for index, is_moved in enumerate(moved) if is_moved]
-        raise ApplyError(
-            f"buffers were changed on rank(s) {ranks} of {self._group.size} alone since the last step or evaluation, by a "
-            "forward that was called by hand or a write; buffers follow rank 0, and this step has begun without them",
-            fix="call the model, or write into its buffers, on every rank alike, or use model.evaluate(batch)",
-        )
-
-    @property
-    def known_weight(self) -> float:
-        """Weight of all micro-batches of all ranks, were they means."""
-        return self.wait()[0] / self._copies
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in the global batch [count]."""
-        return round(self.wait()[1] / self._copies)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the global batch [count]."""
-        return round(self.wait()[2] / self._copies)
-
-    @property
-    def num_passes(self) -> int:
-        """The most micro-batches that any rank has, where the ranks were asked for it; else 0 [count]."""
-        return int(max(self.wait()[self._num_fixed :], default=0))
-
-    @property
-    def wants_stop(self) -> bool:
-        """Whether any rank was asked to stop."""
-        return self.wait()[3] > 0
-
-    @property
-    def buffers_moved(self) -> bool:
-        """Whether buffers were changed between steps, on any rank."""
-        return self.wait()[6] > 0
-
-    @property
-    def trainable_changed(self) -> bool:
-        """Whether `requires_grad` was switched, on every rank."""
-        return self.wait()[4] > 0
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the model is to be tried again, on any rank."""
-        return self.wait()[7] > 0
-
-
-def _in_parts(numbers: list[float]) -> list[list[float]]:
-    return [numbers[start : start + NUM_PARTS] for start in range(0, len(numbers), NUM_PARTS)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

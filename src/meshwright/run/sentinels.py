@@ -30,12 +30,12 @@ from meshwright.apply.recompute import Recompute
 from meshwright.errors import ConfigError, CorruptionError
 from meshwright.mesh import MeshSpec
 from meshwright.run import settings
+from meshwright.run.agreement import Saying
 from meshwright.run.batch_check import raise_different_batches
 from meshwright.run.circles import Circle
 from meshwright.run.copies_check import allowed_difference, compare_copies
 from meshwright.run.diagnose import RandomState
 from meshwright.run.digest import digest_batch, digest_rng, digest_text
-from meshwright.run.exchange import Saying
 from meshwright.run.watch import StateWatch
 
 __all__: list[str] = []

@@ -29,20 +29,20 @@ from meshwright.apply.gradient_hooks import GradientHooks, guard_step_hooks, rel
 from meshwright.apply.guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.apply.pipeline.interception import refuse_functional_call
 from meshwright.describe.tree import BatchSplitter, move_to
-from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
+from meshwright.errors import CorruptionError, NonFiniteError
+from meshwright.run.agreement import Agreement, raise_first
 from meshwright.run.batch import count_tokens
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.diagnosis import diagnose
-from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first, start_sums
+from meshwright.run.exchange import SumExchange, Sums, start_sums
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
-from meshwright.run.schedule import ScheduleExecutor
 from meshwright.run.sentinels import Sentinels
 from meshwright.run.settle import ModelWatch, settle_loss
+from meshwright.run.stages import run_schedule
 from meshwright.run.terms import LossTerms
 
 __all__: list[str] = []
@@ -332,17 +332,7 @@ class Stepper:
         def term_of(module: nn.Module, index: int) -> LossTerm | None:
             return self._terms.of(module, parts[index], weights[index]) if weights[index] else None
 
-        try:
-            return ScheduleExecutor(engine, len(parts), term_of, root_of).run()
-        except LostPeerError:
-            raise
-        except Exception as raised:
-            error = refuse_functional_call(raised)
-            engine.tell_failure(len(parts))
-            SumExchange(engine.loss_group, engine.device, [], failure=error).wait()
-            if error is not raised:
-                raise error from raised
-            raise
+        return run_schedule(engine, len(parts), term_of, root_of)
 
     # -- what is not finite -------------------------------------------------------------------------------------
 

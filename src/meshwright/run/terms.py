@@ -12,9 +12,9 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
+from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.batch import call_model
-from meshwright.run.exchange import Agreement
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.loss_watch import LossWatch
 

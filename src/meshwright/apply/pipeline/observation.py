@@ -124,8 +124,7 @@ class _Observer(TorchFunctionMode):
         self._running: int | None = None
         self._given: set[int] = set()
         self._in_objects: set[int] = set()
-        self._opens: set[str] = set()
-        self._counts: set[str] = set()
+        self._opens, self._counts = set[str](), set[str]()
         self._is_in_model = False
         self._draws = False
         self._draws_python: set[str] = set()

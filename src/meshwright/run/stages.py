@@ -1,0 +1,46 @@
+"""The micro-batches of one step through the stages of this rank; where one fails, all ranks of the pipeline hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.pipeline.interception import refuse_functional_call
+from meshwright.errors import LostPeerError
+from meshwright.run.exchange import SumExchange
+from meshwright.run.loss import LossTerm
+from meshwright.run.schedule import ScheduleExecutor
+
+__all__: list[str] = []
+
+
+def run_schedule(
+    engine: PipelineEngine,
+    num_parts: int,
+    term_of: Callable[[nn.Module, int], LossTerm | None],
+    root_of: Callable[[LossTerm], tuple[Tensor, Tensor | None] | None],
+) -> list[LossTerm]:
+    """Run a step's forwards and backwards, and return the losses that stages of this rank compute.
+
+    Args:
+        engine: The pipeline.
+        num_parts: Micro-batches, which every rank of the pipeline has [count].
+        term_of: (module, which micro-batch) -> its loss.
+        root_of: Loss -> what backward is run from and the gradient there; None where nothing is to be trained.
+
+    Raises:
+        Exception: What this rank's code raised, or an ApplyError that names the rank whose code did; on every rank.
+    """
+    try:
+        return ScheduleExecutor(engine, num_parts, term_of, root_of).run()
+    except LostPeerError:
+        raise
+    except Exception as raised:
+        error = refuse_functional_call(raised)
+        engine.tell_failure(num_parts)
+        SumExchange(engine.loss_group, engine.device, [], failure=error).wait()
+        if error is not raised:
+            raise error from raised
+        raise
