@@ -111,3 +111,20 @@ def test_a_program_shrinks_to_what_is_wrong_with_it(monkeypatch: pytest.MonkeyPa
     assert smallest["clip"] is None
     assert len(smallest["script"]) == 1
     assert smallest["model"]["blocks"] == [{"kind": "mlp", "act": "softmax"}]
+
+
+def test_a_weight_that_a_hook_computes_is_there_where_shapes_are_found() -> None:
+    # Shapes of the last layer are found on the first stage, on a copy whose hooks have not run.
+    block = {"kind": "attention", "heads": 2, "fused": "none", "qk_norm": True, "linear": "old_weight_norm"}
+    model = {
+        "domain": "tokens", "width": 8, "outputs": 7, "root": {}, "vocabulary": 11, "stem": {}, "pool": "none",
+        "blocks": [{**block, "bias": True, "sdpa": False, "causal": False, "rotary": False}], "calls": [[0, False]],
+        "head_norm": "layer", "head_bias": True, "output": "tensor",
+    }  # fmt: skip
+    program = {
+        "seed": 0, "plan": "tp=2,pp=2", "data_seed": 1337, "model": model, "loss": {"kind": "ce"}, "mask": False,
+        "batch_form": "dict", "optimizer": {"kind": "sgd", "lr": 0.3}, "clip": None, "built_first": False,
+        "script": [{"do": "step", "n": 5, "t": 1, "batch": 3}],
+    }  # fmt: skip
+    found = outcome(complete(program))
+    assert found.kind == "equal", found.detail

@@ -86,7 +86,7 @@ class Shapes:
             scope += self._scope(name)
         else:
             twin.train(module.training)
-            module, forward = twin, type(twin).forward
+            module, forward = twin, _forward_of_twin
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
         scene = Scene(args, kwargs, scope)
         run = functools.partial(forward, module)
@@ -151,6 +151,14 @@ def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
 
     twin = copy_module(module, empty)
     return {name: twin.get_submodule(name) for name in units}
+
+
+def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The unit's own hooks have run, and made its arguments what they are; what they compute of parameters is on the unit alone.
+    for hook in twin._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm and pruning of old
+            hook(twin, args)
+    return type(twin).forward(twin, *args, **kwargs)
 
 
 @contextlib.contextmanager

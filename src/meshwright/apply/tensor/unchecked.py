@@ -54,7 +54,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str)
 
 _CHECKS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], None]] = {
     F.scaled_dot_product_attention: _attention,
-    torch._weight_norm: _weight_norm,
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what torch.nn.utils calls
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
 }
