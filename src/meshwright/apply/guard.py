@@ -40,30 +40,33 @@ def describe_tensors(module: nn.Module) -> list[list[Any]]:
     return rows
 
 
-def require_equal_on_ranks(group: Communicator, module: nn.Module, plan_json: str, device: torch.device) -> None:
-    """Refuse to start where ranks hold different plans or different models.
+def require_equal_on_ranks(
+    group: Communicator, module: nn.Module, plan_json: str, device: torch.device, *, number: int = 0
+) -> int:
+    """Refuse to start where ranks hold different plans or different models; return the largest of the ranks' numbers.
 
     Raises:
         ApplyError: On every rank, naming the first difference and both sides.
     """
     if group.size == 1:
-        return
+        return number
     rows = describe_tensors(module)
-    digests = group.all_gather_json([_digest(plan_json), _digest(json.dumps(rows))], device=device)
-    if len({plan for plan, _ in digests}) > 1:
+    digests = group.all_gather_json([_digest(plan_json), _digest(json.dumps(rows)), number], device=device)
+    if len({plan for plan, _, _ in digests}) > 1:
         plans = group.all_gather_json(plan_json, device=device)
         other = next(rank for rank, plan in enumerate(plans) if plan != plans[0])
         raise ApplyError(
             f"ranks hold different plans: rank 0 has {plans[0]}, rank {other} has {plans[other]}",
             fix="give every rank the same plan",
         )
-    if len({model for _, model in digests}) > 1:
+    if len({model for _, model, _ in digests}) > 1:
         everyone = group.all_gather_json(rows, device=device)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         raise ApplyError(
             f"ranks hold different models: {_first_difference(everyone[0], everyone[other], other)}",
             fix="build the model the same way on every rank: no rank-dependent branch, no unordered set of layers",
         )
+    return max(number for _, _, number in digests)
 
 
 def _digest(text: str) -> str:

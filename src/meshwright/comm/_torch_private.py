@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils import _pytree as pytree
@@ -37,11 +39,14 @@ __all__ = [
     "cpu_backend",
     "cpu_backend_name",
     "current_function_mode",
+    "default_store",
     "detach_with_version",
+    "exchanges_by_gloo_alone",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
     "is_in_backward",
+    "keep_forever",
     "pytree",
     "run_backward",
     "set_worker_info",
@@ -213,3 +218,27 @@ def cpu_backend(group: ProcessGroup) -> Any:
         return group._get_backend(torch.device("cpu"))
     except RuntimeError:
         return None
+
+
+def exchanges_by_gloo_alone(group: ProcessGroup) -> bool:
+    """Tell whether gloo exchanges a group's tensors, wherever they lie."""
+    if cpu_backend_name(group) != "gloo":
+        return False
+    try:
+        return group._get_backend(torch.device("cuda")).name() == "gloo"
+    except RuntimeError:
+        return True
+
+
+def default_store() -> Any:
+    """Return the store of torch.distributed's default group; None where there is none."""
+    try:
+        return distributed_c10d._get_default_store()
+    except (ValueError, RuntimeError):
+        return None
+
+
+def keep_forever(*objects: object) -> None:
+    """Never let these be destroyed: the destructor of a group waits for its exchanges."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -6,14 +6,17 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm._torch_private import cpu_backend, cpu_backend_name
+from meshwright.comm._torch_private import cpu_backend, cpu_backend_name, exchanges_by_gloo_alone
 from meshwright.comm.ledger import Ledger, LedgerEntry
-from meshwright.errors import InternalError, LostPeerError
+from meshwright.errors import InternalError, LostPeerError, MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.comm.calls import Calls
 
 __all__: list[str] = []
 
@@ -80,7 +83,7 @@ class Pending:
         if work is None:
             return
         start = time.perf_counter()
-        self._communicator.run_waiting(self._name, work.wait)
+        self._communicator.run_waiting(self._name, lambda: self._communicator.wait_for(work))
         if self._entry is not None:
             self._entry.wait_s += time.perf_counter() - start
 
@@ -121,6 +124,9 @@ class Communicator:
         """Whether these ranks exchange CPU tensors through memory that they share."""
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[], None] | None = None
+        self.calls: Calls | None = None
+        self.looks_out = process_group is not None and exchanges_by_gloo_alone(process_group)
+        """Whether a wait has to be cut into short ones: gloo does not look around by itself."""
 
     def over(self, axis: str) -> Communicator:
         """Return the same ranks under the name of an axis, for the ledger."""
@@ -133,6 +139,7 @@ class Communicator:
             axis=axis,
         )
         twin.on_enter, twin.on_exit = self.on_enter, self.on_exit
+        twin.calls = self.calls
         twin._held = self._held
         return twin
 
@@ -161,14 +168,28 @@ class Communicator:
         except RuntimeError as error:
             if is_lost_peer(error):
                 text = (str(error).strip().splitlines() or ["no reason given"])[0]
-                raise LostPeerError(
-                    f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}",
-                    rank=self.rank,
+                raise self._explained(
+                    f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}"
                 ) from error
             raise
         finally:
             if self.on_exit is not None:
                 self.on_exit()
+
+    def _explained(self, text: str) -> MeshwrightError:
+        """Return the error of the rank that raised where this one waits for it, or one that says what is seen here."""
+        told = None
+        if self.calls is not None:
+            self.calls.has_given_up = True
+            told = self.calls.others_error()
+        return told or LostPeerError(text, rank=self.rank)
+
+    def wait_for(self, work: Any) -> None:
+        """Return when an exchange is over; with gloo, also where a rank has raised and does not come."""
+        if self.looks_out and self.calls is not None and self.calls.current:
+            self.calls.wait_for(work)
+        elif work is not None:
+            work.wait()
 
     def _ranks_text(self) -> str:
         return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
@@ -189,7 +210,10 @@ class Communicator:
         if async_op:
             return Pending(self, name, self.run_waiting(name, lambda: call(True)), entry)
         start = time.perf_counter()
-        self.run_waiting(name, lambda: call(False))
+        if self.looks_out:
+            self.run_waiting(name, lambda: self.wait_for(call(True)))
+        else:
+            self.run_waiting(name, lambda: call(False))
         entry.wait_s += time.perf_counter() - start
         return Pending(self, name, None, entry)
 
@@ -209,11 +233,11 @@ class Communicator:
         if self.size == 1:
             return
 
-        def call(_: bool) -> None:
-            if self.process_group is not None:
-                options = dist.AllreduceCoalescedOptions()
-                options.asyncOp = False
-                self.process_group.allreduce_coalesced(list(tensors), options).wait()
+        def call(later: bool) -> Any:
+            options = dist.AllreduceCoalescedOptions()
+            options.asyncOp = later
+            work = self._alive_group.allreduce_coalesced(list(tensors), options)
+            return work if later else work.wait()
 
         self.issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
@@ -246,7 +270,7 @@ class Communicator:
         self.issue(
             "reduce_scatter",
             stacked.nbytes,
-            lambda later: REDUCE_SCATTER_SINGLE(own, stacked, group=self.process_group, async_op=later),
+            lambda _: self._reduce_scatter(own, stacked),
             async_op=False,
         )
 
@@ -262,11 +286,10 @@ class Communicator:
         shared = self.shares_memory and tensors[0].device.type == "cpu"
         backend = cpu_backend(self.process_group) if shared and self.process_group is not None else None
 
-        def call(_: bool) -> None:
+        def call(_: bool) -> Any:
             if backend is not None:
-                backend.reduce_slices(list(tensors), list(ends))
-            else:
-                self._reduce_packed(tensors, ends)
+                return backend.reduce_slices(list(tensors), list(ends))
+            return self._reduce_packed(tensors, ends)
 
         self.issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
 
@@ -278,10 +301,18 @@ class Communicator:
         for owner, at, part in places:
             packed[owner, at : at + part.numel()].copy_(part)
         summed = torch.empty_like(packed[0])
-        REDUCE_SCATTER_SINGLE(summed, packed.view(-1), group=self.process_group)
+        self._reduce_scatter(summed, packed.view(-1))
         for owner, at, part in places:
             if owner == self.group_rank:
                 part.copy_(summed[at : at + part.numel()])
+
+    def _reduce_scatter(self, own: torch.Tensor, stacked: torch.Tensor) -> None:
+        if not self.looks_out:
+            REDUCE_SCATTER_SINGLE(own, stacked, group=self.process_group)
+            return
+        whole = stacked.clone()  # what torch does with gloo, too; but one cannot wait for that for a time
+        self.wait_for(dist.all_reduce(whole, group=self.process_group, async_op=True))
+        own.copy_(whole.view(self.size, -1)[self.group_rank].view_as(own))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, async_op: bool = False) -> Pending:
         """Replace the tensor, on every rank, by that of the group's rank `source`. In place."""
@@ -350,7 +381,7 @@ class Communicator:
             options = dist.BarrierOptions()
             options.timeout = timeout
             if self.process_group is not None:
-                self.process_group.barrier(options).wait()
+                self.wait_for(self.process_group.barrier(options))
 
         self.run_waiting("barrier", wait)
 

@@ -49,4 +49,5 @@ def _make(world: World, key: tuple[tuple[int, ...], ...], mine: tuple[int, ...])
             made = found if group == mine and isinstance(found, dist.ProcessGroup) else made
     communicator = Communicator(made, ranks=mine, rank=world.rank, ledger=world.ledger, timeout_s=default.timeout_s)
     communicator.on_enter, communicator.on_exit = default.on_enter, default.on_exit
+    communicator.calls = default.calls
     return communicator

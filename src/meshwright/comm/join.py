@@ -19,6 +19,7 @@ import torch.distributed as dist
 # Documented as torch.distributed's own, though its stubs do not say so.
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from meshwright.comm._torch_private import default_store, keep_forever
 from meshwright.comm.allocator import keep_freed_memory
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.environment import Place, choose_transport, read_place
@@ -118,8 +119,18 @@ def _make_world(
     return world
 
 
+def _default_store() -> Store | None:
+    """Return the store of the default group that the caller has made, under a prefix of ours."""
+    store = default_store()
+    return None if store is None else PrefixStore("meshwright", store)
+
+
 def leave_group(world: World) -> None:
     """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
+    if world.calls.has_given_up and world.default_group.looks_out:
+        # To end it would wait for an exchange that nobody comes to. It is never let go of; the process ends with its threads.
+        keep_forever(world.default_group.process_group, *(each.process_group for each in world.subgroups.values()))
+        return
     world.default_group.release()
     for communicator in world.subgroups.values():
         communicator.release()
@@ -162,7 +173,7 @@ def join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float
     if dist.is_initialized():
         place = _place_of_default_group()
         found = device or _device_of(place.local_rank, place.local_size)
-        return _world_around(dist.group.WORLD, place, found, timeout_s=timeout_s)
+        return _world_around(dist.group.WORLD, place, found, timeout_s=timeout_s, store=_default_store())
     place = read_place(os.environ)
     found = device or _device_of(place.local_rank, place.local_size)
     if place.address is None:

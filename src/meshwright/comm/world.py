@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from meshwright.comm.calls import Calls
 from meshwright.comm.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class World:
         self.timeout_s = timeout_s
         self.group_timeout_s = timeout_s if group_timeout_s is None else group_timeout_s
         self.store = store
+        self.calls = Calls(rank, store)
+        """What the ranks are in the middle of; exchanges that wait look there for a rank that has raised."""
+        default_group.calls = self.calls
         self.is_launched = link is not None
         self.on_event: Callable[[int, dict[str, Any]], None] | None = None
         """Where `emit` goes in a world that was joined, not launched; None drops the events."""

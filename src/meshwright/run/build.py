@@ -132,7 +132,10 @@ def build_engine(
     module: nn.Module, plan: Plan, world: World, devices: list[torch.device], splitter: BatchSplitter
 ) -> Engine:
     """Return the engine of the plan's strategy, with the module on its devices and equal on all ranks."""
-    require_equal_on_ranks(world.default_group, module, plan.to_json(), devices[0])
+    calls = world.calls  # ranks whose earlier scripts ended differently count from one number again
+    calls.num_models = require_equal_on_ranks(
+        world.default_group, module, plan.to_json(), devices[0], number=calls.num_models + 1
+    )
     if plan.tp > 1 or plan.pp > 1 or (plan.zero and plan.dp > 1):
         refuse_shared_memory(module, str(plan))
     refuse_embeddings_that_count(module, plan)

@@ -350,7 +350,9 @@ class SumExchange:
         failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
         _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
         name = "" if kind in ("ApplyError", "OtherStageError", "OtherWayError") else f"{kind}: "
-        raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {name}{message}", fix=fix) from error
+        who = f"rank {self._group.ranks[rank]}"
+        fix = fix or f"see the exception of {who}"
+        raise ApplyError(f"{who} cannot go on: {name}{message}", fix=fix) from error
 
     def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
         """Raise this rank's error; but what came of another stage's tensors is that stage's to explain."""

@@ -17,6 +17,7 @@ from meshwright.apply.recompute import Recompute
 from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.state_guard import StateGuard
 from meshwright.apply.supported import refuse_unbuilt
+from meshwright.comm.calls import told_to_peers
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.world import World, join_world
 from meshwright.describe.tree import BatchSplitter
@@ -45,6 +46,7 @@ _INTO_PARTS = "more than one element of the written-to tensor"
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
 
+@told_to_peers
 def apply_plan(
     build_model: nn.Module | Callable[[], nn.Module],
     plan: Plan | str,
@@ -182,6 +184,7 @@ class ParallelModel:
         self.stepper = stepper
         self._recompute = recompute
         self._state_guard = state_guard
+        self._number = world.calls.num_models
         engine.switch.begin()
         self.num_steps = 0
         """Calls of `step` so far [count]."""
@@ -228,6 +231,10 @@ class ParallelModel:
         """Whether any rank had been asked to stop when the last step began; equal on every rank."""
         return self.stepper.stop_requested
 
+    def _told(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context out of which an exception is told to the ranks that would wait for this one."""
+        return self.world.calls.during(kind, self._number)
+
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step.
 
@@ -250,7 +257,7 @@ class ParallelModel:
         """
         number = self.num_steps
         switch = self.engine.switch
-        with switch.plain():
+        with switch.plain(), self._told("step"):
             switch.moment.steps += 1
             result = self.stepper.step(
                 batch,
@@ -271,7 +278,7 @@ class ParallelModel:
         Args:
             batch: This rank's share, or None; as for `step`.
         """
-        with self.engine.switch.plain():
+        with self.engine.switch.plain(), self._told("evaluate"):
             return self.stepper.evaluate(batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +288,7 @@ class ParallelModel:
 
         It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
         """
-        with self.engine.switch.plain():
+        with self.engine.switch.plain(), self._told("forward"):
             outputs = self.stepper.forward(args, kwargs)
         has_graph = self._plan.pp == 1 and (self._plan.zero < 2 or self._plan.dp == 1)
         is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
@@ -304,7 +311,7 @@ class ParallelModel:
         Returns:
             FQN -> the whole gradient, or None where the parameter has none. Valid until the next step begins.
         """
-        with self.engine.switch.plain():
+        with self.engine.switch.plain(), self._told("gradients"):
             return self.engine.full_gradients()
 
     @contextlib.contextmanager
@@ -315,6 +322,7 @@ class ParallelModel:
         `full_gradients`.
         """
         with (
+            self._told("whole"),
             self.engine.switch.plain(),
             self.engine.whole_parameters(),
             self.engine.switch.whole(),

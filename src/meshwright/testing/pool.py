@@ -19,6 +19,7 @@ import psutil
 from meshwright.comm import nursery
 from meshwright.comm.launch import RankGroup
 from meshwright.comm.processes import rank_environment
+from meshwright.comm.world import current_world
 
 __all__: list[str] = []
 
@@ -39,9 +40,14 @@ class RankOutcome:
 
 
 class RankPool:
-    """One group of rank processes for each world size, started when first needed."""
+    """One group of rank processes for each world size, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        env: Environment variables for the ranks, beside this process's.
+    """
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        self._env = env
         self._groups: dict[int, RankGroup] = {}
         self._pids: dict[int, set[int]] = {}
         self.modules: tuple[str, ...] = ()
@@ -51,18 +57,21 @@ class RankPool:
         """Call `fn(*args)` on every rank and return the results in rank order."""
         group = self._groups.get(num_ranks)
         if group is None:
-            keep_templates(rank_environment("", 1, None), self.modules)
+            keep_templates(rank_environment("", 1, self._env), self.modules)
             before = _child_pids()
-            group = RankGroup(num_ranks, threads_per_rank=1, timeout_s=_TIMEOUT_S)
+            group = RankGroup(num_ranks, threads_per_rank=1, timeout_s=_TIMEOUT_S, env=self._env)
             self._groups[num_ranks], self._pids[num_ranks] = group, _child_pids() - before
         try:
             return group.submit(_call, list(sys.path), pickle.dumps((fn, args)))
         except BaseException:
             # A group that has failed is in no known state: the next call gets a fresh one.
-            self._groups.pop(num_ranks)
-            self._pids.pop(num_ranks)
-            group.close()
+            self.drop(num_ranks)
             raise
+
+    def drop(self, num_ranks: int) -> None:
+        """Stop the ranks of one group; the next call gets fresh ones."""
+        self._pids.pop(num_ranks)
+        self._groups.pop(num_ranks).close()
 
     def pids(self) -> set[int]:
         """Return the processes that belong to the pool now."""
@@ -134,7 +143,10 @@ def run_outcomes(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Ran
     Returns:
         For each rank its result or its exception.
     """
-    return run_ranks(_outcome, num_ranks, fn, *args)
+    outcomes = run_ranks(_outcome, num_ranks, fn, *args)
+    if any(has_left for _, has_left in outcomes):
+        _POOL.drop(num_ranks)
+    return [outcome for outcome, _ in outcomes]
 
 
 def pool_pids() -> set[int]:
@@ -161,8 +173,11 @@ def _call(paths: list[str], payload: bytes) -> Any:
     return fn(*args)
 
 
-def _outcome(fn: Callable[..., Any], *args: Any) -> RankOutcome:
+def _outcome(fn: Callable[..., Any], *args: Any) -> tuple[RankOutcome, bool]:
+    """Return how a call ended, and whether this rank has given up an exchange in it: its groups are of no use any more."""
     try:
-        return RankOutcome(result=fn(*args))
+        outcome = RankOutcome(result=fn(*args))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the caller wants to look at
-        return RankOutcome(error=error, traceback_text=traceback.format_exc())
+        outcome = RankOutcome(error=error, traceback_text=traceback.format_exc())
+    world = current_world()
+    return outcome, world is not None and world.calls.has_given_up

@@ -91,6 +91,11 @@ void ShmBackend::leave_all() {
   }
 }
 
+void ShmBackend::tell_raised(uint64_t call) {
+  std::lock_guard<std::mutex> held(all().lock);
+  for (ShmBackend* backend : all().backends) backend->waiter_.tell_raised(call);
+}
+
 Deadline ShmBackend::deadline_after(milliseconds timeout) const {
   const milliseconds given = timeout == c10d::kUnsetTimeout || timeout == kNoTimeout ? options_->timeout : timeout;
   return {Clock::now() + given, given};

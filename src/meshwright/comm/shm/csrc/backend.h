@@ -43,6 +43,8 @@ class ShmBackend : public c10d::Backend {
   void shutdown() override;
   // Leave every group of this process that is still there.
   static void leave_all();
+  // Tell the ranks of every group of this process that this one has raised in a call.
+  static void tell_raised(uint64_t call);
 
   Ref<Work> allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) override;
   Ref<Work> allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) override;

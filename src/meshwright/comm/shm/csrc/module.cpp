@@ -15,6 +15,8 @@ PYBIND11_MODULE(MESHWRIGHT_MODULE, m) {
            py::arg("slot_bytes"), py::arg("ring_bytes"), py::arg("nonce"), py::arg("create"));
 
   m.def("leave_all", &ShmBackend::leave_all);
+  m.def("enter_call", &meshwright::enter_call, py::arg("call"));
+  m.def("tell_raised", &ShmBackend::tell_raised, py::arg("call"));
 
   py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(m, "ShmBackend")
       .def(py::init([](std::shared_ptr<Segment> segment, std::vector<int64_t> global_ranks, std::vector<int> process_files,

@@ -37,6 +37,7 @@ struct alignas(2 * kLine) RankLine {
   std::atomic<uint32_t> state{kAbsent};
   std::atomic<int32_t> blames{-1};                   // with kFailed: the rank that it could not reach
   std::atomic<int32_t> pid{0};
+  std::atomic<uint64_t> raised_in{0};                // the last call in which code of this rank raised; see wait.h
 };
 
 struct Header {

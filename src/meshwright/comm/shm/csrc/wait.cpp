@@ -14,6 +14,9 @@ namespace meshwright {
 namespace {
 
 constexpr long kNapNs = 50'000'000;  // how often a sleeper looks whether its peers live
+constexpr int64_t kGraceNs = 150'000'000;  // for what a rank that has raised had begun to send
+
+std::atomic<uint64_t> current_call{0};
 
 // "stopped" for a process under SIGSTOP, and so on; "" where it cannot be seen.
 std::string state_of(int pid) {
@@ -35,6 +38,8 @@ std::string state_of(int pid) {
 
 }  // namespace
 
+void enter_call(uint64_t call) { current_call.store(call, std::memory_order_relaxed); }
+
 Waiter::Waiter(Segment& segment, std::vector<int> process_files, std::vector<int64_t> global_ranks)
     : segment_(segment), process_files_(std::move(process_files)), global_ranks_(std::move(global_ranks)) {}
 
@@ -55,6 +60,14 @@ bool Waiter::has_ended(int rank) const {
   return entry.fd >= 0 && poll(&entry, 1, 0) > 0;
 }
 
+bool Waiter::has_raised(int rank) {
+  const uint64_t call = current_call.load(std::memory_order_relaxed);
+  if (call == 0 || segment_.line(rank).raised_in.load(std::memory_order_acquire) != call) return false;
+  const int64_t now = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  if (seen_call_.exchange(call, std::memory_order_relaxed) != call) seen_at_.store(now, std::memory_order_relaxed);
+  return now - seen_at_.load(std::memory_order_relaxed) >= kGraceNs;
+}
+
 void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) {
   std::string text = std::string(what) + " over shared memory: ";
   const int rank = trouble.ranks.empty() ? -1 : trouble.ranks.front();
@@ -63,6 +76,8 @@ void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) 
       throw LostPeer(text + "this rank has left the group", segment_.rank());
     case Trouble::kGone:
       throw LostPeer(text + name_of(rank) + " is gone", rank);
+    case Trouble::kRaised:
+      throw LostPeer(text + name_of(rank) + " has raised an error and will not come", rank);
     case Trouble::kLeft:
       throw LostPeer(text + name_of(rank) + " has left the group", rank);
     case Trouble::kFailed: {

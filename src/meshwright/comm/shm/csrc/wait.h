@@ -40,6 +40,10 @@ struct LostPeer : std::runtime_error {
   int rank;
 };
 
+// What this process is in the middle of: a number that its peers have for the same call of theirs; 0 outside of any. Where
+// the code of one rank raises in a call, peers that wait for it in that call need not wait on: it will not come.
+void enter_call(uint64_t call);
+
 class Waiter {
  public:
   // `process_files`: a pidfd for each rank of the group, -1 for this one; owned from now on.
@@ -100,6 +104,8 @@ class Waiter {
 
   // Every wait of this process over this group ends with an error from now on; peers learn of it.
   void stop(RankState state, int blamed);
+  // Tell the peers that this rank has raised in a call. Exchanges that it has begun go on.
+  void tell_raised(uint64_t call) { segment_.mine().raised_in.store(call, std::memory_order_release); }
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
   std::string name_of(int rank) const;
 
@@ -112,7 +118,7 @@ class Waiter {
 
  private:
   struct Trouble {
-    enum Kind { kNone, kStopped, kGone, kLeft, kFailed, kLate } kind = kNone;
+    enum Kind { kNone, kStopped, kGone, kLeft, kFailed, kRaised, kLate } kind = kNone;
     std::vector<int> ranks;
   };
 
@@ -128,6 +134,7 @@ class Waiter {
       if (state == kFailed) return {Trouble::kFailed, {rank}};
       if (state == kLeft) return {Trouble::kLeft, {rank}};
       if (ended) return {Trouble::kGone, {rank}};
+      if (has_raised(rank)) return {Trouble::kRaised, {rank}};
       late.push_back(rank);
     }
     if (Clock::now() >= deadline.at) return {Trouble::kLate, late};
@@ -136,6 +143,7 @@ class Waiter {
 
   [[noreturn]] void raise(const char* what, const Trouble& trouble, Deadline deadline);
   bool has_ended(int rank) const;
+  bool has_raised(int rank);
   void ring_sleepers();
   void ring_one(int rank);
   static void sleep(std::atomic<uint32_t>& bell, uint32_t seen);
@@ -144,6 +152,8 @@ class Waiter {
   std::vector<int> process_files_;
   std::vector<int64_t> global_ranks_;
   std::atomic<bool> stopping_{false};
+  std::atomic<uint64_t> seen_call_{0};  // in which a peer was seen to have raised
+  std::atomic<int64_t> seen_at_{0};     // when
 };
 
 }  // namespace meshwright

@@ -1,0 +1,140 @@
+"""Programs whose code raises on one rank alone, for ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.comm.world import join_world
+
+VOCABULARY, WIDTH = 32, 16
+
+
+class UnfitError(RuntimeError):
+    """What the user's code raises."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.fails: Callable[[], bool] = lambda: False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails():
+            raise UnfitError("this layer is no good")
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (8, 5), generator=generator)
+    return tokens, torch.randint(0, 4, (8,), generator=generator)
+
+
+class Failure:
+    """Raises on one rank from one step on, where it is asked to."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.is_here = join_world().rank == rank
+        self.first, self.step = step, 0
+
+    def is_due(self) -> bool:
+        return self.is_here and self.step >= self.first
+
+    def raise_(self, *_: Any) -> None:
+        if self.is_due():
+            raise UnfitError("this hook is no good")
+
+    def put(self, model: Model, where: str) -> Callable[[Any, Any], Tensor]:
+        """Put it into a model, or the loss that is returned."""
+
+        def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+            if where == "loss" and self.is_due():
+                raise UnfitError("this loss is no good")
+            if where == "gradient":
+                outputs.register_hook(self.raise_)
+            return F.cross_entropy(outputs, batch[1])
+
+        if where == "layer":
+            model.blocks[2].fails = self.is_due  # pyright: ignore[reportArgumentType]
+        elif where == "hook":
+            model.blocks[2].register_full_backward_hook(lambda *_: self.raise_())
+        elif where == "post-accumulate":
+            model.head.weight.register_post_accumulate_grad_hook(self.raise_)
+        return loss_fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a program ended on a rank: with which exception, and when, by the clock of this host [s]."""
+
+    kind: str
+    text: str
+    ended_at: float
+
+
+def raised(line: str, where: str, step: int, *, rank: int = 1, calls: str = "step") -> Ended:
+    """Train until a rank raises; `calls` is what is called with each batch."""
+    torch.manual_seed(0)
+    failure, model = Failure(rank, step), Model().double()
+    loss_fn = failure.put(model, where)
+    try:
+        with mw.apply_plan(
+            lambda: model, line, loss_fn=loss_fn, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+        ) as planned:
+            for number in range(step + 1):
+                failure.step = number
+                tokens, labels = mw.split_batch(batch_of(number), planned)
+                if where == "index" and failure.is_due():
+                    tokens[0, 0] = VOCABULARY
+                getattr(planned, calls)((tokens, labels))
+    except Exception as error:
+        return Ended(type(error).__name__, str(error), time.monotonic())
+    return Ended("", "", time.monotonic())
+
+
+def refused_and_trained(line: str) -> list[float]:
+    """Take a step that all ranks refuse, then others; return their losses."""
+    torch.manual_seed(0)
+    model = Model().double()
+    with mw.apply_plan(
+        lambda: model,
+        line,
+        loss_fn=lambda outputs, batch: F.cross_entropy(outputs, batch[1]),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    ) as planned:
+        batches = [mw.split_batch(batch_of(number), planned) for number in range(3)]
+        planned.step(batches[0])
+        head = model.head
+        if join_world().rank == 1:
+            model.head = nn.Linear(WIDTH, 4).double()
+        for _ in range(2):
+            with contextlib.suppress(mw.ApplyError):
+                planned.step(batches[1])
+                raise AssertionError("a step was taken with a module that was put in place of another on one rank")
+        model.head = head
+        return [planned.step(batch).loss for batch in batches[1:]]
