@@ -19,6 +19,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.pipeline.post import OtherStageError
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError, MeshwrightError
+from meshwright.run.autocast import code_of, raise_dtypes
 from meshwright.run.circles import NUM_PARTS, Circle
 from meshwright.run.loss import LossTerm
 
@@ -266,7 +267,10 @@ class SumExchange:
         num_graphs = sum(term.value.requires_grad for term in terms)
         changed = math.inf if failure is not None else float(buffers_changed)
         stopped = group.ranks[group.group_rank] + 1.0 if is_alone else 0.0
-        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, stopped, is_alone]
+        self._dtypes = [term.dtypes for term in terms]
+        codes = [code_of(dtypes) for dtypes in self._dtypes]
+        kinds = [sum(codes), sum(code * code for code in codes)]
+        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, *kinds, stopped, is_alone]
         counts = torch.tensor(counts, dtype=torch.float64, device=device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
@@ -290,11 +294,16 @@ class SumExchange:
             self._group.all_reduce(self._vector)
         else:
             self._pending.wait()
-        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained, *stopped = self._vector.tolist()
+        loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained, *rest = self._vector.tolist()
+        kinds, stopped = [round(number) for number in rest[:2]], rest[2:]
         if stopped[1]:
             self._raise_stopped(round(stopped[0]) - 1, round(stopped[1]))
         if math.isinf(changed):
             self._raise_failure()
+        if (
+            round(num_sums + num_means) * kinds[1] != kinds[0] ** 2
+        ):  # equal for numbers that are all the same, and no others
+            raise_dtypes(self._group, self._dtypes, self._vector.device)
         if num_sums and num_means:
             raise ApplyError(
                 f"loss_fn returned meshwright.Loss for {num_sums:.0f} micro-batches and a plain scalar for {num_means:.0f} "

@@ -45,6 +45,8 @@ class LossTerm:
     """Its weight."""
     is_mean: bool
     """True: `value` is a mean over `weight` items. False: it is their sum."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Of the outputs, and of the loss; the same for all micro-batches of all ranks."""
 
     def total(self) -> torch.Tensor:
         """Return the sum over the items, without its graph, in float64."""

@@ -88,6 +88,7 @@ class Sentinels:
         self._batch: Any = None
         self._found: list[str] = []
         self._has_warned_of_draws = False
+        self._autocast = ""
         # To read their states takes longer than torch's: only where the model's code can draw from them.
         self._draws_python = not self._drawing.is_alone and Outside(engine.module).draws
         self.recompute: Recompute | None = None
@@ -121,8 +122,14 @@ class Sentinels:
         self._part = None
         self._found = []
 
-    def sayings(self, batch: Any) -> list[Saying]:
-        """Return what ranks must say alike about a batch and about themselves; topics in one order on every rank."""
+    def sayings(self, batch: Any, autocast: torch.dtype | None = None) -> list[Saying]:
+        """Return what ranks must say alike about a batch and about themselves; topics in one order on every rank.
+
+        Args:
+            batch: This rank's share.
+            autocast: What forwards are cast to; None for the model's own dtype.
+        """
+        self._autocast = repr(autocast)
         found: list[Saying] = []
         if not self._drawing.is_alone:
             state = RandomState.read(self._engine.device)
@@ -140,7 +147,7 @@ class Sentinels:
             found.append(Saying("written", self._holding, digest_text(",".join(names))))
         else:  # what nobody else holds changes on one rank alone where a script changes it, too: `compare` tells
             found.append(Saying("written", self._everyone, digest_text(",".join(self._watch.changed()))))
-        common = digest_text(settings.learning_rates(self._optimizer))
+        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast)
         if self._compares_outcome:
             common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
                 _bits(self._outcome[1]), "little"
@@ -159,7 +166,8 @@ class Sentinels:
         if "batch" in topics:
             raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
         if "common" in topics:
-            settings.raise_different(engine.everyone, settings.of_options(self._optimizer), engine.device)
+            rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
+            settings.raise_different(engine.everyone, rows, engine.device)
             findings = self._compare_outcome(*self._outcome, step=self._step - 1)
             self._report(
                 [*compare_copies(engine, self._optimizer), *findings]

@@ -88,6 +88,7 @@ class Stepper:
         self.micro_batch_size = micro_batch_size
         self._terms = LossTerms(engine, rule, autocast, splitter)
         self._watch_loss = self._terms.watch
+        self.casts = self._terms.casts
         self._watch_model = ModelWatch(rule, engine, splitter)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
@@ -235,7 +236,7 @@ class Stepper:
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
             copies=self.engine.copies,
-            sayings=self.sentinels.sayings(batch),
+            sayings=self.sentinels.sayings(batch, self._terms.casts.dtype),
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
             moved=moved,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.describe.tree import BatchSplitter, move_to, tensors_in
+from meshwright.run.autocast import Autocast
 from meshwright.run.batch import call_model
 from meshwright.run.exchange import Agreement
 from meshwright.run.loss import LossRule, LossTerm
@@ -17,6 +20,8 @@ from meshwright.run.loss_watch import LossWatch
 
 __all__: list[str] = []
 
+_NUM_LOOKED_AT = 2
+"""Outputs among which those are that all ranks have in one dtype: a loss of the model's own may come before [count]."""
 _FEW_SAMPLES = 2
 """Samples with which a strategy looks at the model before it starts [samples]."""
 
@@ -37,14 +42,12 @@ class LossTerms:
         self._engine = engine
         self._rule = rule
         self._splitter = splitter
-        self._autocast = autocast
+        self.casts = Autocast(engine.device.type, autocast)
+        """The dtype of forwards and losses."""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context that forward and loss run in."""
-        kind = self._engine.device.type
-        if self._autocast is None and not torch.is_autocast_enabled(kind):
-            return contextlib.nullcontext()
-        return torch.autocast(kind, dtype=self._autocast, enabled=self._autocast is not None)
+        return self.casts.in_forward()
 
     def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
         """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
@@ -52,13 +55,15 @@ class LossTerms:
             outputs = call_model(module, part)
             if self._engine.owes_nothing_to_the_loss:
                 return None
-            first = next(tensors_in(outputs), None)
+            few = list(itertools.islice(tensors_in(outputs), _NUM_LOOKED_AT))
+            first = next(iter(few), None)
             if first is not None and first.device != self._engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
             term = self._rule.term(outputs, part, weight)
             with self._engine.group.ledger.of_checks():
                 self.watch.look(outputs, part)
-            return term
+            shown = [each.dtype for each in few if each.dim() and each.is_floating_point()][:1]
+            return dataclasses.replace(term, dtypes=(*shown, term.value.dtype))
 
     def try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
