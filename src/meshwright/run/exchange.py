@@ -22,6 +22,7 @@ from meshwright.errors import ApplyError, MeshwrightError
 from meshwright.run.autocast import code_of, raise_dtypes
 from meshwright.run.circles import NUM_PARTS, Circle
 from meshwright.run.loss import LossTerm
+from meshwright.run.refusals import raise_first
 
 __all__: list[str] = []
 
@@ -36,24 +37,6 @@ class Saying:
     topic: str
     circle: Circle
     digest: int
-
-
-def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Sequence[int]) -> None:
-    """Raise this rank's error, or one that names the first rank that has told a reason; none where no rank has.
-
-    Args:
-        reasons: Why each rank cannot go on, in the order of `ranks`.
-        own: This rank's own error.
-        ranks: The ranks' numbers in the world.
-    """
-    if own is not None:
-        raise own
-    found = next(((rank, reason) for rank, reason in zip(ranks, reasons, strict=True) if reason is not None), None)
-    if found is not None:
-        raise ApplyError(
-            f"rank {found[0]} cannot take this step: {found[1]}",
-            fix="change the model before apply_plan, on every rank",
-        )
 
 
 class Agreement:

@@ -238,6 +238,7 @@ class ParallelModel:
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step.
 
+        Under `torch.autocast`, forward and loss are cast and nothing else is; all ranks are under the same, or none.
         Gradients stay readable until the next step begins: as ``parameter.grad`` where ranks hold whole ones, and by
         `full_gradients` under every plan.
 
@@ -253,6 +254,7 @@ class ParallelModel:
             CorruptionError: Ranks hold or compute something else than they must.
             ApplyError: The model was changed behind the plan's back, the batch cannot be cut, or ranks that share layers were
                 given different ones.
+            UserCodeError: Code of the user's raised on another rank.
             LostPeerError: Another rank is gone.
         """
         number = self.num_steps

@@ -35,10 +35,11 @@ from meshwright.errors import CorruptionError, LostPeerError, NonFiniteError
 from meshwright.run.batch import count_tokens
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.diagnosis import diagnose
-from meshwright.run.exchange import Agreement, SumExchange, Sums, raise_first, start_sums
+from meshwright.run.exchange import Agreement, SumExchange, Sums, start_sums
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
+from meshwright.run.refusals import raise_first
 from meshwright.run.result import StepResult
 from meshwright.run.schedule import ScheduleExecutor
 from meshwright.run.sentinels import Sentinels
