@@ -28,6 +28,7 @@ __all__ = [
     "GLOBAL_MODULE_HOOKS",
     "LINEAR",
     "TURNS",
+    "WEIGHT_NORM",
     "Convolution",
     "FakeTensor",
     "FakeTensorError",
@@ -88,6 +89,7 @@ def is_in_backward() -> bool:
 
 
 # What a TorchFunctionMode is told is not the function that was called, but what that one calls.
+WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage] - what torch.nn.utils calls
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 unsafe_view = torch.ops.aten._unsafe_view

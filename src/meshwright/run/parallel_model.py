@@ -259,7 +259,7 @@ class ParallelModel:
         """
         number = self.num_steps
         switch = self.engine.switch
-        with switch.plain(), self._told("step"):
+        with switch.plain(), self._told("step"), self.stepper.casts.taken_in():
             switch.moment.steps += 1
             result = self.stepper.step(
                 batch,
@@ -280,7 +280,7 @@ class ParallelModel:
         Args:
             batch: This rank's share, or None; as for `step`.
         """
-        with self.engine.switch.plain(), self._told("evaluate"):
+        with self.engine.switch.plain(), self._told("evaluate"), self.stepper.casts.taken_in():
             return self.stepper.evaluate(batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

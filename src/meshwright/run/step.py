@@ -87,6 +87,7 @@ class Stepper:
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
         self._terms = LossTerms(engine, rule, autocast, splitter)
+        self.casts = self._terms.casts
         self._watch_loss = self._terms.watch
         self._watch_model = ModelWatch(rule, engine, splitter)
         self.max_grad_norm = max_grad_norm
@@ -108,11 +109,6 @@ class Stepper:
     def step(self, batch: Any, *, wants_stop: bool, on_phase: Callable[[str], None]) -> StepResult:
         """Take one optimizer step on this rank's share; every rank calls it, also with None for an empty share."""
         start = time.perf_counter()
-        with self._terms.casts.taken_in():
-            result = self._step(batch, wants_stop=wants_stop, on_phase=on_phase)
-        return dataclasses.replace(result, seconds=time.perf_counter() - start)
-
-    def _step(self, batch: Any, *, wants_stop: bool, on_phase: Callable[[str], None]) -> StepResult:
         engine = self.engine
         parts = self._micro_batches(batch)
         engine.refuse_lost_writes()
@@ -156,7 +152,7 @@ class Stepper:
             grad_norm=norm_value,
             num_samples=agreement.num_samples,
             num_tokens=agreement.num_tokens,
-            seconds=0.0,
+            seconds=time.perf_counter() - start,
             skipped=skipped,
             findings=tuple(findings),
         )
@@ -241,7 +237,7 @@ class Stepper:
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
             copies=self.engine.copies,
-            sayings=self.sentinels.sayings(batch, self._terms.casts.dtype),
+            sayings=self.sentinels.sayings(batch, self.casts.dtype),
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
             moved=moved,
@@ -348,10 +344,6 @@ class Stepper:
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """Return loss and counts of a global batch without training on it; every rank calls it."""
-        with self._terms.casts.taken_in():
-            return self._evaluate_batch(batch)
-
-    def _evaluate_batch(self, batch: Any) -> dict[str, Any]:
         engine = self.engine
         parts = self._micro_batches(batch)
         self._prepare(parts)

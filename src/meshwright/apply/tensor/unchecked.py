@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.comm._torch_private import WEIGHT_NORM
+
 __all__: list[str] = []
 
 
@@ -54,7 +56,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str)
 
 _CHECKS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], None]] = {
     F.scaled_dot_product_attention: _attention,
-    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what torch.nn.utils calls
+    WEIGHT_NORM: _weight_norm,
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
 }
