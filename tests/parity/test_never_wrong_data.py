@@ -238,7 +238,7 @@ def test_a_forward_that_changes_a_dtype_is_refused(plan: str) -> None:
     refused(jobs.planned, 2, jobs.build_recasts, plan, word="'router.")
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "pp=2,micro_batches=2", "tp=2,micro_batches=2"])
 @pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True)])
 def test_embeddings_that_look_at_the_whole_batch_are_refused(plan: str, option: str, value: Any) -> None:
     build = functools.partial(jobs.build_embedding, **{option: value})

@@ -165,11 +165,14 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
                 f"'{plan}' cuts the batch into parts that count for themselves",
                 fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
             )
-        if child.max_norm is not None and shares > 1:
+        cut = shares * plan.micro_batches > 1 or plan.micro_batch_size is not None
+        if child.max_norm is not None and (cut or plan.pp > 1):
+            # Copies would drift apart; and whatever else reads the rows, a tied head say, would see some not renormalised yet.
             raise ApplyError(
                 f"embedding '{name}' renormalises in place the rows that a batch looks up (max_norm={child.max_norm}), and "
-                f"the plan '{plan}' shows each of {shares} copies other rows: they would drift apart",
-                fix="renormalise all rows between steps instead (max_norm=None), or use a plan with dp=1",
+                f"the plan '{plan}' shows each copy or micro-batch other rows",
+                fix="renormalise all rows between steps instead (max_norm=None), or use a plan that leaves the batch whole "
+                "(dp=1, pp=1, micro_batches=1)",
             )
 
 
