@@ -256,6 +256,15 @@ def test_replicas_take_over_attributes_and_give_them_back(plan: str) -> None:
     assert seen == expected_seen == [0, 1, 2, 3, True]
 
 
+@pytest.mark.parametrize("kind", replica_jobs.SCALES)
+@pytest.mark.parametrize("plan", ["data_parallel,dp=1", "data_parallel,dp=2"])
+def test_replicas_follow_what_a_script_changes_in_objects_of_its_own(plan: str, kind: str) -> None:
+    losses, state, *seen = replica_jobs.scheduled(plan, kind)
+    expected, expected_state, *expected_seen = replica_jobs.scheduled(None, kind)
+    equal((losses, state), (expected, expected_state))
+    assert seen == expected_seen
+
+
 # -- recompute -----------------------------------------------------------------------------------------------------------
 
 
