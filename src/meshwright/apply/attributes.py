@@ -41,10 +41,11 @@ def may_change(value: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return any(map(may_change, value))
-    return isinstance(value, (Tensor, *_CONTAINERS)) or _is_object(value) or is_generator(value)
+    return isinstance(value, (Tensor, *_CONTAINERS)) or is_object(value) or is_generator(value)
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an object of somebody's class, whose attributes are state."""
     kind = type(value)
     if kind in _RECORDS:
         return True

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.data.unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
+from meshwright.apply.iterators import refuse_iterators
 from meshwright.apply.optimizer_state import OptimizerState
 from meshwright.apply.recompute import Recompute
 from meshwright.apply.shard_switch import ShardSwitch
@@ -107,6 +108,8 @@ def apply_plan(
     chosen = choose_devices(plan, devices, world)
     module = build_module(build_model, seed, plan, world)
     splitter = BatchSplitter(split)
+    if plan.num_devices > 1 or plan.micro_batches > 1 or plan.micro_batch_size or plan.recompute != "none":
+        refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
