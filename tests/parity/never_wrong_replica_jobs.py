@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -83,6 +84,105 @@ def annealed(plan: str | None) -> tuple[list[float], dict[str, Tensor], list[Any
     run = functools.partial(planned, build_outer, plan) if plan else functools.partial(plain, build_outer)
     losses, state = run(change, loss_fn=loss_fn)
     return losses, state, [*seen, loss_fn.module.inner.calls, hasattr(loss_fn.module.inner, "aux")]
+
+
+class Schedule:
+    """An object of the script's, which the module refers to: a number that is changed between steps, and a counter."""
+
+    def __init__(self) -> None:
+        self.beta: Any = 1.0
+        self.calls = 0
+
+    def __call__(self) -> float:
+        return self.beta
+
+    def value(self) -> float:
+        return self.beta
+
+    def counted(self) -> float:
+        self.calls += 1
+        return self.beta * self.calls
+
+
+class SlotsSchedule:
+    """One without a dict."""
+
+    __slots__ = ("beta",)
+
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+    def __call__(self) -> float:
+        return self.beta
+
+
+class Scheduled(nn.Module):
+    """Scales by a number that it asks for; `hidden` holds modules that are not its children."""
+
+    def __init__(self, scale: Any, teacher: nn.Module) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 4)
+        self.scale = scale
+        self.hidden = [teacher]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale
+        while not callable(scale):
+            scale = scale.beta if hasattr(scale, "beta") else scale[0]
+            if isinstance(scale, (float, Tensor)):
+                return self.lin(x) * scale + self.hidden[0](x)
+        return self.lin(x) * scale() + self.hidden[0](x)
+
+
+SCALES: dict[str, Any] = {
+    "bound method": lambda s: s.value,
+    "counter": lambda s: s.counted,
+    "partial": lambda s: functools.partial(Schedule.value, s),
+    "deep": lambda s: [types.SimpleNamespace(beta=[[types.SimpleNamespace(beta=[s])]])],
+    "slots": lambda s: s,
+    "namespace": lambda s: s,
+    "tensor": lambda s: types.SimpleNamespace(beta=s.beta),
+}
+
+
+def scheduled(plan: str | None, kind: str) -> tuple[list[float], dict[str, Tensor], list[int], int]:
+    """Return losses, values, what the script's object has counted, and how often its hook was called."""
+    makers = {"slots": SlotsSchedule, "namespace": lambda: types.SimpleNamespace(beta=1.0)}
+    schedule = makers.get(kind, Schedule)()
+    if kind == "tensor":
+        schedule.beta = torch.ones((), dtype=torch.float64)
+    torch.manual_seed(5)
+    teacher, recorder = nn.Linear(6, 4).double(), Recorder()
+    seen: list[int] = []
+
+    def build() -> nn.Module:
+        module = Scheduled(SCALES[kind](schedule), teacher).double()
+        module.lin.register_forward_hook(recorder.scaled)
+        return module
+
+    def change(_: Any, __: nn.Module, ___: Any, step: int) -> None:
+        seen.append(getattr(schedule, "calls", 0))
+        recorder.factor = 1.0 + step
+        teacher.weight.data.mul_(0.5)
+        if isinstance(schedule.beta, Tensor):
+            schedule.beta.data.mul_(0.5)
+        else:
+            schedule.beta = 1.0 / (1 + step)
+
+    run = functools.partial(planned, build, plan) if plan else functools.partial(plain, build)
+    return *run(change), seen, recorder.calls > 0
+
+
+class Recorder:
+    """Whose bound method is a hook from the start."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.calls = 0
+
+    def scaled(self, _: nn.Module, __: Any, outputs: Tensor) -> Tensor:
+        self.calls += 1
+        return outputs * self.factor
 
 
 # -- recompute -----------------------------------------------------------------------------------------------------------

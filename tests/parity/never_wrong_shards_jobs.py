@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import io
 from typing import Any
 
 import torch
@@ -272,3 +274,64 @@ def penalized(plan: str) -> Any:
     """Train under a plan with a penalty that comes later."""
     loss_fn = Penalty()
     return planned(build_net, plan, loss_fn.switch, loss_fn=loss_fn)
+
+
+# -- the optimizer's state -------------------------------------------------------------------------------------------
+
+
+def momenta_halved(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step:
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"].mul_(0.5)
+
+
+def momenta_reset(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.state.clear()
+    elif step == 2:
+        optimizer.state = collections.defaultdict(dict)
+
+
+def momenta_of_groups(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if step):
+        entry = optimizer.state[parameter]
+        entry["momentum_buffer"] = entry["momentum_buffer"].clone() * 2
+
+
+def momenta_saved(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Go back to the momenta of before, through a file of this rank's own."""
+    if step:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"].zero_()
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file))
+
+
+def momenta_read(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step:
+        total = sum(float(entry["momentum_buffer"].norm()) for entry in optimizer.state.values())
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + total)
+
+
+def momenta_read_of_dict(_: Any, __: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step:
+        entries = optimizer.state_dict()["state"].values()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + sum(float(e["momentum_buffer"].norm()) for e in entries))
+
+
+def momenta_read_by_parameter(_: Any, module: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step:
+        total = sum(float(optimizer.state[p]["momentum_buffer"].abs().max()) for p in module.parameters())
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + total)
+
+
+def momenta_of_elsewhere(_: Any, module: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Load the state that a plain process has saved."""
+    if step:
+        twin = torch.optim.SGD([torch.zeros_like(p) for p in build_net().parameters()], lr=0.1, momentum=0.9)
+        for parameter in twin.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        twin.step()
+        optimizer.load_state_dict(twin.state_dict())

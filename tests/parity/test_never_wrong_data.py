@@ -11,6 +11,7 @@ import torch
 import meshwright as mw
 from meshwright import testing
 from parity import never_wrong_data_jobs as jobs
+from parity import never_wrong_iterators as iterators
 from parity import never_wrong_replica_jobs as replica_jobs
 
 ZERO3 = "dp=2,zero=3,whole_below=1"
@@ -256,6 +257,15 @@ def test_replicas_take_over_attributes_and_give_them_back(plan: str) -> None:
     assert seen == expected_seen == [0, 1, 2, 3, True]
 
 
+@pytest.mark.parametrize("kind", replica_jobs.SCALES)
+@pytest.mark.parametrize("plan", ["data_parallel,dp=1", "data_parallel,dp=2"])
+def test_replicas_follow_what_a_script_changes_in_objects_of_its_own(plan: str, kind: str) -> None:
+    losses, state, *seen = replica_jobs.scheduled(plan, kind)
+    expected, expected_state, *expected_seen = replica_jobs.scheduled(None, kind)
+    equal((losses, state), (expected, expected_state))
+    assert seen == expected_seen
+
+
 # -- recompute -----------------------------------------------------------------------------------------------------------
 
 
@@ -268,3 +278,21 @@ def test_recompute_changes_no_bit_of_values_buffers_and_counters(plan: str, kind
     ):
         assert found[:2] == expected[:2]
         assert all(torch.equal(value, other) for value, other in zip(found[2], expected[2], strict=True))
+
+
+# -- iterators on modules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", iterators.ITERATORS)
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2", "tp=2", "data_parallel,dp=2"])
+def test_iterators_that_cannot_be_wound_back_are_refused(plan: str, kind: str) -> None:
+    num_ranks = 1 if plan.startswith("data_parallel") else 2
+    refused(jobs.planned, num_ranks, iterators.builder(kind), plan, word="cannot be wound back")
+
+
+@pytest.mark.parametrize("kind", iterators.KEPT)
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_iterators_that_can_be_wound_back_are_advanced_once_a_step(plan: str, kind: str) -> None:
+    expected = jobs.plain(iterators.builder(kind))
+    for found in testing.run_ranks(jobs.planned, 2, iterators.builder(kind), plan):
+        equal(found, expected)

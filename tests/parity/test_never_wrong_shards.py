@@ -125,3 +125,28 @@ def test_a_loss_does_not_read_parts_of_parameters_later() -> None:
 def test_code_between_layers_does_not_use_parts_of_parameters_later() -> None:
     refused("tp=2", jobs.switch_glue, "of parameter 'mid.0.0.weight'", jobs.build_glued)
     equal(ZERO3, jobs.switch_glue, jobs.build_glued)
+
+
+# -- the optimizer's state -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", [jobs.momenta_halved, jobs.momenta_reset, jobs.momenta_of_groups, jobs.momenta_saved]
+)
+@pytest.mark.parametrize("plan", ALL)
+def test_optimizer_state_is_changed_entry_by_entry(plan: str, change: Any) -> None:
+    equal(plan, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (jobs.momenta_read, "the optimizer's 'momentum_buffer' of"),
+        (jobs.momenta_read_of_dict, "the optimizer's 'momentum_buffer' of"),
+        (jobs.momenta_read_by_parameter, "optimizer"),
+        (jobs.momenta_of_elsewhere, "is that of another optimizer"),
+    ],
+)
+@pytest.mark.parametrize("plan", ALL)
+def test_optimizer_state_of_parts_is_not_taken_for_the_whole(plan: str, change: Any, word: str) -> None:
+    refused(plan, change, word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import itertools
@@ -30,6 +31,8 @@ _CONTAINERS = (list, collections.deque, set, dict)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, types.FunctionType, types.MethodType, nn.Module)
 _WITH_OPTIONS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOT_STATE = frozenset({"torch", "meshwright", "numpy"}) | sys.stdlib_module_names
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)
+"""Classes of the standard library whose objects hold what a script puts there."""
 
 
 def may_change(value: Any) -> bool:
@@ -38,11 +41,14 @@ def may_change(value: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return any(map(may_change, value))
-    return isinstance(value, (Tensor, *_CONTAINERS)) or _is_object(value) or is_generator(value)
+    return isinstance(value, (Tensor, *_CONTAINERS)) or is_object(value) or is_generator(value)
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an object of somebody's class, whose attributes are state."""
     kind = type(value)
+    if kind in _RECORDS:
+        return True
     return kind.__module__.partition(".")[0] not in _NOT_STATE and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -119,20 +125,6 @@ def read_parts(value: Any) -> Any:
     if isinstance(value, set):
         return set(value)
     return dict(value) if isinstance(value, dict) else dict(vars(value))
-
-
-def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what is equal for an attribute as long as it is the same and nothing in it has changed."""
-    if not may_change(value) or not depth or is_generator(value):
-        return id(value)
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, tuple):
-        return tuple(fingerprint(item, depth) for item in value)
-    parts = read_parts(value)
-    if isinstance(parts, dict):
-        return id(value), tuple((name, fingerprint(item, depth - 1)) for name, item in parts.items())
-    return id(value), tuple(fingerprint(item, depth - 1) for item in parts)
 
 
 def write_parts(value: Any, parts: Any) -> None:

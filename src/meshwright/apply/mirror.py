@@ -3,6 +3,9 @@
 A script writes to the original between steps (a temperature, a dropout's p, a hook), and a replica takes it over before it
 runs. What a replica's forward leaves on its copy (an auxiliary loss, a counter) is read through the original: in its own
 thread, where its loss is computed, as that replica has it; elsewhere as the first one has it.
+
+Objects that modules refer to and that refer to no module (a schedule, a configuration, a recorder) the first replica shares with
+the script, which may hold them itself. Others have copies, which follow.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.attributes import OF_TORCH, fingerprint
+from meshwright.apply.attributes import OF_TORCH
+from meshwright.apply.plain_objects import independent, rows_of, tensors_reached
 from meshwright.apply.subclass import with_forward
 
 __all__: list[str] = []
@@ -27,18 +31,32 @@ class Mirror:
     """One copy of a module, and what it has taken over of the original.
 
     Args:
-        pairs: (module of the original, its twin in the copy), the root first.
-        shared: The attributes that are read from copies, common to all copies.
+        original: The module.
+        memo: id of each parameter and buffer of it -> the copy's.
+        shared: The attributes that are read from copies, common to all copies; the first that is made is the first replica's.
+        is_near: Whether the copy is on the module's own device.
     """
 
-    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]], shared: LeftByForward) -> None:
-        self._pairs = list(pairs)
-        self._shared = shared
-        self.twins = {id(original): twin for original, twin in self._pairs}
-        self._memo = {id(original): twin for original, twin in self._pairs}
-        self._seen = [self._read(original) for original, _ in self._pairs]
-        self._given = [self._read(twin) for _, twin in self._pairs]
-        root = self._pairs[0][1]
+    def __init__(self, original: nn.Module, memo: dict[int, Any], shared: LeftByForward, *, is_near: bool) -> None:
+        self._shared, self._is_near = shared, is_near
+        self._is_first = not shared.mirrors
+        self._own = {id(child) for child in original.modules()} | memo.keys()
+        attributes = [value for child in original.modules() for value in _attributes(child).values()]
+        hooks = [hook for child in original.modules() for name in _HOOKS for hook in vars(child).get(name, {}).values()]
+        shares = independent(hooks, self._own) | self._shares(attributes)
+        self.module: nn.Module = copy.deepcopy(original, {**shares, **memo})
+        self.pairs = list(zip(original.modules(), self.module.modules(), strict=True))
+        self.twins = {id(child): twin for child, twin in self.pairs}
+        self._memo = self.twins | memo
+        if (
+            not self._is_first
+        ):  # what the first one shares may have been left by its forward, and so refer to its modules
+            first = shared.mirrors[0]
+            self._memo |= {id(first._memo[key]): mine for key, mine in self._memo.items()}
+        self._seen = [self._read(child) for child, _ in self.pairs]
+        self._given = [self._read(twin) for _, twin in self.pairs]
+        shared.mirrors.append(self)
+        root = self.module
         plain = type(root)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -48,44 +66,68 @@ class Mirror:
 
         root.__class__ = with_forward(plain, forward)
 
+    def _shares(self, values: Sequence[Any]) -> dict[int, Any]:
+        """Return what this copy has in common with the script, by id."""
+        found = independent(values, self._own)
+        if self._is_first and self._is_near:
+            return found
+        others = [value for value in found.values() if isinstance(value, nn.Module)]
+        return independent(others, self._own) if self._is_near else {}
+
     @staticmethod
-    def _read(module: nn.Module) -> dict[str, Any]:
-        own = vars(module)
-        found = {name: fingerprint(value) for name, value in own.items() if name not in OF_TORCH and name != "training"}
-        return found | {name: tuple(map(id, own[name].values())) for name in _HOOKS if name in own}
+    def _read(module: nn.Module, known: dict[int, Any] | None = None) -> dict[str, Any]:
+        known = {} if known is None else known
+        found: dict[str, Any] = {}
+        for name, value in _attributes(module).items():
+            if id(value) not in known:
+                known[id(value)] = rows_of(value)
+            found[name] = known[id(value)]
+        return found | {name: tuple(map(id, vars(module)[name].values())) for name in _HOOKS if name in vars(module)}
 
     def refresh(self) -> None:
         """Take over what was set on the original since the last time."""
-        for place, (original, twin) in enumerate(self._pairs):
-            own, now, seen = vars(original), self._read(original), self._seen[place]
-            forced = self._shared.names.get(id(original), ())
+        of_originals: dict[int, Any] = {}
+        of_twins: dict[int, Any] = {}
+        for place, (original, twin) in enumerate(self.pairs):
+            own, now = vars(original), self._read(original, of_originals)
+            seen = self._seen[place] | self._shared.put_back.get(id(original), {})
             for name, print_ in now.items():
-                if name in _HOOKS and seen.get(name) != print_:
+                if seen.get(name) == print_:
+                    continue
+                if name in _HOOKS:
                     hooks = vars(twin)[name]
                     hooks.clear()
                     hooks.update(own[name])
-                elif name not in _HOOKS and (name in forced or seen.get(name) != print_):
+                else:
                     vars(twin)[name] = self._copy(own[name])
-            for name in seen.keys() - now.keys() - set(forced):
+            for name in seen.keys() - now.keys():
                 vars(twin).pop(name, None)
             self._seen[place] = now
-            self._given[place] = self._read(twin)
+            self._given[place] = self._read(twin, of_twins)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().clone()
+            return value if self._is_first and self._is_near else value.detach().clone()
+        memo = self._shares([value])
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors_reached(value) if not tensor.is_leaf}
+        memo |= self._memo
         try:
-            return copy.deepcopy(value, dict(self._memo))
+            return copy.deepcopy(value, memo)
         except Exception:  # noqa: BLE001 - whatever an object's own copying raises; it is then shared
             return value
 
     def _give(self) -> None:
         """Have what this copy's forward has left be read from the copies from now on."""
-        for place, (original, twin) in enumerate(self._pairs):
-            now, given = self._read(twin), self._given[place]
+        known: dict[int, Any] = {}
+        for (original, twin), given in zip(self.pairs, self._given, strict=True):
+            now = self._read(twin, known)
             left = [name for name, print_ in now.items() if name not in _HOOKS and given.get(name) != print_]
             if left:
                 self._shared.take(original, left)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in OF_TORCH and name != "training"}
 
 
 class LeftByForward:
@@ -94,9 +136,26 @@ class LeftByForward:
     def __init__(self) -> None:
         self.names: dict[int, set[str]] = {}
         self.mirrors: list[Mirror] = []
+        self.put_back: dict[int, dict[str, Any]] = {}
+        """What attributes of the original were (`rows_of`) when they were put there after the copies' forwards."""
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
         self._thread = threading.local()
         self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Have copies run inside; afterwards the original has what the first one has left."""
+        for original, _ in self._changed:
+            for name in self.put_back.get(id(original), ()):
+                vars(original).pop(name, None)
+        try:
+            yield
+        finally:
+            for original, _ in self._changed:
+                own, found = vars(original), vars(self.mirrors[0].twins[id(original)])
+                names = self.names[id(original)] - own.keys()  # a loss may have set one itself: that is the script's
+                own.update({name: found[name] for name in names & found.keys()})
+                self.put_back[id(original)] = {name: rows_of(own[name]) for name in names & found.keys()}
 
     @contextlib.contextmanager
     def reading(self, mirror: Mirror) -> Iterator[None]:
@@ -140,16 +199,9 @@ class LeftByForward:
         """Have all copies take over what was set on the original."""
         for mirror in self.mirrors:
             mirror.refresh()
-        for original, _ in self._changed:
-            for name in self.names[id(original)] & vars(original).keys():
-                vars(original).pop(name)
 
     def close(self) -> None:
-        """Give the original its classes and attributes back."""
+        """Give the original its classes back."""
         for original, plain in self._changed:
-            found = vars(self.mirrors[0].twins[id(original)])
             original.__class__ = plain
-            for name in self.names[id(original)]:
-                if name in found:
-                    vars(original).setdefault(name, found[name])
         self._changed = []

@@ -30,7 +30,7 @@ _LIBRARIES = (
     )
     | sys.stdlib_module_names
 ) - {"__main__"}
-_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), itertools.count, itertools.cycle)
+COPIED_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), itertools.count, itertools.cycle)
 """Iterators that may stand in a variable, and of which a copy goes on from the same place."""
 _NUMBERS = frozenset({int, float, bool, str, complex})
 _MAX_FUNCTIONS = 3000
@@ -245,6 +245,15 @@ class Outside:
                 moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}", (id(child), name))
         return moment
 
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """The functions whose code was looked at."""
+        return [function for function in self._functions if isinstance(function, types.FunctionType)]
+
+    def variables(self) -> list[tuple[str, str, Any]]:
+        """Return name, full name and value of each variable that the code looks up."""
+        return [(name, label, _get(space, name)) for space, name, label in self._slots.values()]
+
     def plain_values(self) -> list[Any]:
         """Return the numbers, flags and texts that the code reads in variables and in attributes of objects."""
         values = [_get(space, name) for space, name, _ in self._slots.values()]
@@ -290,7 +299,7 @@ class Elsewhere:
         value = _get(space, name)
         if value is None and name not in space:
             return
-        if isinstance(value, _ITERATORS):
+        if isinstance(value, COPIED_ITERATORS):
             value = copy.copy(value)  # one is not wound back: another that stands where it does takes its place
         self._slots.append((space, name, label, value, key))
         self.keep(value, label)
@@ -337,7 +346,7 @@ class Elsewhere:
         """Return what is not as it was: keys for `reaches`, with names. A dict that has only grown is a cache, and no change."""
         found: dict[Any, str] = {}
         for space, name, label, value, key in self._slots:
-            if _get(space, name) is not value and not isinstance(value, _ITERATORS):
+            if _get(space, name) is not value and not isinstance(value, COPIED_ITERATORS):
                 found[key] = label
         for value, then, label in self._inside:
             now = read_parts(value)
@@ -373,13 +382,13 @@ def _items(parts: Any) -> Iterator[Any]:
 def _with_copies(parts: Any) -> Any:
     """Return the parts of a value with copies of iterators: one is not wound back, another takes its place."""
     if isinstance(parts, dict):
-        for name in [name for name, item in parts.items() if isinstance(item, _ITERATORS)]:
+        for name in [name for name, item in parts.items() if isinstance(item, COPIED_ITERATORS)]:
             parts[name] = copy.copy(parts[name])
     return parts
 
 
 def _is_alike(now: Any, then: Any) -> bool:
-    return now is then or isinstance(then, _ITERATORS)
+    return now is then or isinstance(then, COPIED_ITERATORS)
 
 
 def _is_same(now: Any, then: Any) -> bool:

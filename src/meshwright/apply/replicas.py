@@ -8,7 +8,6 @@ Replicas on the same device share the memory of the parameters; only gradients a
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -45,17 +44,16 @@ class Replica:
         self.owns_buffers = owns_buffers
         memo = {id(old): new for old, new in zip(self.originals, self.leaves, strict=True)}
         memo |= {id(buffer): buffer.detach().clone().to(device) for buffer in module.buffers()}
+        is_near = all(tensor.device == device for tensor in (*self.originals, *module.buffers()))
         try:
-            self.module: nn.Module = copy.deepcopy(module, memo)
+            self.mirror = Mirror(module, memo, left, is_near=is_near)
         except Exception as error:
             raise ApplyError(
                 f"data_parallel needs a copy of the model per device, and copy.deepcopy failed: {error!r}",
                 fix="use the plan 'distributed', which builds the model once per process",
             ) from error
-        pairs = list(zip(module.modules(), self.module.modules(), strict=True))
-        self.mirror = Mirror(pairs, left)
-        left.mirrors.append(self.mirror)
-        self._pairs = pairs
+        self.module: nn.Module = self.mirror.module
+        self._pairs = self.mirror.pairs
 
     def refresh(self) -> None:
         """Take over the module's values, its train/eval switches and what is trainable; forget gradients."""
@@ -154,9 +152,10 @@ class ReplicasEngine(Engine):
             with torch.set_grad_enabled(grad_enabled), _on_device(replica.device), reading:
                 return compute(replica.module, move_to(chunk, replica.device))
 
-        jobs = [self._pool.submit(work, r, c) for r, c in zip(self.replicas, chunks, strict=False)]
-        # Wait for all of them before the first error is raised: none may still write when the caller goes on.
-        errors = [job.exception() for job in jobs]
+        with self._left.running():
+            jobs = [self._pool.submit(work, r, c) for r, c in zip(self.replicas, chunks, strict=False)]
+            # Wait for all of them before the first error is raised: none may still write when the caller goes on.
+            errors = [job.exception() for job in jobs]
         for error in errors:
             if error is not None:
                 raise error

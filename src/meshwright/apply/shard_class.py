@@ -44,8 +44,10 @@ class ShardTensor(Tensor):
         memo[id(self)] = made
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        facts_of(self).refuse("a pickled copy")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if facts_of(self).saves_as_plain:
+            return as_plain(self).__reduce_ex__(protocol)
+        return facts_of(self).refuse("a pickled copy")
 
 
 def facts_of(tensor: Tensor) -> ShardFacts:

@@ -73,6 +73,8 @@ class ShardFacts:
     gradient_is_elsewhere: Callable[[], bool] | None = None
     read: str = READ_WHOLE
     write: str = "write it inside `with model.whole_parameters():`, alike on every rank"
+    saves_as_plain: bool = False
+    """Whether it may be pickled, as this rank's part: what reads it back asks whose it is."""
     cleared_in: int = -1
     """The step after which a script has set the gradient to None."""
 

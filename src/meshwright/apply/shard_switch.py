@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from meshwright.apply.optimizer_state import OptimizerState
 from meshwright.apply.shard_class import ShardTensor, set_facts, shard_class, whole_class
 from meshwright.apply.shard_facts import Moment, ShardFacts
 
@@ -36,6 +37,8 @@ class ShardSwitch:
         self.state: State = "plain"
         self.on_state: Callable[[State], None] | None = None
         """Called with each new state, for what else is to be switched."""
+        self.optimizer: OptimizerState | None = None
+        """The optimizer's state, where ranks have parts of it."""
         self._entries: dict[State, list[Entry]] = {"plain": [], "between": [], "inside": [], "whole": []}
         self._suspended = 0
 
@@ -83,6 +86,8 @@ class ShardSwitch:
         if self.state != "plain":
             for tensor, plain, _ in self._entries[self.state]:
                 tensor.__class__ = plain
+        if self.optimizer is not None and "plain" in (state, self.state):
+            self.optimizer.release() if state == "plain" else self.optimizer.guard()
         self.state = state
         if state != "plain":
             for tensor, _, guarded in self._entries[state]:
@@ -125,6 +130,9 @@ class ShardSwitch:
         """Give all tensors their own classes back."""
         self._set("plain")
         self.on_state = None
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
         for tensor, *_ in self._entries["plain"]:
             set_facts(tensor, None)
         self._entries = {"plain": [], "between": [], "inside": [], "whole": []}

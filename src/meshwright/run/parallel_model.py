@@ -13,6 +13,8 @@ from torch import nn
 from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.data.unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
+from meshwright.apply.iterators import refuse_iterators
+from meshwright.apply.optimizer_state import OptimizerState
 from meshwright.apply.recompute import Recompute
 from meshwright.apply.shard_switch import ShardSwitch
 from meshwright.apply.state_guard import StateGuard
@@ -106,6 +108,8 @@ def apply_plan(
     chosen = choose_devices(plan, devices, world)
     module = build_module(build_model, seed, plan, world)
     splitter = BatchSplitter(split)
+    if plan.num_devices > 1 or plan.micro_batches > 1 or plan.micro_batch_size or plan.recompute != "none":
+        refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
@@ -143,6 +147,10 @@ def apply_plan(
         stepper.prepare(example_batch)
     if engine.everyone.size > 1 or engine.num_replicas > 1:
         gate.shut(module, str(plan))
+    axes = {name: getattr(plan, name) for name in ("tp", "pp") if getattr(plan, name) > 1}
+    axes |= {"zero": plan.zero} if plan.zero and plan.dp > 1 else {}
+    if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):
+        engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
     return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard)
 
@@ -341,11 +349,8 @@ class ParallelModel:
             held = {
                 kind: [tensor.detach() for tensor in tensors] for kind, tensors in self.engine.held_tensors().items()
             }
-        state = (
-            []
-            if self.optimizer is None
-            else [value for entry in self.optimizer.state.values() for value in entry.values()]
-        )
+            entries = [] if self.optimizer is None else list(self.optimizer.state.values())
+            state = [value for entry in entries for value in entry.values()]
         held["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
         return {kind: _memory_bytes(tensors) for kind, tensors in held.items()}
 
