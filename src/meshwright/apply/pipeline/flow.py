@@ -46,6 +46,7 @@ class Flow:
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
         counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
+        bonds: What a unit changes in attributes and other units use, as text -> these units, which belong to one stage.
     """
 
     calls: tuple[UnitCall, ...]
@@ -60,6 +61,7 @@ class Flow:
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
+    bonds: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -78,7 +80,8 @@ class Flow:
             for key in ("leaves", "takes")
         }
         flags = {"draws": value["draws"]}
-        return cls(calls=calls, idle=idle, **texts, **slots, **flags)
+        bonds = {text: tuple(units) for text, units in value["bonds"].items()}
+        return cls(calls=calls, idle=idle, bonds=bonds, **texts, **slots, **flags)
 
     def refuse(self) -> None:
         """Refuse a forward that cannot be cut.

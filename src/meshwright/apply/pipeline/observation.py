@@ -18,7 +18,8 @@ from meshwright.apply.pipeline.draws import python_moved, read_python
 from meshwright.apply.pipeline.flow import Flow, UnitCall, call_costs
 from meshwright.apply.pipeline.functions import DIFFERENTIATES, METADATA, writes_to
 from meshwright.apply.pipeline.hooks import guard_hooks, release_hooks
-from meshwright.apply.pipeline.scene import Places, Scene, holds_tensors, places_of_call, tensors_of_call
+from meshwright.apply.pipeline.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
+from meshwright.apply.pipeline.shared_attributes import SharedAttributes
 from meshwright.apply.pipeline.shared_state import SharedState
 from meshwright.apply.pipeline.values import Value, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.written import map_results
@@ -124,7 +125,7 @@ class _Observer(TorchFunctionMode):
         self._running: int | None = None
         self._given: set[int] = set()
         self._in_objects: set[int] = set()
-        self._opens, self._counts = set[str](), set[str]()
+        self._opens = set[str]()
         self._is_in_model = False
         self._draws = False
         self._draws_python: set[str] = set()
@@ -132,15 +133,14 @@ class _Observer(TorchFunctionMode):
         self._python_state = read_python()
         self._changed_buffers: dict[int, str] = {}
         self._shared = SharedState(module, self._units)
+        self._attributes = SharedAttributes(module, self._units)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Notice the calls of units inside; what hooks of the user's own do belongs to the unit."""
         handles: list[Any] = []
         units = {
-            id(unit): (name, unit)
-            for name in reversed(self._units)
-            if (unit := self._module.get_submodule(name)) is not None
+            id(unit): (name, unit) for name in reversed(self._units) for unit in [self._module.get_submodule(name)]
         }
         for module in self._modules.values():
             guard_hooks(module, lambda: self)
@@ -247,14 +247,14 @@ class _Observer(TorchFunctionMode):
         for path, kind, key, value in scene.changes():
             if kind == "del" or not holds_tensors(value):
                 if isinstance(path[0], tuple):
-                    self._counts.add(call["unit"])
+                    self._attributes.note(call["unit"], path, key)
                 continue
             if isinstance(path[0], tuple):
                 slot = (path[0][1], path[1] if len(path) > 1 else key)
                 slots = self._leaves.setdefault(call["unit"], [])
                 if slot not in slots:
                     slots.append(slot)
-            for tensor in tensors_of_call((value,), {}, Places([(0, value)]).found):
+            for tensor in tensors_below(value):
                 known = value_of(tensor)
                 if id(tensor) not in old and (known is None or known.owner is not self):
                     self._mark(tensor, place)
@@ -330,7 +330,7 @@ class _Observer(TorchFunctionMode):
             for attribute, item in vars(module).items():
                 if attribute.startswith("_") and attribute in ("_parameters", "_buffers", "_modules"):
                     continue
-                if item is tensor or any(t is tensor for t in _tensors_below(item)):
+                if any(t is tensor for t in tensors_below(item)):
                     slots = self._takes.setdefault(unit, [])
                     if (name, attribute) not in slots:
                         slots.append((name, attribute))
@@ -389,12 +389,8 @@ class _Observer(TorchFunctionMode):
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
-            counts=tuple(sorted(self._counts)),
+            counts=self._attributes.units,
             leaks=tuple(dict.fromkeys(self._leaks)),
-            shared=tuple(self._shared.texts()),
+            shared=(*self._shared.texts(), *self._attributes.texts()),
+            bonds=self._attributes.bonds(),
         )
-
-
-def _tensors_below(item: Any) -> list[Tensor]:
-    found = Places([(0, item)]).found
-    return tensors_of_call((), {}, found) if found else []

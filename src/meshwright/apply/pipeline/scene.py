@@ -273,6 +273,11 @@ class Scene:
         return {id(place): path for path, place in self._of_call}
 
 
+def tensors_below(item: Any) -> list[Tensor]:
+    """Return the tensors in the lists, dicts and plain objects of a value, itself among them."""
+    return tensors_of_call((item,), {}, Places([(0, item)]).found)
+
+
 def holds_tensors(value: Any) -> bool:
     """Tell whether there is a tensor in a value, in its containers or in the attributes of plain objects."""
     if isinstance(value, (list, tuple)) and not value:

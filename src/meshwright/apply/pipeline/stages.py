@@ -95,12 +95,12 @@ def cut(
         )
     costs = call_costs(module, flow)
     _refuse_unknown(flow, given)
-    blocks = _blocks(module, flow, together)
+    blocks = _blocks(module, flow, [*together, *map(set, flow.bonds.values())])
     if len(blocks) < num_stages:
         raise ApplyError(
             f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers or "
             "counts and are called several times stay on one stage with all between their calls, since these follow one another; "
-            "so do layers that tensor parallelism cuts together",
+            f"so do layers that tensor parallelism cuts together{_texts_of(flow.bonds)}",
             fix=_fix_for(len(blocks), rank_of_stage),
         )
     wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
@@ -148,6 +148,10 @@ def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list
             if call.unit in members:
                 end = max(end, *(last_call[unit] for unit in members if unit in last_call))
     return blocks
+
+
+def _texts_of(bonds: Mapping[str, tuple[str, ...]]) -> str:
+    return f", and those where one changes what another uses: {'; '.join([*bonds][:3])}" if bonds else ""
 
 
 def _wish(unit: str, given: Mapping[str, int]) -> int | None:
