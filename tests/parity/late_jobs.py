@@ -271,7 +271,17 @@ class Mixing(Block):
         return super().forward(x - x.mean(0, keepdim=True) if self.mixes else x)
 
 
-BLOCKS["Mixing"] = Mixing
+class Scaling(Block):
+    """A block that scales its input by a number that a script may set."""
+
+    factor = 1.0
+
+    def scale(self) -> Any:
+        """Return what the input is multiplied by."""
+        return self.factor
+
+
+BLOCKS |= {"Mixing": Mixing, "Scaling": Scaling}
 
 
 def mixed_later(plan: str) -> None:
@@ -282,6 +292,18 @@ def mixed_later(plan: str) -> None:
     for block in module.blocks:
         vars(block)["mixes"] = True
     model.step(mw.split_batch(batch(1), model))
+
+
+def scaled_later(plan: str) -> list[float]:
+    """Have blocks scale their input by another number in each step."""
+    module = build("Scaling")
+    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
+    losses: list[float] = []
+    for step in range(4):
+        for block in module.blocks:
+            vars(block)["factor"] = 1.0 + step
+        losses.append(model.step(mw.split_batch(batch(step), model)).loss)
+    return losses
 
 
 def terms_on_one_rank() -> list[list[float] | None]:

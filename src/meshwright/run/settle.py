@@ -16,11 +16,12 @@ from meshwright.apply.attributes import OF_TORCH
 from meshwright.apply.engine import Engine
 from meshwright.apply.layers import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.describe.tree import BatchSplitter, map_tensors, move_to, tensors_in
 from meshwright.errors import ApplyError
 from meshwright.run.batch import call_model, model_inputs
 from meshwright.run.loss import LossRule, LossTerm
-from meshwright.run.pipeline_trials import run_in_pipeline
+from meshwright.run.pipeline_trials import run_in_pipeline, told_by_any
 from meshwright.run.trials import Evidence, Outcome, Trial, examine, run_trial, second_sample
 from meshwright.run.weights import Counted, Guard
 
@@ -83,8 +84,7 @@ def settle_loss(
 class ModelWatch:
     """Tries the model on parts of a batch again where somebody has changed a number or a flag of one of its modules.
 
-    Stages of a pipeline do it together, where any of them has noticed a change. Where a forward takes several ranks together
-    otherwise there is no such trial.
+    Ranks whose forward takes several of them do it together, where any of them has noticed a change.
 
     Args:
         rule: The loss.
@@ -101,16 +101,22 @@ class ModelWatch:
         self._values: list[Any] = []
         self._num_changes: Counter[int] = Counter()
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether a forward takes several ranks, so that none of them can try the model alone."""
+        engine = self._engine
+        return engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine)
+
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
         engine = self._engine
-        if engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine) or not self.has_changed():
+        if self.is_joint or not self.has_changed():
             return None
         evidence = _look(self._rule, engine, self._splitter, parts)
         return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
 
-    def refuse_mixing_stages(self, parts: Sequence[Any]) -> None:
-        """Try a model that stages hold; every rank calls it.
+    def refuse_mixing(self, parts: Sequence[Any]) -> None:
+        """Try a model whose forward takes several ranks; every rank calls it.
 
         Raises:
             ApplyError: On every rank: the model, as it is now, mixes the samples of this batch.
@@ -181,7 +187,7 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
     is_noted = not engine.buffers_changed()
     if isinstance(engine, PipelineEngine) and engine.is_prepared:
         found = run_in_pipeline(engine, module, trials, term)
-    elif engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
+    elif engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
         found = _run_in_lockstep(engine, module, trials, term)
     else:
         found = _run_alone(engine, module, trials, term)
@@ -229,7 +235,7 @@ def _run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) 
 
 
 def _run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    """Run trials where every rank must run as many forwards as any."""
+    """Run trials where every rank must run as many forwards as any, or ranks that share layers run each together."""
 
     def forward(batch: Any) -> Any:
         return engine.forward_backward(batch, call_model)[0]
@@ -246,6 +252,8 @@ def _run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _
             for _ in range(most - len(wanted)):
                 engine.idle_pass()
             engine.end_forward()
+        if isinstance(engine, TensorEngine):
+            outcomes = told_by_any(outcomes, engine.shards, engine.device)
         if trials is not None and wanted:
             try:
                 wanted = trials.send(outcomes)
