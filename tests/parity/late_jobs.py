@@ -265,7 +265,7 @@ def steps_until_refused(
 class Mixing(Block):
     """A block that centres its input over the batch once it is told to."""
 
-    mixes = False
+    mixes: Any = False
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0, keepdim=True) if self.mixes else x)
@@ -281,7 +281,22 @@ class Scaling(Block):
         return self.factor
 
 
-BLOCKS |= {"Mixing": Mixing, "Scaling": Scaling}
+class Counting(Mixing):
+    """A block that counts its calls, and centres its input from the twenty-first on."""
+
+    num_calls = 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it does so."""
+        return self.num_calls > 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+BLOCKS |= {"Mixing": Mixing, "Scaling": Scaling, "Counting": Counting}
 
 
 def mixed_later(plan: str) -> None:
@@ -304,6 +319,18 @@ def scaled_later(plan: str) -> list[float]:
             vars(block)["factor"] = 1.0 + step
         losses.append(model.step(mw.split_batch(batch(step), model)).loss)
     return losses
+
+
+def counted_up(plan: str) -> int:
+    """Return the step at which a model is refused that counts its calls."""
+    model = mw.apply_plan(build("Counting"), plan, loss_fn=mean, optimizer=_sgd)
+    for step in range(40):
+        try:
+            model.step(mw.split_batch(batch(step), model))
+        except mw.ApplyError as error:
+            assert "mixes the samples of a batch" in error.message  # noqa: PT017 - the step is asked for
+            return step
+    return 40
 
 
 def terms_on_one_rank() -> list[list[float] | None]:

@@ -83,6 +83,11 @@ def test_a_model_that_begins_to_mix_samples_is_refused_at_that_step(line: str) -
     _refused(testing.run_outcomes(jobs.mixed_later, 2, line), word="mixes the samples of a batch")
 
 
+@pytest.mark.parametrize(("line", "step"), [("dp=2", 32), ("dp=2,zero=3", 32), ("tp=2,micro_batches=2", 10)])
+def test_a_model_that_mixes_after_many_calls_is_tried_again_at_doublings(line: str, step: int) -> None:
+    assert testing.run_ranks(jobs.counted_up, 2, line) == [step] * 2
+
+
 @pytest.mark.parametrize("line", ["dp=2,tp=2", "dp=2,tp=2,zero=2,micro_batches=2"])
 def test_ranks_that_share_layers_refuse_samples_that_are_mixed_later(line: str) -> None:
     _refused(testing.run_outcomes(jobs.mixed_later, 4, line), word="mixes the samples of a batch")
