@@ -284,7 +284,9 @@ class Scaling(Block):
 class Counting(Mixing):
     """A block that counts its calls, and centres its input from the twenty-first on."""
 
-    num_calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
 
     @property
     def mixes(self) -> bool:
