@@ -68,7 +68,9 @@ def run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _T
 
     found: Evidence | None = None
     wanted = [] if trials is None else next(trials)
-    run = run_trial if engine.copies > 1 else _run_kept  # of a shard, one rank alone may see that it was written
+    run = (
+        run_trial if engine.copies > 1 or engine.holds_parts else _run_kept
+    )  # others hold parameters whole, and as long
     while True:
         most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
         if most == 0:
