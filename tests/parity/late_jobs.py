@@ -265,13 +265,40 @@ def steps_until_refused(
 class Mixing(Block):
     """A block that centres its input over the batch once it is told to."""
 
-    mixes = False
+    mixes: Any = False
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0, keepdim=True) if self.mixes else x)
 
 
-BLOCKS["Mixing"] = Mixing
+class Scaling(Block):
+    """A block that scales its input by a number that a script may set."""
+
+    factor = 1.0
+
+    def scale(self) -> Any:
+        """Return what the input is multiplied by."""
+        return self.factor
+
+
+class Counting(Mixing):
+    """A block that counts its calls, and centres its input from the twenty-first on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it does so."""
+        return self.num_calls > 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+BLOCKS |= {"Mixing": Mixing, "Scaling": Scaling, "Counting": Counting}
 
 
 def mixed_later(plan: str) -> None:
@@ -282,6 +309,30 @@ def mixed_later(plan: str) -> None:
     for block in module.blocks:
         vars(block)["mixes"] = True
     model.step(mw.split_batch(batch(1), model))
+
+
+def scaled_later(plan: str) -> list[float]:
+    """Have blocks scale their input by another number in each step."""
+    module = build("Scaling")
+    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
+    losses: list[float] = []
+    for step in range(4):
+        for block in module.blocks:
+            vars(block)["factor"] = 1.0 + step
+        losses.append(model.step(mw.split_batch(batch(step), model)).loss)
+    return losses
+
+
+def counted_up(plan: str) -> int:
+    """Return the step at which a model is refused that counts its calls."""
+    model = mw.apply_plan(build("Counting"), plan, loss_fn=mean, optimizer=_sgd)
+    for step in range(40):
+        try:
+            model.step(mw.split_batch(batch(step), model))
+        except mw.ApplyError as error:
+            assert "mixes the samples of a batch" in error.message  # noqa: PT017 - the step is asked for
+            return step
+    return 40
 
 
 def terms_on_one_rank() -> list[list[float] | None]:

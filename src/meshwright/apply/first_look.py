@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.attributes import SMALL_BYTES
 from meshwright.apply.buffers import BufferSnapshot
+from meshwright.apply.kept_parameters import KeptParameters
 from meshwright.apply.random_states import kept_random_states
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
@@ -70,30 +70,18 @@ def tell_everyone(
 def _kept_tensors(module: nn.Module) -> Iterator[None]:
     """Put back, afterwards, buffers and parameters that a forward writes into: the other ranks do not run it.
 
-    A look runs copies of modules, but code of the user's may reach the module itself: a forward that was patched on, for one.
+    A look runs copies of modules, which share the parameters' memory, and code of the user's may reach the module itself: a
+    forward that was patched on, for one.
 
     Raises:
         ApplyError: It has written into one that is too large to keep a copy of.
     """
-    held = [
-        (name, parameter, parameter._version, parameter.detach().clone() if parameter.nbytes <= SMALL_BYTES else None)
-        for name, parameter in module.named_parameters()
-    ]
-    gradients = [(parameter, parameter.grad) for _, parameter, _, _ in held]
-    buffers = BufferSnapshot(module)
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    parameters, buffers = KeptParameters(module), BufferSnapshot(module)
     try:
         yield
     finally:
         buffers.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    for name, parameter, version, value in held:
-        if parameter._version == version:
-            continue
-        if value is None:
-            raise ApplyError(
-                f"the model's forward writes into its parameter '{name}' of {parameter.numel()} values, and it was run on trial",
-                fix="run one forward before apply_plan, if it initialises itself by its first batch; or write outside of forward",
-            )
-        with torch.no_grad():
-            parameter.copy_(value)
+        parameters.restore_all()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.comm.communicator import Communicator
 from meshwright.run.batch import model_inputs
 from meshwright.run.loss import LossTerm
 from meshwright.run.trials import Evidence, Outcome, Trial, run_trial
@@ -49,7 +50,7 @@ def run_in_pipeline(
                 else:
                     engine.begin_forward()
                     engine.end_forward()
-        outcomes = _together(engine, outcomes)
+        outcomes = told_by_any(outcomes, engine.pipe, engine.device)
         if trials is not None and wanted:
             try:
                 wanted = trials.send(outcomes)
@@ -57,12 +58,17 @@ def run_in_pipeline(
                 found, wanted = end.value, []
 
 
-def _together(engine: PipelineEngine, outcomes: list[Outcome]) -> list[Outcome]:
-    """Return outcomes with what any stage has noticed: random numbers, buffers that were written, statistics of the batch.
+def told_by_any(outcomes: list[Outcome], group: Communicator, device: torch.device) -> list[Outcome]:
+    """Return outcomes with what any rank has noticed: random numbers, buffers that were written, statistics of the batch.
 
-    Whether Python read a value is left out: what stages exchange reads some.
+    Whether Python read a value is left out: what ranks exchange and compare reads some.
+
+    Args:
+        outcomes: Of the same trials on every rank.
+        group: The ranks that ran them together.
+        device: Where this travels.
     """
-    told = engine.pipe.all_gather_json([outcome.obstacle for outcome in outcomes], device=engine.device)
+    told = group.all_gather_json([outcome.obstacle for outcome in outcomes], device=device)
     return [
         dataclasses.replace(
             outcome, obstacle=next((row[place] for row in told if row[place] is not None), None), branches=False

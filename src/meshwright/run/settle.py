@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,18 +17,20 @@ from meshwright.apply.layers import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.describe.tree import BatchSplitter, map_tensors, move_to, tensors_in
 from meshwright.errors import ApplyError
-from meshwright.run.batch import call_model, model_inputs
+from meshwright.run.batch import model_inputs
 from meshwright.run.loss import LossRule, LossTerm
 from meshwright.run.pipeline_trials import run_in_pipeline
-from meshwright.run.trials import Evidence, Outcome, Trial, examine, run_trial, second_sample
+from meshwright.run.trial_runs import run_alone, run_in_lockstep
+from meshwright.run.trials import Evidence, examine, second_sample
 from meshwright.run.weights import Counted, Guard
+from meshwright.run.written import refusal_of
 
 __all__: list[str] = []
 
 _FEW = 2
 _NUMBERS = frozenset({int, float, bool, str})
 _MAX_CHANGES = 16
-"""Changes of an attribute after which it is taken for a counter [count]."""
+"""Changes of an attribute after which it is taken for a counter, and the model tried at each doubling alone [count]."""
 _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
 _FIX = (
@@ -72,6 +73,9 @@ def settle_loss(
         evidence = _look(rule, engine, splitter, parts)
     told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
     seen = [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
+    written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
+    if written is not None and is_cut:
+        raise written
     decision = _decide(seen, is_given=rule.is_given)
     if decision.error is not None and is_cut and rule.refuses:
         raise decision.error
@@ -83,8 +87,7 @@ def settle_loss(
 class ModelWatch:
     """Tries the model on parts of a batch again where somebody has changed a number or a flag of one of its modules.
 
-    Stages of a pipeline do it together, where any of them has noticed a change. Where a forward takes several ranks together
-    otherwise there is no such trial.
+    Ranks whose forward takes several of them do it together, where any of them has noticed a change.
 
     Args:
         rule: The loss.
@@ -101,16 +104,22 @@ class ModelWatch:
         self._values: list[Any] = []
         self._num_changes: Counter[int] = Counter()
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether a forward takes several ranks, so that none of them can try the model alone."""
+        engine = self._engine
+        return engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine)
+
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
         engine = self._engine
-        if engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine) or not self.has_changed():
+        if self.is_joint or not self.has_changed():
             return None
         evidence = _look(self._rule, engine, self._splitter, parts)
         return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
 
-    def refuse_mixing_stages(self, parts: Sequence[Any]) -> None:
-        """Try a model that stages hold; every rank calls it.
+    def refuse_mixing(self, parts: Sequence[Any]) -> None:
+        """Try a model whose forward takes several ranks; every rank calls it.
 
         Raises:
             ApplyError: On every rank: the model, as it is now, mixes the samples of this batch.
@@ -129,8 +138,9 @@ class ModelWatch:
             raise error
 
     def _error_of(self, seen: Sequence[tuple[int, Evidence]]) -> ApplyError | None:
-        if all(evidence.obstacle is not None for _, evidence in seen):
-            return None
+        written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
+        if written is not None or all(evidence.obstacle is not None for _, evidence in seen):
+            return written
         error = _decide(seen, is_given=self._rule.is_given).error
         return (
             None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
@@ -152,11 +162,15 @@ class ModelWatch:
         self._values = values
         changed = [index for index, pair in enumerate(zip(values, before, strict=True)) if pair[0] != pair[1]]
         self._num_changes.update(changed)
-        return any(self._num_changes[index] <= _MAX_CHANGES for index in changed)
+        return any(_is_due(self._num_changes[index]) for index in changed)
 
     def _read(self) -> list[Any]:
         values = [own.get(name) for own, names in self._slots for name in names]
         return [value if type(value) in _NUMBERS else None for value in values]
+
+
+def _is_due(num_changes: int) -> bool:
+    return num_changes <= _MAX_CHANGES or num_changes.bit_count() == 1
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -181,10 +195,10 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
     is_noted = not engine.buffers_changed()
     if isinstance(engine, PipelineEngine) and engine.is_prepared:
         found = run_in_pipeline(engine, module, trials, term)
-    elif engine.is_prepared and engine.needs_lockstep:  # before, every rank has the module whole
-        found = _run_in_lockstep(engine, module, trials, term)
+    elif engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
+        found = run_in_lockstep(engine, module, trials, term)
     else:
-        found = _run_alone(engine, module, trials, term)
+        found = run_alone(engine, module, trials, term)
     if is_noted:
         engine.note_buffers()  # trials have put them back
     if found is None and parts:
@@ -210,47 +224,6 @@ def _enough(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
         return None
     joined = iter([torch.cat(column) if column[0].dim() > 0 else column[0] for column in columns])
     return map_tensors(samples[0], lambda _: next(joined))
-
-
-_Trials = Generator[list[Trial], list[Outcome], Evidence] | None
-_Term = Callable[[Any, Any], LossTerm]
-
-
-def _run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    if trials is None:
-        return None
-    wanted = next(trials)
-    while True:
-        try:
-            forward = functools.partial(call_model, module)
-            wanted = trials.send([run_trial(module, engine.device, trial, forward, term) for trial in wanted])
-        except StopIteration as end:
-            return end.value
-
-
-def _run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    """Run trials where every rank must run as many forwards as any."""
-
-    def forward(batch: Any) -> Any:
-        return engine.forward_backward(batch, call_model)[0]
-
-    found: Evidence | None = None
-    wanted = [] if trials is None else next(trials)
-    while True:
-        most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
-        if most == 0:
-            return found
-        with torch.no_grad():
-            engine.begin_forward()
-            outcomes = [run_trial(module, engine.device, trial, forward, term) for trial in wanted]
-            for _ in range(most - len(wanted)):
-                engine.idle_pass()
-            engine.end_forward()
-        if trials is not None and wanted:
-            try:
-                wanted = trials.send(outcomes)
-            except StopIteration as end:
-                found, wanted = end.value, []
 
 
 # -- the decision ---------------------------------------------------------------------------------------------------------

@@ -219,13 +219,15 @@ class Stepper:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
         if broken is None and self._watch_loss.is_cut:
             broken = self._watch_model.find_mixing(parts)
-        stages_try = self._watch_loss.is_cut and isinstance(self.engine, PipelineEngine)
+        may_try = self._watch_loss.is_cut and self._watch_model.is_joint
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
         is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
         has_stages = isinstance(self.engine, PipelineEngine)
-        knows_first = is_there or has_stages or self.engine.needs_lockstep or self.sentinels.needs_agreement_first
+        knows_first = (
+            is_there or has_stages or self.engine.needs_lockstep or may_try or self.sentinels.needs_agreement_first
+        )
         agreement = Agreement(
             self.engine.everyone,
             self.engine.device,
@@ -242,7 +244,7 @@ class Stepper:
             held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
             moved=moved,
             knows_first=knows_first,
-            has_changed=stages_try and self._watch_model.has_changed(),
+            has_changed=may_try and self._watch_model.has_changed(),
         )
         if (knows_first or moved) and agreement.buffers_moved:
             self.engine.sync_buffers()
@@ -251,8 +253,8 @@ class Stepper:
             agreement.wait()
             self._guard.accept_trainable()
             self.engine.refresh_trainable()
-        if stages_try and agreement.has_changed:
-            self._watch_model.refuse_mixing_stages(parts)
+        if may_try and agreement.has_changed:
+            self._watch_model.refuse_mixing(parts)
         return agreement
 
     def _forward_backward(

@@ -24,6 +24,7 @@ from meshwright.describe.tree import BatchSplitter, map_tensors, split_samples, 
 from meshwright.run.loss import LossTerm
 from meshwright.run.undisturbed import GeneratorStates, buffer_versions, undisturbed
 from meshwright.run.weights import IGNORED_LABEL, Counted, Path, label_paths, replace_at, tensor_at
+from meshwright.run.written import find_dependent
 
 __all__: list[str] = []
 
@@ -66,6 +67,8 @@ class Outcome:
     """The losses of the trial's rows."""
     obstacle: str | None = None
     """Why nothing can be concluded from it."""
+    written: tuple[tuple[str, Tensor], ...] = ()
+    """Parameters that the forward has set, by FQN; they are put back."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,6 +88,8 @@ class Evidence:
     is_total: bool = False
     """Whether the loss of the whole is the sum of the parts' losses."""
     has_class_weights: bool = False
+    written: str | None = None
+    """A parameter that the forward sets by its batch."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
@@ -200,17 +205,13 @@ def examine(
         splitter: Counts and cuts batches.
         splits_by_row: Whether dim 0 is the sample in every tensor.
     """
-    evaluates = False
-    whole = (yield [Trial(share, evaluates)])[0]
-    if whole.obstacle is not None:
-        evaluates = True
-        whole = (yield [Trial(share, evaluates)])[0]
-    if whole.obstacle is not None or not math.isfinite(whole.value):
-        return Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
+    parts = splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
+    whole, evaluates, end = yield from _try_whole(share, parts)
+    if end is not None:
+        return end
     num_samples = splitter.count(share)
     turned = (yield [Trial(map_tensors(share, _turn), evaluates)])[0].value if splits_by_row else math.nan
     noise = _gap(whole.value, [turned], [1.0])
-    parts = splitter.cut(share, min(NUM_PARTS, num_samples))
     if len(parts) < 2:
         return Evidence(obstacle="split= does not cut the first batch")
     outcomes = yield [Trial(part, evaluates) for part in parts]
@@ -256,6 +257,26 @@ def examine(
         if alike and min(alike) <= found.tolerance and set(rows) != {whole.value}:
             found.culprit = "branches" if whole.branches else "model"
     return found
+
+
+def _try_whole(
+    share: Any, parts: Sequence[Any]
+) -> Generator[list[Trial], list[Outcome], tuple[Outcome, bool, Evidence | None]]:
+    """Return what the whole share gave, whether in eval mode, and the evidence where nothing else needs to be tried."""
+    evaluates = False
+    whole = (yield [Trial(share, evaluates)])[0]
+    if whole.written and len(parts) > 1:
+        one = (yield [Trial(parts[0], evaluates)])[0]
+        name = find_dependent(whole.written, one.written)
+        if name is not None:
+            end = Evidence(obstacle=f"it sets its parameter '{name}' by the batch", written=name)
+            return whole, evaluates, end
+    if whole.obstacle is not None:
+        evaluates = True
+        whole = (yield [Trial(share, evaluates)])[0]
+    if whole.obstacle is not None or not math.isfinite(whole.value):
+        return whole, evaluates, Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
+    return whole, evaluates, None
 
 
 def _candidates(share: Any, paths: Sequence[Path], ignored: Sequence[int]) -> list[Counted]:
