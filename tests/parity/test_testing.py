@@ -12,6 +12,7 @@ import torch
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.testing.pool import RankPool
 from parity import cases
 from parity.harness import Setting, reference
 
@@ -132,6 +133,16 @@ def test_ranks_are_replaced_after_a_failure() -> None:
     after = {pid for *_, pid in testing.run_ranks(_whoami, 2, 0)}
     assert not before & after
     assert not before & testing.pool_pids()
+
+
+def test_a_pool_of_ones_own_ends_alone() -> None:
+    before = testing.run_ranks(os.getpid, 2)
+    own = RankPool(env={"ANY_VARIABLE": "1"})
+    try:
+        assert set(own.run(os.getpid, 2)).isdisjoint(before)
+    finally:
+        own.close()
+    assert testing.run_ranks(os.getpid, 2) == before
 
 
 def test_outcomes_of_ranks_that_raise() -> None:

@@ -83,8 +83,6 @@ class RankPool:
             num_ranks, group = self._groups.popitem()
             self._pids.pop(num_ranks)
             group.close()
-        while nursery.kept:
-            nursery.kept.pop().dismiss()
 
 
 _POOL = RankPool()
@@ -157,6 +155,8 @@ def pool_pids() -> set[int]:
 def close_pools() -> None:
     """Stop all ranks that `run_ranks` has kept; also done when the interpreter leaves."""
     _POOL.close()
+    while nursery.kept:  # ranks of every pool are forked from them
+        nursery.kept.pop().dismiss()
 
 
 atexit.register(close_pools)
