@@ -24,7 +24,7 @@ _FOR_RANKS = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
-    "meshwright.train.comparison",
+    "meshwright.compare.run_plans",
 )
 
 _PATIENCE_S = 5.0  # for threads that are about to end

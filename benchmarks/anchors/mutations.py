@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.apply.tensor import cutting, roles, running, threads
+from meshwright.apply.tensor import cutting, region_state, roles
 from meshwright.apply.tensor import engine as tensor_engine
+from meshwright.apply.tensor.proof import threads
 from meshwright.comm import functional
 from meshwright.nn import cross_entropy
 
@@ -172,28 +173,28 @@ def one_shard_twice(stack: Stack) -> None:
 
 
 def shards_draw_one_mask(stack: Stack) -> None:
-    patch(stack, running.Drawing, "apart", nothing)
+    patch(stack, region_state.Drawing, "apart", nothing)
 
 
 def shards_draw_one_mask_later(stack: Stack) -> None:
-    original = running.Drawing.apart
+    original = region_state.Drawing.apart
 
     def apart(self: Any, device: torch.device) -> None:
         if isinstance(self._group, threads.ThreadGroup):
             original(self, device)
 
-    patch(stack, running.Drawing, "apart", apart)
+    patch(stack, region_state.Drawing, "apart", apart)
 
 
 def copies_draw_apart_later(stack: Stack) -> None:
     """Nobody goes back to the common numbers, until the next step begins."""
-    original = running.Drawing.together
+    original = region_state.Drawing.together
 
     def together(self: Any, device: torch.device) -> None:
         if isinstance(self._group, threads.ThreadGroup):
             original(self, device)
 
-    patch(stack, running.Drawing, "together", together)
+    patch(stack, region_state.Drawing, "together", together)
 
 
 def norm_of_own_shards(stack: Stack) -> None:

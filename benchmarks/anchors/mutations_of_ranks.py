@@ -9,12 +9,14 @@ import torch
 from mutations import Stack, nothing, own_rank, patch
 from torch import Tensor
 
-from meshwright.apply import recompute
-from meshwright.apply.data import base, loose, unit
+from meshwright.apply.data import base, flat_unit, unbucketed
 from meshwright.apply.engine import Engine
-from meshwright.apply.pipeline import post, stage, tied
+from meshwright.apply.pipeline import p2p, stage
+from meshwright.apply.pipeline.ownership import tied
+from meshwright.apply.recompute import checkpointing
 from meshwright.comm import communicator
-from meshwright.run import exchange, step, terms
+from meshwright.run import exchange, step
+from meshwright.run.losses import terms
 
 # -- data parallelism and ZeRO ----------------------------------------------------------------------------------------
 
@@ -33,12 +35,12 @@ def gradients_of_one_tensor_not_summed(stack: Stack) -> None:
 
 
 def gradients_divided_again(stack: Stack) -> None:
-    original = loose.LooseGradients.finish
+    original = unbucketed.LooseGradients.finish
 
     def halved(self: Any, scale: float) -> None:
         original(self, scale / self.group.size)
 
-    patch(stack, loose.LooseGradients, "finish", halved)
+    patch(stack, unbucketed.LooseGradients, "finish", halved)
 
 
 def gradients_summed_in_bfloat16(stack: Stack) -> None:
@@ -93,7 +95,7 @@ def accumulation_not_divided(stack: Stack) -> None:
 
 
 def gradients_not_cleared(stack: Stack) -> None:
-    patch(stack, loose.LooseGradients, "begin_step", nothing)
+    patch(stack, unbucketed.LooseGradients, "begin_step", nothing)
     patch(stack, Engine, "begin_step", nothing)
 
 
@@ -112,24 +114,24 @@ def buffers_not_synced(stack: Stack) -> None:
 
 
 def values_not_spread(stack: Stack) -> None:
-    patch(stack, unit.FlatUnit, "spread", nothing)
+    patch(stack, flat_unit.FlatUnit, "spread", nothing)
 
 
 def update_lost(stack: Stack) -> None:
     """The optimizer writes into memory that nobody reads, on every rank: the values stay those of the first step."""
-    original = unit.FlatUnit.spread
+    original = flat_unit.FlatUnit.spread
     kept: dict[int, Tensor] = {}
 
     def spread(self: Any) -> None:
         self.segment.data.copy_(kept.setdefault(id(self), self.segment.clone()))
         original(self)
 
-    patch(stack, unit.FlatUnit, "spread", spread)
+    patch(stack, flat_unit.FlatUnit, "spread", spread)
 
 
 def stale_gather(stack: Stack) -> None:
     """ZeRO-3 gathers what was gathered in the first step."""
-    original = unit.FlatUnit.start_gather
+    original = flat_unit.FlatUnit.start_gather
     first: dict[int, Tensor] = {}
 
     def start(self: Any, *, async_op: bool = True) -> None:
@@ -145,18 +147,18 @@ def stale_gather(stack: Stack) -> None:
             self._coming[1].wait()
             first[id(self)] = self._coming[0].clone()
 
-    patch(stack, unit.FlatUnit, "start_gather", start)
+    patch(stack, flat_unit.FlatUnit, "start_gather", start)
 
 
 def segment_of_another_rank(stack: Stack) -> None:
     """Gradients of the other rank's segment are taken for one's own."""
-    original = unit.FlatUnit.settle
+    original = flat_unit.FlatUnit.settle
 
     def settle(self: Any, used: Any, scale: float) -> None:
         self._sums = [part.roll(1) for part in self._sums]
         original(self, used, scale)
 
-    patch(stack, unit.FlatUnit, "settle", settle)
+    patch(stack, flat_unit.FlatUnit, "settle", settle)
 
 
 def optimizer_skips_a_rank(stack: Stack) -> None:
@@ -193,7 +195,7 @@ def tied_gradients_not_summed(stack: Stack) -> None:
 
 def stale_activation(stack: Stack) -> None:
     """A stage computes on what it received for the micro-batch before."""
-    original = post.Post.receive
+    original = p2p.Post.receive
     kept: dict[Any, Tensor] = {}
 
     def receive(self: Any, meta: Any, **where: Any) -> Tensor:
@@ -204,7 +206,7 @@ def stale_activation(stack: Stack) -> None:
         before, kept[key] = kept.get(key, tensor), tensor.clone()
         return before.clone()
 
-    patch(stack, post.Post, "receive", receive)
+    patch(stack, p2p.Post, "receive", receive)
 
 
 def boundary_gradient_lost(stack: Stack) -> None:
@@ -228,25 +230,25 @@ def micro_batch_twice(stack: Stack) -> None:
 
 
 def repeated_with_another_mask(stack: Stack) -> None:
-    original = recompute._Twice.__call__
+    original = checkpointing._Twice.__call__
 
     def again(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             torch.rand(1)
         return original(self, *args, **kwargs)
 
-    patch(stack, recompute._Twice, "__call__", again)
+    patch(stack, checkpointing._Twice, "__call__", again)
 
 
 def repeated_on_another_input(stack: Stack) -> None:
-    original = recompute._Twice.__call__
+    original = checkpointing._Twice.__call__
 
     def again(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None and args and isinstance(args[0], Tensor):
             args = (args[0] * 1.01, *args[1:])
         return original(self, *args, **kwargs)
 
-    patch(stack, recompute._Twice, "__call__", again)
+    patch(stack, checkpointing._Twice, "__call__", again)
 
 
 def autocast_left_out_on_a_rank(stack: Stack) -> None:

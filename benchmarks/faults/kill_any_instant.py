@@ -18,8 +18,8 @@ from typing import Any
 from tests.faults import jobs, leaks
 from tests.faults.killer import Killer
 
-from meshwright.comm.launch import launch
 from meshwright.errors import WorkerKilledError
+from meshwright.ranks.launch import launch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

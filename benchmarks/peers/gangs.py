@@ -18,7 +18,7 @@ from plain_ranks import PlainRanks
 from runner import prepare, run_block
 from side import Side
 
-from meshwright.comm.launch import RankGroup
+from meshwright.ranks.launch import RankGroup
 
 LEAD_IN = 1
 """Untimed steps before each block [count]: the gang finds its caches cold, and its ranks get their call one after another."""

@@ -33,7 +33,7 @@ from summary import quartiles  # noqa: E402
 from timed_model import NUM_BLOCKS, Times  # noqa: E402
 
 from meshwright import PipelineSchedule  # noqa: E402
-from meshwright.comm.launch import RankGroup  # noqa: E402
+from meshwright.ranks.launch import RankGroup  # noqa: E402
 from meshwright.schedule import Action  # noqa: E402
 from surroundings import environment  # noqa: E402
 

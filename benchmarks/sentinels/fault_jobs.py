@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.engine import Engine
-from meshwright.apply.outer import OuterEngine
-from meshwright.apply.pipeline.post import Post
-from meshwright.apply.tensor import proof
+from meshwright.apply.nested import OuterEngine
+from meshwright.apply.pipeline.p2p import Post
+from meshwright.apply.tensor.proof import proof
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 VOCABULARY, WIDTH, LENGTH, BATCH = 13, 8, 5, 8

@@ -97,7 +97,7 @@ def run_programs(arguments: argparse.Namespace, progress: str) -> dict[str, Any]
     # Read on import, here and in the ranks.
     os.environ["MESHWRIGHT_TEST_BACKEND"] = arguments.backend
     sys.path.insert(0, str(TESTS))
-    from meshwright.comm.launch import RankGroup
+    from meshwright.ranks.launch import RankGroup
     from transport import player
     from transport.programs import make_program
 

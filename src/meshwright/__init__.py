@@ -13,9 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from meshwright.comm.launch import launch
     from meshwright.comm.shm.backend import register_shm
-    from meshwright.comm.world import current_world, join_world
+    from meshwright.compare.run_plans import compare_plans
+    from meshwright.describe.batches import split_batch
     from meshwright.errors import (
         ApplyError,
         CheckpointError,
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, load_cluster
     from meshwright.measure.verify import ParityReport, verify_plan
     from meshwright.mesh import MeshSpec
+    from meshwright.ranks.launch import launch
+    from meshwright.ranks.world import current_world, join_world
     from meshwright.run.accumulate import GradientAccumulation
-    from meshwright.run.batch import split_batch
-    from meshwright.run.loss import Loss
+    from meshwright.run.losses.loss import Loss
     from meshwright.run.parallel_model import ParallelModel, apply_plan
     from meshwright.run.result import StepResult
     from meshwright.schedule import PipelineSchedule
     from meshwright.spec import ModelSpec, Plan, Prediction, RunRecord, TrainSpec
-    from meshwright.train.comparison import compare_plans
-    from meshwright.train.loader import make_loader
+    from meshwright.train.data.loader import make_loader
 
 __version__ = "0.1.0"
 
@@ -92,9 +92,9 @@ __all__ = [
 ]
 
 _NAMES_OF_MODULE: Final = {
-    "comm.launch": ("launch",),
+    "ranks.launch": ("launch",),
     "comm.shm.backend": ("register_shm",),
-    "comm.world": ("current_world", "join_world"),
+    "ranks.world": ("current_world", "join_world"),
     "errors": (
         "ApplyError",
         "CheckpointError",
@@ -116,14 +116,14 @@ _NAMES_OF_MODULE: Final = {
     "measure.verify": ("ParityReport", "verify_plan"),
     "mesh": ("MeshSpec",),
     "run.accumulate": ("GradientAccumulation",),
-    "run.batch": ("split_batch",),
-    "run.loss": ("Loss",),
+    "describe.batches": ("split_batch",),
+    "run.losses.loss": ("Loss",),
     "run.parallel_model": ("ParallelModel", "apply_plan"),
     "run.result": ("StepResult",),
     "schedule": ("PipelineSchedule",),
     "spec": ("ModelSpec", "Plan", "Prediction", "RunRecord", "TrainSpec"),
-    "train.comparison": ("compare_plans",),
-    "train.loader": ("make_loader",),
+    "compare.run_plans": ("compare_plans",),
+    "train.data.loader": ("make_loader",),
 }
 _MODULE_OF_NAME: Final = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 _SUBMODULES: Final = ("nn", "testing")

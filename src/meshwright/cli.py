@@ -59,8 +59,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Train a model: runs/NAME/ gets events.jsonl and record.json."""
-    from meshwright.train.config import load_config
-    from meshwright.train.deepspeed import show_rows
+    from meshwright.train.config.deepspeed import show_rows
+    from meshwright.train.config.types import load_config
     from meshwright.train.launcher import run_training
 
     if resume:
@@ -81,7 +81,7 @@ def compare(
     steps: StepsOption = None,
 ) -> None:
     """Run the same training under several plans and compare them."""
-    from meshwright.train.comparison import run_comparison
+    from meshwright.compare.run_plans import run_comparison
 
     raise typer.Exit(run_comparison(config, plans, settings or [], json_path, steps))
 
@@ -95,7 +95,7 @@ def verify(
     settings: SetOption = None,
 ) -> None:
     """Prove that a plan computes what one device does; exit 0 only then."""
-    from meshwright.train.verification import run_verification
+    from meshwright.compare.verify_config import run_verification
 
     raise typer.Exit(run_verification(config, plan, steps, json_path, settings or []))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.measure.compare import Comparison
+from meshwright.compare.comparison import Comparison
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # four starts of ranks, on however busy a machine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.deepspeed import Settings, parse_text, read_deepspeed
+from meshwright.plan.deepspeed.reader import Settings, parse_text, read_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

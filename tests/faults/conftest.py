@@ -9,8 +9,8 @@ import pytest
 from tests.faults import leaks
 from tests.faults.shm_ranks import Zygote
 
-from meshwright.comm import nursery
-from meshwright.comm.processes import rank_environment
+from meshwright.ranks import spawning
+from meshwright.ranks.processes import rank_environment
 from meshwright.testing import pool
 
 
@@ -43,14 +43,14 @@ def templates() -> None:
 @pytest.fixture
 def own_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a launch start as it does outside of tests: with a template of its own."""
-    monkeypatch.setattr(nursery, "kept", [])
+    monkeypatch.setattr(spawning, "kept", [])
 
 
 @pytest.fixture
 def no_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a launch start as it does where ranks cannot be forked: each as an interpreter of its own."""
-    monkeypatch.setattr(nursery, "kept", [])
-    monkeypatch.setattr(nursery, "can_fork", lambda: False)
+    monkeypatch.setattr(spawning, "kept", [])
+    monkeypatch.setattr(spawning, "can_fork", lambda: False)
 
 
 @pytest.fixture(autouse=True)

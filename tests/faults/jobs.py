@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.world import World, current_world, join_world
+from meshwright.ranks.world import World, current_world, join_world
 
 
 def world() -> World:
@@ -244,7 +244,7 @@ def exhaust_memory_group(directory: str) -> None:
 
 
 def launch_again() -> None:
-    from meshwright.comm.launch import launch
+    from meshwright.ranks.launch import launch
 
     launch(nothing, 2)
 

@@ -26,7 +26,7 @@ def is_rank(rank: int, num: int) -> Callable[[str], bool]:
 
 
 def is_template(command: str) -> bool:
-    return "meshwright.comm.template" in command
+    return "meshwright.ranks.fork_server" in command
 
 
 class Killer(threading.Thread):

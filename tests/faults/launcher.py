@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
-from meshwright.comm.launch import launch
 from meshwright.errors import exit_code_of
+from meshwright.ranks.launch import launch
 
 
 def say(**line: Any) -> None:

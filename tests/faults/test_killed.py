@@ -15,8 +15,8 @@ from tests.faults import jobs, leaks
 from tests.faults.command import launching
 from tests.faults.killer import Killer, find, is_rank, is_template
 
-from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import WorkerKilledError, exit_code_of
+from meshwright.ranks.launch import RankGroup, launch
 
 SEEDS = 20
 LIMIT_S = 3.0

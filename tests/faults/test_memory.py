@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.faults import jobs
 
-from meshwright.comm.launch import launch
 from meshwright.errors import WorkerKilledError, exit_code_of
+from meshwright.ranks.launch import launch
 
 LIMIT_BYTES = 400 << 20
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from tests.faults import jobs
 
-from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import LostPeerError, UserCodeError, exit_code_of
+from meshwright.ranks.launch import RankGroup, launch
 
 
 @pytest.mark.parametrize("rank", [0, 1])

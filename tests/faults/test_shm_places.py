@@ -10,8 +10,8 @@ from tests.faults import jobs, shm_jobs
 from tests.faults.shm_ranks import Ranks, Zygote
 from tests.faults.test_joined import free_port
 
-from meshwright.comm.launch import launch
 from meshwright.errors import ConfigError, exit_code_of
+from meshwright.ranks.launch import launch
 
 
 def check(ranks: Ranks, backend: str, reason: str = "", level: str = "WARNING") -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.faults import jobs
 
-from meshwright.comm.launch import RankGroup, launch
 from meshwright.errors import ConfigError, InternalError, LostPeerError
+from meshwright.ranks.launch import RankGroup, launch
 
 
 def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -105,8 +105,8 @@ def test_a_start_that_takes_too_long_names_the_ranks() -> None:
 
 SCRIPT = """
 import dataclasses
-from meshwright.comm.launch import launch
-from meshwright.comm.world import current_world
+from meshwright.ranks.launch import launch
+from meshwright.ranks.world import current_world
 
 @dataclasses.dataclass
 class Mine:
@@ -138,7 +138,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "unguarded.py"
     path.write_text(
         textwrap.dedent("""
-        from meshwright.comm.launch import launch
+        from meshwright.ranks.launch import launch
         def work():
             return 1
         launch(work, 2)
@@ -151,7 +151,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
 
 
 def test_an_interactive_function_is_refused() -> None:
-    text = "from meshwright.comm.launch import launch\ndef f(): pass\nlaunch(f, 1)"
+    text = "from meshwright.ranks.launch import launch\ndef f(): pass\nlaunch(f, 1)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert "ConfigError" in done.stderr
     assert "interactive session" in done.stderr
@@ -162,7 +162,7 @@ def test_nobody_closes_the_group(tmp_path: Path) -> None:
     path.write_text(
         textwrap.dedent("""
         import math
-        from meshwright.comm.launch import RankGroup
+        from meshwright.ranks.launch import RankGroup
         if __name__ == "__main__":
             group = RankGroup(2)
             print(group.submit(math.sqrt, 4.0))
@@ -184,7 +184,7 @@ def test_a_script_that_reads_its_arguments_at_module_level(tmp_path: Path) -> No
     path.write_text(
         textwrap.dedent("""
         import argparse, sys
-        from meshwright.comm.launch import launch
+        from meshwright.ranks.launch import launch
         parser = argparse.ArgumentParser()
         parser.add_argument("--width", type=int, required=True)
         arguments = parser.parse_args()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from tests.faults import jobs, leaks
 
-from meshwright.comm.launch import RankGroup
+from meshwright.ranks.launch import RankGroup
 
 STEPS = 44
 
@@ -61,7 +61,7 @@ def test_without_distributed_work_nothing_listens_either(watch: leaks.Watch) -> 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"])
 def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    from meshwright.comm.processes import rank_environment
+    from meshwright.ranks.processes import rank_environment
 
     monkeypatch.setenv(name, "1")
     assert name not in rank_environment("0" * 32, 1, None)

@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 from tests.faults import jobs
 
-from meshwright.comm import nursery
-from meshwright.comm.launch import launch
+from meshwright.ranks import spawning
+from meshwright.ranks.launch import launch
 
 
 def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
     monkeypatch: pytest.MonkeyPatch, own_template: None
 ) -> None:
     monkeypatch.setenv("LONG", "x" * 3000)
-    template = nursery.Template({**os.environ, "OMP_NUM_THREADS": "1"})  # has not the run's own variables
+    template = spawning.Template({**os.environ, "OMP_NUM_THREADS": "1"})  # has not the run's own variables
     template.hear(60)
 
     def ways() -> Iterator[list[dict[str, Any]]]:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
         yield launch(jobs.circumstances, 2, env={"MY_OWN": "7"})
-        monkeypatch.setattr(nursery, "can_fork", lambda: False)
+        monkeypatch.setattr(spawning, "can_fork", lambda: False)
         yield launch(jobs.circumstances, 2, env={"MY_OWN": "7"})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
 
     forked, executed = ways()
-    monkeypatch.setattr(nursery, "kept", [template])
+    monkeypatch.setattr(spawning, "kept", [template])
     kept = launch(jobs.circumstances, 2, env={"MY_OWN": "7"})
     template.dismiss()
     for rank in range(2):
@@ -46,9 +46,9 @@ def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
 
 
 def test_ranks_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = nursery.Template(dict(os.environ), ("numpy.random",))
+    template = spawning.Template(dict(os.environ), ("numpy.random",))
     template.hear(60)
-    monkeypatch.setattr(nursery, "kept", [template])
+    monkeypatch.setattr(spawning, "kept", [template])
     first, second = launch(jobs.draw, 2)
     template.dismiss()
     assert not set(first) & set(second)
@@ -60,8 +60,8 @@ def test_ranks_are_not_forked_from_a_process_that_has_threads(tmp_path: Path, mo
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(nursery, "kept", [])
-    template = nursery.Template(dict(os.environ))
+    monkeypatch.setattr(spawning, "kept", [])
+    template = spawning.Template(dict(os.environ))
     template.hear(60)
     template.dismiss()
     assert template.refusal == "the import has left 1 threads, which a forked process has not"

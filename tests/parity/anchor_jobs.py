@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply import recompute
-from meshwright.apply.shard_class import as_plain
-from meshwright.apply.tensor import cutting, running, threads
+from meshwright.apply.recompute import checkpointing
+from meshwright.apply.shards.classes import as_plain
+from meshwright.apply.tensor import cutting, region_state
+from meshwright.apply.tensor.proof import threads
 from meshwright.comm import functional
 from parity import losses, sentinel_jobs
 
@@ -111,13 +112,13 @@ def _numbers(number: int) -> Any:
 
 @contextlib.contextmanager
 def another_mask() -> Iterator[None]:
-    original = recompute._Twice.__call__
+    original = checkpointing._Twice.__call__
 
     def again(self: Any, *args: Any, **kwargs: Any) -> Any:
         torch.rand(int(self._before is not None))
         return original(self, *args, **kwargs)
 
-    with mock.patch.object(recompute._Twice, "__call__", again):
+    with mock.patch.object(checkpointing._Twice, "__call__", again):
         yield
 
 
@@ -160,19 +161,19 @@ def row_not_summed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_mask() -> Iterator[None]:
-    original = running.Drawing.apart
+    original = region_state.Drawing.apart
 
     def apart(self: Any, device: torch.device) -> None:
         if isinstance(self._group, threads.ThreadGroup):
             original(self, device)
 
-    with mock.patch.object(running.Drawing, "apart", apart):
+    with mock.patch.object(region_state.Drawing, "apart", apart):
         yield
 
 
 @contextlib.contextmanager
 def one_mask_everywhere() -> Iterator[None]:
-    with mock.patch.object(running.Drawing, "apart", return_value=None):
+    with mock.patch.object(region_state.Drawing, "apart", return_value=None):
         yield
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import gpt
 import meshwright as mw
+from meshwright.apply.tensor.expected_bytes import TokenWatch
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
 from meshwright.comm.compression.reducer import GradientSpec
 from meshwright.comm.ledger import Ledger
-from meshwright.train.tensor_formula import TokenWatch
-from meshwright.train.trial import formula_bytes, held_formula_bytes
+from meshwright.compare.trial import formula_bytes, held_formula_bytes
 from parity import losses
 
 VOCABULARY = 64

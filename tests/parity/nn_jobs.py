@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
-from meshwright.checkpoint.layout import even_sizes
 from meshwright.comm import functional
 from meshwright.comm.communicator import Communicator
+from meshwright.layout import even_sizes
 
 Tensors = dict[str, Tensor]
 

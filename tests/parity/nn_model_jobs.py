@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
-from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm import functional
 from meshwright.comm.communicator import Communicator
+from meshwright.layout import ShardLayout
 from parity.nn_jobs import Tensors, full_gradients, full_parameters, group_of_all, numbers
 
 # ---- conversion and copies

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.pipeline.post import other_way
+from meshwright.apply.pipeline.p2p import other_way
 from meshwright.run.exchange import SumExchange
 from parity import losses
 from parity.harness import refused

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.tensor.region import TensorLayout
-from meshwright.apply.tensor.search import Search
-from meshwright.run.batch import call_model
+from meshwright.apply.tensor.search.search import Search
+from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.describe.batches import call_model
 
 WIDTH, HIDDEN, LENGTH = 8, 12, 6
 

@@ -15,8 +15,8 @@ import meshwright as mw
 from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
-from meshwright.apply.outer import OuterEngine
-from meshwright.apply.shard_class import as_plain
+from meshwright.apply.nested import OuterEngine
+from meshwright.apply.shards.classes import as_plain
 from parity import losses
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import gpt
 import meshwright as mw
 from meshwright import testing
-from meshwright.measure.formulas import TensorExchange
-from meshwright.train.tensor_formula import TokenWatch, exchange_of
+from meshwright.apply.tensor.expected_bytes import TokenWatch, exchange_of
+from meshwright.compare.formulas import TensorExchange
 from parity import cases, losses
 from parity.harness import refused
 

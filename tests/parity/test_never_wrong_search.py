@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from meshwright import testing
-from meshwright.apply.tensor import options as ways
-from meshwright.apply.tensor.region import TensorLayout
+from meshwright.apply.tensor.search import candidates as ways
+from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.errors import MeshwrightError
 from parity import search_jobs
 from tolerances import FLOAT64

@@ -9,9 +9,9 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from meshwright.checkpoint.layout import ShardLayout, check_coverage, even_sizes
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
+from meshwright.layout import ShardLayout, check_coverage, even_sizes
 from parity import nn_jobs, nn_model_jobs
 from parity.nn_jobs import Entropy, Pair, numbers
 from tolerances import CROSS_ENTROPY, FLOAT64

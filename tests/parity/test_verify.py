@@ -15,10 +15,10 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.compare.verify_config import run_verification
 from meshwright.measure.oracle import ModuleOutputs
 from meshwright.measure.outputs import RankOutputs, first_difference
 from meshwright.measure.verify import ParityReport, verify_plan
-from meshwright.train.verification import run_verification
 from parity import cases, losses, models, tensor_jobs
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from meshwright.comm.world import set_current_world
+from meshwright.ranks.world import set_current_world
 
 # On a busy machine a deadline fails what is right.
 settings.register_profile("unit", deadline=None)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from meshwright.plan.deepspeed import Settings, read_deepspeed
+from meshwright.plan.deepspeed.reader import Settings, read_deepspeed
 
 EXAMPLE = Path(__file__).parents[1] / "data" / "ds_pipeline_zero3.json"
 BATCH = {"train_micro_batch_size_per_gpu": 4}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.proof import Experiment
-from meshwright.apply.tensor.region import Cut, Region
-from meshwright.apply.tensor.trace import Call
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.search.trace import Call
+from meshwright.apply.tensor.tensor_layout import Cut, Region
 from meshwright.apply.tensor.types.report import TypeReport
 
 WIDTH, HIDDEN = 6, 8

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.apply.layers import LayersEngine
+from meshwright.apply.one_process.model_parallel import LayersEngine
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.layers import describe_chain, find_layers

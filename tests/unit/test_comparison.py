@@ -9,9 +9,9 @@ import re
 
 import pytest
 
+from meshwright.compare.comparison import Comparison, Trial, make_comparison
+from meshwright.compare.conclusion import draw_conclusion
 from meshwright.errors import ConfigError
-from meshwright.measure.compare import Comparison, Trial, make_comparison
-from meshwright.measure.conclusion import draw_conclusion
 
 
 def trial(name="single", seconds=(1.0, 1.0, 1.0), **changes):

@@ -16,6 +16,10 @@ import torch
 from torch import nn
 
 from gpt import build_gpt
+from meshwright.compare import run_plans as module
+from meshwright.compare.comparison import Comparison
+from meshwright.compare.run_plans import compare_plans, run_comparison, split_plans
+from meshwright.compare.trial import RankSamples, formula_bytes
 from meshwright.errors import (
     ApplyError,
     ConfigError,
@@ -24,13 +28,9 @@ from meshwright.errors import (
     UserCodeError,
     WorkerKilledError,
 )
-from meshwright.measure.compare import Comparison
 from meshwright.run.parallel_model import apply_plan
 from meshwright.spec import Plan
-from meshwright.train import comparison as module
-from meshwright.train.comparison import compare_plans, run_comparison, split_plans
-from meshwright.train.config import load_config
-from meshwright.train.trial import RankSamples, formula_bytes
+from meshwright.train.config.types import load_config
 
 CLASSIC = Path(__file__).parents[2] / "examples" / "mlp_classic.toml"
 
@@ -358,7 +358,7 @@ def test_split_plans():
 
 
 def test_the_launching_side_imports_without_torch():
-    code = "import sys, meshwright.train.comparison; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshwright.compare.run_plans; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
     meta = "import sys, torch; sys.exit('torch' in sys.modules)"  # the check sees torch where it is
     assert subprocess.run([sys.executable, "-c", meta], timeout=60, check=False).returncode == 1

@@ -1,11 +1,18 @@
-"""train/data.py: what the sources hold, and that training and held-out samples are apart."""
+"""train/data/sources.py: what the sources hold, and that training and held-out samples are apart."""
 
 import pytest
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.train.config import TrainConfig
-from meshwright.train.data import ByteWindows, collate_for_causal_lm, is_held_out, load_data, make_collate, stdlib_files
+from meshwright.train.config.types import TrainConfig
+from meshwright.train.data.sources import (
+    ByteWindows,
+    collate_for_causal_lm,
+    is_held_out,
+    load_data,
+    make_collate,
+    stdlib_files,
+)
 
 
 def make_config(folder, *, target="m:build", **data):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.deepspeed import Resolution, Settings, parse_text, read_deepspeed
-from meshwright.plan.deepspeed_keys import BLOCKS, KEYS, REFUSED_IF_ENABLED
+from meshwright.plan.deepspeed.keys import BLOCKS, KEYS, REFUSED_IF_ENABLED
+from meshwright.plan.deepspeed.reader import Resolution, Settings, parse_text, read_deepspeed
 from unit.deepspeed_files import BATCH, EXAMPLE, read, row, zero
 
 # -- the text ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.deepspeed import Settings, read_deepspeed
+from meshwright.plan.deepspeed.reader import Settings, read_deepspeed
 from unit.deepspeed_files import apply_fix, optimizer, read, row, scheduler, zero
 
 # -- every key that decides something ---------------------------------------------------------------------------------

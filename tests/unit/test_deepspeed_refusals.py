@@ -5,7 +5,7 @@ import re
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.deepspeed import read_deepspeed
+from meshwright.plan.deepspeed.reader import read_deepspeed
 from unit.deepspeed_files import BATCH, apply_fix, optimizer, read, scheduler, zero
 
 # -- what cannot be honoured ------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.comm.ledger import ring_bytes
-from meshwright.errors import ConfigError
-from meshwright.measure import formulas
-from meshwright.measure.formulas import (
+from meshwright.compare import formulas
+from meshwright.compare.formulas import (
     Spread,
     amdahl_parallel_fraction,
     amdahl_speedup,
@@ -24,6 +23,7 @@ from meshwright.measure.formulas import (
     speedup,
     spread,
 )
+from meshwright.errors import ConfigError
 
 FRACTIONS = st.floats(0, 1)
 DEVICES = st.integers(2, 4096)

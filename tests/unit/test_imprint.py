@@ -1,4 +1,4 @@
-"""run/imprint.py: one changed entry is found, named and told from what it was; several are told apart from one."""
+"""run/sentinels/imprint.py: one changed entry is found, named and told from what it was; several are told apart from one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from meshwright.run.imprint import Change, Imprint, change_of
+from meshwright.run.sentinels.imprint import Change, Imprint, change_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm.environment import ALONE, expand_nodes, read_place
 from meshwright.errors import ConfigError
+from meshwright.ranks.environment import ALONE, expand_nodes, read_place
 
 COMPLETE = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SLURM = {

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm import guardian, nursery
+from meshwright.ranks import reaper, spawning
 
 
 def test_ranks_are_forked_on_linux_where_no_driver_of_an_accelerator_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nursery, "_DRIVERS", (str(tmp_path / "none"),))
-    assert nursery.can_fork() == (sys.platform == "linux")
-    monkeypatch.setattr(nursery, "_DRIVERS", (str(tmp_path / "none"), str(tmp_path)))
-    assert not nursery.can_fork()
+    monkeypatch.setattr(spawning, "_DRIVERS", (str(tmp_path / "none"),))
+    assert spawning.can_fork() == (sys.platform == "linux")
+    monkeypatch.setattr(spawning, "_DRIVERS", (str(tmp_path / "none"), str(tmp_path)))
+    assert not spawning.can_fork()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a run's processes are found by /proc")
@@ -28,7 +28,7 @@ def test_who_reaps_the_others_is_spared() -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-S", "-c", "import signal; print(flush=True); signal.pause()"],
-            env={**os.environ, guardian.RUN_ID_VARIABLE: run_id},
+            env={**os.environ, reaper.RUN_ID_VARIABLE: run_id},
             stdout=subprocess.PIPE,
         )
         for _ in range(2)
@@ -36,10 +36,10 @@ def test_who_reaps_the_others_is_spared() -> None:
     for process in processes:
         assert process.stdout is not None
         process.stdout.readline()
-    assert guardian.sweep(run_id, set(), spared={processes[0].pid}) == []
+    assert reaper.sweep(run_id, set(), spared={processes[0].pid}) == []
     assert processes[1].wait(5) == -9
     assert processes[0].poll() is None
-    assert guardian.sweep(run_id, set()) == []
+    assert reaper.sweep(run_id, set()) == []
     assert processes[0].wait(5) == -9
     for process in processes:
         assert process.stdout is not None

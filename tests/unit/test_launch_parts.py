@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from meshwright.comm import limits
-from meshwright.comm.channel import ParentEnd, RankEnd, pack
-from meshwright.comm.heartbeat import RECORD_BYTES, Board, Pulse
-from meshwright.comm.launch import _threads
-from meshwright.comm.processes import scratch_file
-from meshwright.comm.signals import StopSignals
-from meshwright.comm.world import current_world
+from meshwright import host
+from meshwright.ranks.channel import ParentEnd, RankEnd, pack
+from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
+from meshwright.ranks.launch import _threads
+from meshwright.ranks.processes import scratch_file
+from meshwright.ranks.signals import StopSignals
+from meshwright.ranks.world import current_world
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ def test_the_cores_respect_the_affinity_mask() -> None:
     mask = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(mask)})
-        assert limits.usable_cores() == 1
+        assert host.usable_cores() == 1
     finally:
         os.sched_setaffinity(0, mask)
-    assert 1 <= limits.usable_cores() <= len(mask)
+    assert 1 <= host.usable_cores() <= len(mask)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +169,13 @@ def test_quotas_of_both_versions(
     directory = Path(str(tmp_path))
     for name, text in files.items():
         (directory / name).write_text(text + "\n")
-    monkeypatch.setattr(limits, "_group_directories", lambda controller: [directory])
-    assert limits._cpu_quota() == quota
+    monkeypatch.setattr(host, "_group_directories", lambda controller: [directory])
+    assert host._cpu_quota() == quota
 
 
 def test_threads_are_shared_out_unless_somebody_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("meshwright.comm.launch.usable_cores", lambda: 8)
+    monkeypatch.setattr("meshwright.ranks.launch.usable_cores", lambda: 8)
     assert _threads(2, None, None) == 4
     assert _threads(16, None, None) == 1
     assert _threads(2, 3, {"OMP_NUM_THREADS": "7"}) == 3

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm.exceptions import describe_error, rebuild_error
-from meshwright.comm.heartbeat import Beat
-from meshwright.comm.verdict import Sign, death_error, guilty, summarise
 from meshwright.errors import LostPeerError, UserCodeError
+from meshwright.ranks.blame import Sign, death_error, guilty, summarise
+from meshwright.ranks.error_transfer import describe_error, rebuild_error
+from meshwright.ranks.heartbeat import Beat
 
 
 def beat(**changes: object) -> Beat:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshwright.comm.watchdog import _handled_exception, is_in_flight
+from meshwright.ranks.watchdog import _handled_exception, is_in_flight
 
 Probe = Callable[[], None]
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import layout as module
-from meshwright.checkpoint.layout import ShardLayout, check_coverage, even_ranges, even_sizes
+from meshwright import layout as module
 from meshwright.errors import ConfigError
+from meshwright.layout import ShardLayout, check_coverage, even_ranges, even_sizes
 from meshwright.nn import join_shards, shards, take_shard
 
 

@@ -1,4 +1,4 @@
-"""train/loader.py, order.py, fetch.py: which sample goes where, and that nothing is left running."""
+"""train/data/loader.py, order.py, fetch.py: which sample goes where, and that nothing is left running."""
 
 import gc
 import random
@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from meshwright.errors import ConfigError
-from meshwright.train.fetch import draws_random_numbers, read_ahead
-from meshwright.train.loader import make_loader
-from meshwright.train.order import epoch_order, mix
+from meshwright.train.data.fetch import draws_random_numbers, read_ahead
+from meshwright.train.data.loader import make_loader
+from meshwright.train.data.order import epoch_order, mix
 from unit.loading import Numbers, batches, fake_model, joined, together
 
 # -- order and shares -------------------------------------------------------------------------------------------------

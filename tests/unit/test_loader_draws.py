@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from meshwright.errors import ConfigError
-from meshwright.train.fetch import draws_random_numbers, may_draw
-from meshwright.train.loader import make_loader
+from meshwright.train.data.fetch import draws_random_numbers, may_draw
+from meshwright.train.data.loader import make_loader
 from unit.loading import Numbers, fake_model, joined, together
 
 # -- collate functions that draw ------------------------------------------------------------------------------------------

@@ -11,12 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.describe.tree import BatchSplitter, move_to
+from meshwright.apply.state.undisturbed import GeneratorStates, undisturbed
 from meshwright.errors import ApplyError
-from meshwright.run.loss import Loss, LossRule
-from meshwright.run.trials import second_sample
-from meshwright.run.undisturbed import GeneratorStates, undisturbed
-from meshwright.run.weights import Counted, find_uneven_labels, label_paths, replace_at, tensor_at, tensors_by_path
+from meshwright.run.losses.loss import Loss, LossRule
+from meshwright.run.losses.trials import second_sample
+from meshwright.run.losses.weights import (
+    Counted,
+    find_uneven_labels,
+    label_paths,
+    replace_at,
+    tensor_at,
+    tensors_by_path,
+)
+from meshwright.trees import BatchSplitter, move_to
 
 LABELS = torch.tensor([[5, -100, 7], [1, 2, 3], [-100, -100, 4]])
 

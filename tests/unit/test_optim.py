@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.train.config import ParamGroup, ScheduleConfig, TrainConfig
+from meshwright.train.config.types import ParamGroup, ScheduleConfig, TrainConfig
 from meshwright.train.losses import cross_entropy, mean_squared_error
 from meshwright.train.optim import LRSchedule, OptimizerFactory, assign_groups, lr_fraction
 

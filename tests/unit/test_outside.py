@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.outside import Outside
+from meshwright.apply.state.outside import Outside
 
 NUMBER = 1
 ENTRIES = [1]

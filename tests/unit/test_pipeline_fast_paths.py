@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from meshwright.apply.pipeline.received import with_leaf
-from meshwright.apply.pipeline.scene import plain_tensors
-from meshwright.apply.pipeline.settled import Buffers
-from meshwright.apply.pipeline.shapes import describe_call
-from meshwright.apply.pipeline.values import Meta, StandIn
+from meshwright.apply.pipeline.ownership.settled import Buffers
+from meshwright.apply.pipeline.tracing.scene import plain_tensors
+from meshwright.apply.pipeline.walking.received import with_leaf
+from meshwright.apply.pipeline.walking.shapes import describe_call
+from meshwright.apply.pipeline.walking.stand_ins import Meta, StandIn
 
 
 def test_plain_tensors_are_told_from_containers() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.attributes import Attributes
-from meshwright.apply.kept import keeping_contexts
+from meshwright.apply.recompute.kept import keeping_contexts
+from meshwright.apply.state.attributes import Attributes
 
 
 class Leaves(nn.Module):

@@ -1,4 +1,4 @@
-"""run/digest.py, circles.py, settings.py and what is configured: digests that differ, sums that tell, settings as text."""
+"""run/sentinels/digest.py, circles.py, settings.py and what is configured: digests that differ, sums that tell, settings as text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.mesh import MeshSpec
-from meshwright.run import digest, settings
-from meshwright.run.circles import Circle
-from meshwright.run.sentinels import DEFAULT_EVERY, check_sentinels
-from meshwright.train.config import TrainSection, load_config
+from meshwright.run.sentinels import digest, settings
+from meshwright.run.sentinels.circles import Circle
+from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels
+from meshwright.train.config.types import TrainSection, load_config
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply import shard_rules
-from meshwright.apply.shard_class import ShardTensor, as_shard
-from meshwright.apply.shard_facts import ShardFacts
-from meshwright.apply.shard_switch import ShardSwitch
+from meshwright.apply.shards import elementwise
+from meshwright.apply.shards.classes import ShardTensor, as_shard
+from meshwright.apply.shards.facts import ShardFacts
+from meshwright.apply.shards.switch import ShardSwitch
 
 
 def facts(switch: ShardSwitch, name: str, key: int, **options: Any) -> ShardFacts:
@@ -165,7 +165,7 @@ def test_terms_of_a_sum_go_through_linear_functions_alone(switch: ShardSwitch, *
 
 def test_names_say_what_is_written() -> None:
     writes = [
-        name for name in ("add_", "__iadd__", "__setitem__", "_foreach_mul_") if shard_rules.writes_in_place(name)
+        name for name in ("add_", "__iadd__", "__setitem__", "_foreach_mul_") if elementwise.writes_in_place(name)
     ]
     assert len(writes) == 4
-    assert not any(map(shard_rules.writes_in_place, ("add", "__add__", "__invert__", "_foreach_mul", "isnan")))
+    assert not any(map(elementwise.writes_in_place, ("add", "__add__", "__invert__", "_foreach_mul", "isnan")))

@@ -1,4 +1,4 @@
-"""train/streams.py: streams and ready-made batches are shared out, resume, and end together."""
+"""train/data/streams.py: streams and ready-made batches are shared out, resume, and end together."""
 
 import threading
 import types
@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from meshwright.errors import ConfigError
-from meshwright.train.loader import make_loader
+from meshwright.train.data.loader import make_loader
 from unit.loading import Numbers, batches, fake_model, together
 
 

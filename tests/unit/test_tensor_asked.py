@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.asked import Asked
-from meshwright.apply.tensor.proof import Experiment
-from meshwright.apply.tensor.trace import Call
+from meshwright.apply.tensor.guards.asked import Asked
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.search.trace import Call
 
 SAMPLES, LENGTH, WIDTH, HEADS = 3, 5, 8, 2
 

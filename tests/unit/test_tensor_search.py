@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.apply.recompute import Recompute
-from meshwright.apply.tensor import proving
-from meshwright.apply.tensor.region import TensorLayout
-from meshwright.apply.tensor.search import Search
+from meshwright.apply.recompute.checkpointing import Recompute
+from meshwright.apply.tensor.search import regions
+from meshwright.apply.tensor.search.search import Search
+from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.describe.batches import call_model
 from meshwright.errors import ApplyError
-from meshwright.run.batch import call_model
 from parity import cases
 
 
@@ -173,7 +173,7 @@ def _layout_of_an_mlp() -> TensorLayout:
 
 
 def test_a_search_that_has_made_its_trials_leaves_the_rest_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "MAX_ALL_TRIALS", 0)
+    monkeypatch.setattr(regions, "MAX_ALL_TRIALS", 0)
     layout = _layout_of_an_mlp()
     assert not layout.regions
     assert any("before this was proven" in reason for reason in layout.whole.values())
@@ -181,6 +181,6 @@ def test_a_search_that_has_made_its_trials_leaves_the_rest_whole(monkeypatch: py
 
 def test_a_search_that_takes_too_long_is_refused_and_finds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     # What it had found by then would depend on how busy the machine is.
-    monkeypatch.setattr(proving, "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(regions, "MAX_SECONDS", -1.0)
     with pytest.raises(ApplyError, match="took more than -1 s"):
         _layout_of_an_mlp()

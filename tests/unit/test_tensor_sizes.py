@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.apply.tensor.region import Region
 from meshwright.apply.tensor.sizes import Resizing
+from meshwright.apply.tensor.tensor_layout import Region
 
 HEADS, WIDTH = 4, 48
 

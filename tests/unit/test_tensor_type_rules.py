@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, ZERO, RefusedError, Type, Typed, shard
 from meshwright.apply.tensor.types.marked import Size
 from meshwright.apply.tensor.types.operation import Operation
-from meshwright.apply.tensor.types.record import flat_tensors, name_of
 from meshwright.apply.tensor.types.rules import result_types
+from meshwright.apply.tensor.types.typed_run import flat_tensors, name_of
 
 RANKS = 2
 S0, S1, S2 = shard(0), shard(1), shard(2)

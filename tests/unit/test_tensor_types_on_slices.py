@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.attention import attention_region
-from meshwright.apply.tensor.proof import DisprovedError, Experiment
-from meshwright.apply.tensor.region import Chain, TensorLayout
-from meshwright.apply.tensor.trace import Call
+from meshwright.apply.tensor.proof.proof import DisprovedError, Experiment
+from meshwright.apply.tensor.search.trace import Call
+from meshwright.apply.tensor.tensor_layout import Chain, TensorLayout
 from meshwright.apply.tensor.types.report import TypeReport
 from unit.tensor_type_cases import PAIR, WIDTH, Between, experiment_of
 

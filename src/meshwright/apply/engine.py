@@ -12,8 +12,8 @@ from torch import nn
 
 from meshwright.apply.finding import Finding
 from meshwright.apply.norm import squares_of, total_norm
-from meshwright.apply.shard_facts import Moment, ShardFacts
-from meshwright.apply.shard_switch import ShardSwitch
+from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan

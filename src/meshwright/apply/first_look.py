@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.buffers import BufferSnapshot
-from meshwright.apply.kept_parameters import KeptParameters
-from meshwright.apply.random_states import kept_random_states
+from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.kept_parameters import KeptParameters
+from meshwright.apply.state.random_states import kept_random_states
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
 

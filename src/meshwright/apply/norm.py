@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.comm._torch_private import foreach_mul_, foreach_norm
+from meshwright._torch_private import foreach_mul_, foreach_norm
 
 __all__: list[str] = []
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm._torch_private import cpu_backend, cpu_backend_name, exchanges_by_gloo_alone
+from meshwright._torch_private import cpu_backend, cpu_backend_name, exchanges_by_gloo_alone
 from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.errors import InternalError, LostPeerError, MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.comm.calls import Calls
+    from meshwright.ranks.calls import Calls
 
 __all__: list[str] = []
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.comm._torch_private import TorchDispatchMode
-from meshwright.describe.tree import map_tensors, tree_bytes
+from meshwright._torch_private import TorchDispatchMode
+from meshwright.trees import map_tensors, tree_bytes
 
 __all__: list[str] = []
 

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from meshwright.apply.tensor.region import TensorLayout, is_inside
+from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside
 from meshwright.measure.oracle import ModuleOutputs
 
 __all__: list[str] = []

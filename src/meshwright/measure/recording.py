@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import FakeTensor, current_function_mode, without_function_modes
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.apply.pipeline.values import value_of
-from meshwright.apply.pipeline.walk import Walk
+from meshwright.apply.pipeline.walking.stage_forward import Walk
+from meshwright.apply.pipeline.walking.stand_ins import value_of
 from meshwright.apply.tensor.engine import TensorEngine
-from meshwright.apply.tensor.region import is_inside
 from meshwright.apply.tensor.slices import Slices
-from meshwright.comm._torch_private import FakeTensor, current_function_mode, without_function_modes
+from meshwright.apply.tensor.tensor_layout import is_inside
+from meshwright.describe.batches import split_batch
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs, to_dtype
 from meshwright.measure.outputs import is_readable
-from meshwright.run.batch import split_batch
 from meshwright.run.parallel_model import ParallelModel, apply_plan
-from meshwright.run.sentinels import DEFAULT_EVERY
+from meshwright.run.sentinels.sentinels import DEFAULT_EVERY
 from meshwright.spec import Plan
 
 __all__: list[str] = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm._torch_private import TorchDispatchMode
+from meshwright._torch_private import TorchDispatchMode
 from meshwright.measure.oracle import StepRecord, oracle_steps
 from meshwright.measure.parity import TensorDifference, compare_tensors, relative_difference
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.launch import launch
-from meshwright.comm.world import current_world
 from meshwright.errors import ConfigError
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, oracle_steps, to_dtype, whole_batch_loss
 from meshwright.measure.outputs import RankOutputs, first_difference
@@ -26,6 +24,8 @@ from meshwright.measure.resolution import (
     measure_resolution,
     pairs_of,
 )
+from meshwright.ranks.launch import launch
+from meshwright.ranks.world import current_world
 from meshwright.spec import Plan
 
 __all__: list[str] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from meshwright.nn.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.nn.embedding import VocabParallelEmbedding
 from meshwright.nn.linear import ColumnParallelLinear, RowParallelLinear
-from meshwright.nn.sharded import ShardedModule
+from meshwright.nn.module import ShardedModule
 from meshwright.nn.shards import gather_full, join_shards, take_shard
 
 __all__ = [

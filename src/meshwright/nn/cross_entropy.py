@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.checkpoint.layout import even_sizes
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.nn.sharded import check_indices
+from meshwright.layout import even_sizes
+from meshwright.nn.module import check_indices
 from meshwright.values import Problems
 
 __all__: list[str] = []

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import reduce_from_group, reduce_scatter_along
 from meshwright.errors import ConfigError
-from meshwright.nn.sharded import ShardedModule, check_indices, check_sizes
+from meshwright.layout import ShardLayout
+from meshwright.nn.module import ShardedModule, check_indices, check_sizes
 
 __all__: list[str] = []
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import (
     all_gather_along,
@@ -28,7 +27,8 @@ from meshwright.comm.functional import (
     scatter_to_group,
 )
 from meshwright.errors import ConfigError
-from meshwright.nn.sharded import ShardedModule, check_sizes
+from meshwright.layout import ShardLayout
+from meshwright.nn.module import ShardedModule, check_sizes
 
 __all__: list[str] = []
 

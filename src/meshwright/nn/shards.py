@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.layout import ShardLayout, check_coverage
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
 from meshwright.errors import ConfigError
+from meshwright.layout import ShardLayout, check_coverage
 
 __all__: list[str] = []
 

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.apply.norm import clip_, total_norm
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.run.gate import plan_over
-from meshwright.run.loss import Loss
+from meshwright.run.losses.loss import Loss
 
 __all__: list[str] = []
 

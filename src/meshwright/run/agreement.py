@@ -12,7 +12,7 @@ import torch
 
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.errors import ApplyError
-from meshwright.run.circles import NUM_PARTS, Circle
+from meshwright.run.sentinels.circles import NUM_PARTS, Circle
 
 __all__: list[str] = []
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
+from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import NonFiniteError
 

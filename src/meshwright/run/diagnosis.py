@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.apply.engine import Engine
 from meshwright.errors import NonFiniteError
 from meshwright.run.diagnose import RandomState, explain_non_finite, find_non_finite
-from meshwright.run.terms import LossTerms
+from meshwright.run.losses.terms import LossTerms
 
 __all__: list[str] = []
 

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.pipeline.post import OtherStageError
+from meshwright.apply.pipeline.p2p import OtherStageError
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError
 from meshwright.run.agreement import Agreement
-from meshwright.run.loss import LossTerm
+from meshwright.run.losses.loss import LossTerm
 
 __all__: list[str] = []
 

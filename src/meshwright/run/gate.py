@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 

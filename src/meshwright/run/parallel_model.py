@@ -10,22 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshwright.apply.data.flat_unit import WRITE_WHOLE
 from meshwright.apply.data.optimizer import refuse_coupled
-from meshwright.apply.data.unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
-from meshwright.apply.iterators import refuse_iterators
-from meshwright.apply.optimizer_state import OptimizerState
-from meshwright.apply.recompute import Recompute
-from meshwright.apply.shard_switch import ShardSwitch
-from meshwright.apply.state_guard import StateGuard
-from meshwright.apply.supported import refuse_unbuilt
-from meshwright.comm.calls import told_to_peers
+from meshwright.apply.recompute.checkpointing import Recompute
+from meshwright.apply.shards.optimizer_state import OptimizerState
+from meshwright.apply.shards.state_dicts import StateGuard
+from meshwright.apply.shards.switch import ShardSwitch
+from meshwright.apply.state.iterators import refuse_iterators
 from meshwright.comm.ledger import Ledger
-from meshwright.comm.world import World, join_world
-from meshwright.describe.tree import BatchSplitter
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.mesh import MeshSpec
-from meshwright.run.build import (
+from meshwright.ranks.calls import told_to_peers
+from meshwright.ranks.world import World, join_world
+from meshwright.run.assembly import (
     NamedOptimizerFactory,
     OptimizerFactory,
     build_engine,
@@ -35,11 +33,13 @@ from meshwright.run.build import (
     require_world,
 )
 from meshwright.run.gate import OptimizerGate, without_backward
-from meshwright.run.loss import LossRule
+from meshwright.run.losses.loss import LossRule
 from meshwright.run.result import StepResult
-from meshwright.run.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
+from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
+from meshwright.spec.supported import refuse_unbuilt
+from meshwright.trees import BatchSplitter
 
 __all__: list[str] = []
 

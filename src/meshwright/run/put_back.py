@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from meshwright.apply.buffers import BufferSnapshot
 from meshwright.apply.engine import Engine
+from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.run.diagnose import RandomState
 
 __all__: list[str] = []

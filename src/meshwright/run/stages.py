@@ -7,11 +7,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.apply.pipeline.interception import refuse_functional_call
+from meshwright.apply.pipeline.executor import ScheduleExecutor
+from meshwright.apply.pipeline.walking.unit_hooks import refuse_functional_call
 from meshwright.errors import LostPeerError
 from meshwright.run.exchange import SumExchange
-from meshwright.run.loss import LossTerm
-from meshwright.run.schedule import ScheduleExecutor
+from meshwright.run.losses.loss import LossTerm
 
 __all__: list[str] = []
 

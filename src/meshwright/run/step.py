@@ -25,25 +25,25 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
-from meshwright.apply.guard import ModelGuard, OptimizerGuard
+from meshwright.apply.model_guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.describe.tree import BatchSplitter, move_to
+from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
+from meshwright.describe.batches import count_tokens
 from meshwright.errors import CorruptionError, NonFiniteError
 from meshwright.run.agreement import Agreement, raise_first
-from meshwright.run.batch import count_tokens
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.diagnosis import diagnose
 from meshwright.run.exchange import SumExchange, Sums, start_sums
 from meshwright.run.gate import OptimizerGate
-from meshwright.run.loss import LossRule, LossTerm
+from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.settle import ModelWatch, settle_loss
+from meshwright.run.losses.terms import LossTerms
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
-from meshwright.run.sentinels import Sentinels
-from meshwright.run.settle import ModelWatch, settle_loss
+from meshwright.run.sentinels.sentinels import Sentinels
 from meshwright.run.stages import run_schedule
-from meshwright.run.terms import LossTerms
+from meshwright.trees import BatchSplitter, move_to
 
 __all__: list[str] = []
 

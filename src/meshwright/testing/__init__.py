@@ -10,8 +10,8 @@ testing.assert_parity(records, reference)
 
 from meshwright.measure.oracle import StepRecord, oracle_steps
 from meshwright.measure.recording import StepOptions, plan_steps
+from meshwright.testing.assertions import assert_parity
 from meshwright.testing.counting import CollectiveCounts, count_collectives
-from meshwright.testing.parity import assert_parity
 from meshwright.testing.pool import RankOutcome, close_pools, pool_pids, run_outcomes, run_ranks
 
 __all__ = [

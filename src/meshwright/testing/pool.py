@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from meshwright.comm import nursery
-from meshwright.comm.launch import RankGroup
-from meshwright.comm.processes import rank_environment
-from meshwright.comm.world import current_world
+from meshwright.ranks import spawning
+from meshwright.ranks.launch import RankGroup
+from meshwright.ranks.processes import rank_environment
+from meshwright.ranks.world import current_world
 
 __all__: list[str] = []
 
@@ -75,7 +75,7 @@ class RankPool:
 
     def pids(self) -> set[int]:
         """Return the processes that belong to the pool now."""
-        return set().union(*self._pids.values(), (template.pid for template in nursery.kept))
+        return set().union(*self._pids.values(), (template.pid for template in spawning.kept))
 
     def close(self) -> None:
         """Stop all ranks."""
@@ -95,11 +95,11 @@ def keep_templates(environment: dict[str, str], modules: tuple[str, ...] = ()) -
         environment: The ranks' environment variables; only those that a process reads once, as it starts, must be the ranks'.
         modules: What these processes import beside what every rank needs.
     """
-    if nursery.can_fork() and not any(template.serves(environment) for template in nursery.kept):
-        templates = [nursery.Template(environment, modules) for _ in range(_NUM_TEMPLATES)]
+    if spawning.can_fork() and not any(template.serves(environment) for template in spawning.kept):
+        templates = [spawning.Template(environment, modules) for _ in range(_NUM_TEMPLATES)]
         for template in templates:
             template.hear(_TIMEOUT_S)
-        nursery.kept.extend(templates)
+        spawning.kept.extend(templates)
 
 
 def preload(*modules: str) -> None:
@@ -155,8 +155,8 @@ def pool_pids() -> set[int]:
 def close_pools() -> None:
     """Stop all ranks that `run_ranks` has kept; also done when the interpreter leaves."""
     _POOL.close()
-    while nursery.kept:  # ranks of every pool are forked from them
-        nursery.kept.pop().dismiss()
+    while spawning.kept:  # ranks of every pool are forked from them
+        spawning.kept.pop().dismiss()
 
 
 atexit.register(close_pools)

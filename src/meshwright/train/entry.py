@@ -13,7 +13,7 @@ def train_on_rank(config_json: str) -> dict[str, Any]:
     Args:
         config_json: A `TrainConfig` as JSON.
     """
-    from meshwright.train.config import TrainConfig
+    from meshwright.train.config.types import TrainConfig
     from meshwright.train.session import train
 
     return train(TrainConfig.model_validate_json(config_json))

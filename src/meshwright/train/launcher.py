@@ -13,13 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm.environment import read_place
-from meshwright.comm.launch import launch
-from meshwright.comm.limits import usable_cores
 from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest, exit_code_of
+from meshwright.host import usable_cores
+from meshwright.ranks.environment import read_place
+from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import Measurement, RunRecord
-from meshwright.train.config import TrainConfig
+from meshwright.train.config.types import TrainConfig
 from meshwright.train.entry import train_on_rank
 from meshwright.train.events import RunDirectory
 from meshwright.train.progress import ProgressView, clean
@@ -109,7 +109,7 @@ class _Run:
         )
 
     def _join(self) -> list[dict[str, Any]]:
-        from meshwright.comm.world import join_world
+        from meshwright.ranks.world import join_world
         from meshwright.train.session import train
 
         world = join_world()

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.run.loss import IGNORED_LABEL, Loss
-from meshwright.train.checks import resolve_loss
-from meshwright.train.config import TrainConfig
-from meshwright.train.imports import import_callable
+from meshwright.run.losses.loss import IGNORED_LABEL, Loss
+from meshwright.train.config.checks import resolve_loss
+from meshwright.train.config.imports import import_callable
+from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import MissingDependencyError
-from meshwright.train.checks import hf_config_path
-from meshwright.train.config import TrainConfig
-from meshwright.train.imports import import_callable
+from meshwright.train.config.checks import hf_config_path
+from meshwright.train.config.imports import import_callable
+from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []
 

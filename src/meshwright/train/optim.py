@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.train.config import OptimizerConfig, ParamGroup, ScheduleConfig, TrainConfig
-from meshwright.train.imports import import_callable
+from meshwright.train.config.imports import import_callable
+from meshwright.train.config.types import OptimizerConfig, ParamGroup, ScheduleConfig, TrainConfig
 
 __all__: list[str] = []
 

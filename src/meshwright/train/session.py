@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.limits import peak_resident_bytes
-from meshwright.comm.world import World, join_world
 from meshwright.errors import ConfigError, StoppedOnRequest
+from meshwright.host import peak_resident_bytes
+from meshwright.ranks.world import World, join_world
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.run.result import StepResult
 from meshwright.spec.plan import Plan
-from meshwright.train.config import TrainConfig
-from meshwright.train.data import load_data, make_collate
-from meshwright.train.imports import add_to_path
-from meshwright.train.loader import make_loader
+from meshwright.train.config.imports import add_to_path
+from meshwright.train.config.types import TrainConfig
+from meshwright.train.data.loader import make_loader
+from meshwright.train.data.sources import load_data, make_collate
 from meshwright.train.losses import make_loss
 from meshwright.train.models import make_build_model
 from meshwright.train.optim import LRSchedule, OptimizerFactory

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.data.loose import raise_taken
+from meshwright.apply.data.unbucketed import raise_taken
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
 from meshwright.errors import ApplyError

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright.apply.buffers import persistent_buffers
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.buckets import GradientBuckets
-from meshwright.apply.data.loose import LooseGradients
+from meshwright.apply.data.unbucketed import LooseGradients
 from meshwright.apply.norm import norm_of_norms
+from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
 

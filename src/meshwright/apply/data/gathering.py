@@ -25,15 +25,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_score, complete, forward_score
+from meshwright.apply.data.flat_unit import FlatUnit
+from meshwright.apply.data.lookup_hooks import WatchedParameters
 from meshwright.apply.data.requests import Requests, spare_bytes
-from meshwright.apply.data.score import GATHER, REDUCE, Action, Uses, backward_score, complete, forward_score
-from meshwright.apply.data.unit import FlatUnit
-from meshwright.apply.data.watch import WatchedParameters
-from meshwright.apply.hooks import OwnHook
-from meshwright.comm._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.apply.modules.hooks import OwnHook
 from meshwright.comm.communicator import Communicator
-from meshwright.describe.tree import tensors_in
 from meshwright.errors import ApplyError
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 

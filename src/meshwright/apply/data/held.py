@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.apply.data.unit import WRITE_WHOLE, FlatUnit
-from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.data.flat_unit import WRITE_WHOLE, FlatUnit
+from meshwright.apply.shards.facts import Moment, ShardFacts
 
 __all__: list[str] = []
 

@@ -17,16 +17,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from meshwright.apply.buffers import persistent_buffers
+from meshwright._torch_private import foreach_norm
 from meshwright.apply.data.base import DataParallelEngine
+from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.gathering import Gathering
 from meshwright.apply.data.held import held_parts
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
-from meshwright.apply.data.unit import FlatUnit
-from meshwright.apply.data.units import cut_into_units
-from meshwright.apply.shard_facts import Moment, ShardFacts
-from meshwright.comm._torch_private import foreach_norm
+from meshwright.apply.data.unit_parameters import cut_into_units
+from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
 from meshwright.comm.compression.reducer import PlainReducer

@@ -14,26 +14,26 @@ from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
-from meshwright.apply.outer import OuterEngine
-from meshwright.apply.pipeline import stages
-from meshwright.apply.pipeline.collect import Collector
-from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.early_copies import EarlyCopies
-from meshwright.apply.pipeline.flow import Flow
-from meshwright.apply.pipeline.holding import Holding, keep_only
+from meshwright.apply.nested import OuterEngine
 from meshwright.apply.pipeline.inspection import BoundaryInspection
-from meshwright.apply.pipeline.interception import Interception, UnderWay, refuse_compiled
-from meshwright.apply.pipeline.observation import observe_undisturbed
-from meshwright.apply.pipeline.own_state import OwnState
-from meshwright.apply.pipeline.post import Post
-from meshwright.apply.pipeline.shapes import Shapes, make_twins
+from meshwright.apply.pipeline.ownership.broadcasts import Collector
+from meshwright.apply.pipeline.ownership.early_copies import EarlyCopies
+from meshwright.apply.pipeline.ownership.holding import Holding, keep_only
+from meshwright.apply.pipeline.ownership.tied import TiedGradients
+from meshwright.apply.pipeline.ownership.whole_buffers import Homes, modules_around, spread_buffers
+from meshwright.apply.pipeline.p2p import Post
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
-from meshwright.apply.pipeline.tied import TiedGradients
-from meshwright.apply.pipeline.whole_buffers import Homes, modules_around, spread_buffers
-from meshwright.apply.shard_facts import Moment, ShardFacts
+from meshwright.apply.pipeline.tracing.call_trace import Flow
+from meshwright.apply.pipeline.tracing.observation import observe_undisturbed
+from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
+from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.pipeline.walking.own_state import OwnState
+from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
+from meshwright.apply.pipeline.walking.unit_hooks import Interception, UnderWay, refuse_compiled
+from meshwright.apply.shards.facts import Moment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
-from meshwright.apply.tensor.region import TensorLayout
+from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.schedule import ActionKind, PipelineSchedule
@@ -50,7 +50,7 @@ class PipelineEngine(OuterEngine):
     """A model whose calls are dealt out to stages.
 
     `inner` is the engine on what this rank holds; this one adds what stages exchange. The step runs a schedule on it
-    (`run/schedule.py`) instead of one micro-batch after the other.
+    (`apply/pipeline/executor.py`) instead of one micro-batch after the other.
 
     Args:
         module: The user's module, on `device`.
@@ -108,7 +108,7 @@ class PipelineEngine(OuterEngine):
         self._shapes: Shapes
         self._own_state: OwnState | None = None
         self._homes: Homes
-        self.stage_map: stages.StageMap
+        self.stage_map: StageMap
         schedule = self.schedule(1)
         self._post = Post(pipe, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pipe.group_rank))
         if tensor is None:
@@ -162,7 +162,7 @@ class PipelineEngine(OuterEngine):
         together = [] if layout is None else units_together(layout, flow.units)
         schedule = self.schedule(1)
         ranks = [schedule.rank_of_stage(stage) for stage in range(self._plan.num_stages)]
-        stage_map = stages.cut(self.module, flow, ranks, self._plan.stages, together)
+        stage_map = cut(self.module, flow, ranks, self._plan.stages, together)
         self.stage_map = stage_map
         own = schedule.stages_of_rank(self.pipe.group_rank)
         around = modules_around(self.module, flow.units)

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from meshwright.apply.finding import Finding
-from meshwright.apply.pipeline.draws import Draws
-from meshwright.apply.pipeline.frames import DIGEST, END, Note, digest_of
-from meshwright.apply.pipeline.interception import UnderWay
-from meshwright.apply.pipeline.own_state import OwnState
-from meshwright.apply.pipeline.post import Post, other_way
-from meshwright.apply.pipeline.settled import Buffers
-from meshwright.apply.pipeline.shapes import Shapes
-from meshwright.apply.pipeline.split import Rest, SplitBackward, run_rest
-from meshwright.apply.pipeline.stages import StageMap
-from meshwright.apply.pipeline.values import Meta, value_of
-from meshwright.apply.pipeline.walk import Walk
-from meshwright.apply.pipeline.way import Way
-from meshwright.apply.pipeline.without_numbers import ReadsValueError
+from meshwright.apply.pipeline.notes import DIGEST, END, Note, digest_of
+from meshwright.apply.pipeline.ownership.settled import Buffers
+from meshwright.apply.pipeline.p2p import Post, other_way
+from meshwright.apply.pipeline.split_backward import Rest, SplitBackward, run_rest
+from meshwright.apply.pipeline.tracing.stage_map import StageMap
+from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.pipeline.walking.own_state import OwnState
+from meshwright.apply.pipeline.walking.path_hash import Way
+from meshwright.apply.pipeline.walking.shapes import Shapes
+from meshwright.apply.pipeline.walking.stage_forward import Walk
+from meshwright.apply.pipeline.walking.stand_ins import Meta, value_of
+from meshwright.apply.pipeline.walking.unit_hooks import UnderWay
+from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
 
 __all__: list[str] = []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-from meshwright.apply.pipeline.stages import StageMap
-from meshwright.apply.tensor.region import Chain, Region, TensorLayout, is_inside
+from meshwright.apply.pipeline.tracing.stage_map import StageMap
+from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []

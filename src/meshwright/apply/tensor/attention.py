@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.region import Cut, Region
-from meshwright.apply.tensor.running import RunningRegion
+from meshwright.apply.tensor.region_state import RunningRegion
+from meshwright.apply.tensor.tensor_layout import Cut, Region
 from meshwright.comm.functional import gather_from_group, reduce_from_group
 
 __all__: list[str] = []

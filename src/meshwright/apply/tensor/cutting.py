@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.recompute import with_repeated_forward
-from meshwright.apply.shard_facts import Moment, ShardFacts
-from meshwright.apply.subclass import with_forward
+from meshwright.apply.modules.copies import copy_module
+from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.recompute.checkpointing import with_repeated_forward
+from meshwright.apply.shards.facts import Moment, ShardFacts
 from meshwright.apply.tensor.attention import attention_forward
-from meshwright.apply.tensor.copies import copy_module
 from meshwright.apply.tensor.held_buffers import HeldBuffer
 from meshwright.apply.tensor.part import CallGuard, Part
-from meshwright.apply.tensor.region import Chain, Cut, Region, TensorLayout, is_inside
+from meshwright.apply.tensor.region_state import Drawing, RunningChain, RunningRegion
 from meshwright.apply.tensor.roles import (
     entry_forward,
     role_forward,
@@ -25,10 +25,10 @@ from meshwright.apply.tensor.roles import (
     shared_forward,
     unless_whole,
 )
-from meshwright.apply.tensor.running import Drawing, RunningChain, RunningRegion
+from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.whole import gather_parameter, share
-from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm.communicator import Communicator
+from meshwright.layout import ShardLayout
 from meshwright.nn.shards import gather_full, take_shard
 
 __all__: list[str] = []

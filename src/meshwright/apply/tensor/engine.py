@@ -11,25 +11,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.buffers import holds_values, persistent_buffers
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.data.optimizer import acts_per_element
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
+from meshwright.apply.nested import OuterEngine
 from meshwright.apply.norm import squares_of
-from meshwright.apply.outer import OuterEngine
-from meshwright.apply.shard_facts import Moment, ShardFacts, join_parts
-from meshwright.apply.shard_switch import ShardSwitch
+from meshwright.apply.shards.facts import Moment, ShardFacts, join_parts
+from meshwright.apply.shards.switch import ShardSwitch
+from meshwright.apply.state.buffers import holds_values, persistent_buffers
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
-from meshwright.apply.tensor.guard import Guard
+from meshwright.apply.tensor.guards.part_guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
 from meshwright.apply.tensor.partial import sum_partial, sum_term
 from meshwright.apply.tensor.reasons import reasons_of
-from meshwright.apply.tensor.region import TensorLayout
-from meshwright.apply.tensor.search import Search
+from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.slices import whole_outputs
+from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.apply.tensor.whole import assign_values
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, CorruptionError, did_you_mean

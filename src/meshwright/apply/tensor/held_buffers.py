@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meshwright.checkpoint.layout import ShardLayout
-from meshwright.comm._torch_private import without_function_subclasses
+from meshwright._torch_private import without_function_subclasses
 from meshwright.errors import ApplyError
+from meshwright.layout import ShardLayout
 from meshwright.nn.shards import take_shard
 
 __all__: list[str] = []

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.attributes import OF_TORCH, insides_put_back
-from meshwright.apply.buffers import BufferSnapshot
+from meshwright._torch_private import without_dispatch_modes
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
-from meshwright.apply.random_states import kept_random_states
+from meshwright.apply.state.attributes import OF_TORCH, insides_put_back
+from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.random_states import kept_random_states
 from meshwright.apply.tensor.masks import Mask, NotedDropout, masks_of
 from meshwright.apply.tensor.slices import make_whole
-from meshwright.comm._torch_private import without_dispatch_modes
-from meshwright.describe.tree import map_tensors, tensors_in
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.apply.finding import Finding
-from meshwright.apply.tensor.operations import DROPOUTS, WithoutDropout
+from meshwright.apply.tensor.search.operations import DROPOUTS, WithoutDropout
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []

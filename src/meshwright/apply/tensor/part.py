@@ -14,19 +14,19 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.apply.finding import Finding
-from meshwright.apply.recompute import with_repeated_forward
-from meshwright.apply.shard_switch import Entry, ShardSwitch
-from meshwright.apply.subclass import with_forward
+from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.recompute.checkpointing import with_repeated_forward
+from meshwright.apply.shards.switch import Entry, ShardSwitch
 from meshwright.apply.tensor.inspection import compare_runs
 from meshwright.apply.tensor.masks import Mask
+from meshwright.apply.tensor.region_state import RunningChain, RunningRegion
 from meshwright.apply.tensor.roles import change_stream
-from meshwright.apply.tensor.running import RunningChain, RunningRegion
 from meshwright.apply.tensor.slices import make_whole, plain_values
 from meshwright.apply.tensor.whole import replaced_tensors
-from meshwright.comm._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
-from meshwright.describe.tree import map_tensors, tensors_in
 from meshwright.errors import ApplyError
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 

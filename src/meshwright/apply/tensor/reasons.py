@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from meshwright.apply.tensor.part import Part
-from meshwright.apply.tensor.region import TensorLayout
+from meshwright.apply.tensor.tensor_layout import TensorLayout
 
 __all__: list[str] = []
 

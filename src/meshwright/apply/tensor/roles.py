@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.running import RunningRegion
+from meshwright._torch_private import Convolution, is_in_backward
+from meshwright.apply.tensor.region_state import RunningRegion
 from meshwright.apply.tensor.sizes import Resizing
 from meshwright.apply.tensor.slices import Slices, make_whole
-from meshwright.comm._torch_private import Convolution, is_in_backward
 from meshwright.comm.functional import (
     all_gather_along,
     reduce_from_group,
     scatter_to_group,
 )
-from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.apply.tensor.region import Region
+from meshwright.apply.tensor.tensor_layout import Region
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright._torch_private import without_function_subclasses
 from meshwright.apply.tensor.data_alias import DataAlias
-from meshwright.comm._torch_private import without_function_subclasses
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
-from meshwright.describe.tree import map_tensors
 from meshwright.errors import ApplyError
 from meshwright.nn.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 

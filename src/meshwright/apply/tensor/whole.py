@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.layout import ShardLayout
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
+from meshwright.layout import ShardLayout
 
 __all__: list[str] = []
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.comm._torch_private import ProcessGroupGloo
-from meshwright.comm.limits import usable_cores
+from meshwright._torch_private import ProcessGroupGloo
 from meshwright.comm.shm.attach import CannotAttachError, attach
 from meshwright.comm.shm.build import loaded_extension
+from meshwright.host import usable_cores
 
 __all__: list[str] = []
 

@@ -28,17 +28,17 @@ from meshwright.apply.tensor.types.lattice import (
 )
 from meshwright.apply.tensor.types.marked import Size
 from meshwright.apply.tensor.types.operation import Operation
-from meshwright.apply.tensor.types.record import (
+from meshwright.apply.tensor.types.report import TypeReport
+from meshwright.apply.tensor.types.rules import DRAWS, result_types
+from meshwright.apply.tensor.types.state import UNKNOWN, State
+from meshwright.apply.tensor.types.typed_run import (
     Record,
     find_where,
     flat_tensors,
     is_torchs_own,
     name_of,
 )
-from meshwright.apply.tensor.types.report import TypeReport
-from meshwright.apply.tensor.types.rules import DRAWS, result_types
-from meshwright.apply.tensor.types.state import UNKNOWN, State
-from meshwright.describe.tree import tensors_in
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.region import Role
+from meshwright._torch_private import without_function_modes
+from meshwright.apply.tensor.tensor_layout import Role
 from meshwright.apply.tensor.types.lattice import NOWHERE, REPLICATED, RefusedError, Type, Typed, shard
 from meshwright.apply.tensor.types.operation import Operation
-from meshwright.apply.tensor.types.record import find_where
 from meshwright.apply.tensor.types.state import State
+from meshwright.apply.tensor.types.typed_run import find_where
 from meshwright.comm import functional
-from meshwright.comm._torch_private import without_function_modes
-from meshwright.describe.tree import tensors_in
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 

@@ -11,9 +11,9 @@ from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import GradientError
 from meshwright.apply.tensor.types.lattice import NOWHERE, REPLICATED, RefusedError, Typed, shard
-from meshwright.apply.tensor.types.record import flat_tensors
 from meshwright.apply.tensor.types.state import State
-from meshwright.describe.tree import tensors_in
+from meshwright.apply.tensor.types.typed_run import flat_tensors
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 

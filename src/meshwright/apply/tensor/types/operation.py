@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, RefusedError, Type, Typed, shard
-from meshwright.apply.tensor.types.record import flat_tensors
+from meshwright.apply.tensor.types.typed_run import flat_tensors
 
 __all__: list[str] = []
 

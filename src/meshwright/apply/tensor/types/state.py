@@ -8,8 +8,8 @@ from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import Tape
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, Where, shard
-from meshwright.apply.tensor.types.record import Record, flat_tensors
 from meshwright.apply.tensor.types.report import TypeReport
+from meshwright.apply.tensor.types.typed_run import Record, flat_tensors
 
 __all__: list[str] = []
 

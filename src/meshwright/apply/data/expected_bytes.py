@@ -1,0 +1,67 @@
+"""What the ranks that share a global batch should send in a step: gradients, as they are or compressed, and ZeRO's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshwright.apply.data.base import DataParallelEngine, names_with_sparse_gradients
+from meshwright.apply.data.sharded import ShardedEngine
+from meshwright.apply.engine import Engine
+from meshwright.comm.compression.reducer import GradientSpec, Reducer
+from meshwright.compare.formulas import ring_gradient_bytes, sharded_bytes
+from meshwright.spec.plan import Plan
+
+__all__: list[str] = []
+
+
+def data_formula_bytes(module: nn.Module, engine: Engine | None, plan: Plan) -> float | None:
+    """Return what one rank sends over dp in a step.
+
+    Args:
+        module: What this rank has of the model; its parameters may be without values.
+        engine: What sums its gradients, None for one that sums them as they are.
+        plan: The plan.
+
+    Returns:
+        The bytes [bytes]; None where the engine is not the plan's.
+    """
+    if plan.dp == 1:
+        return 0.0
+    dense = dense_gradients(module)
+    as_they_are = sum(parameter.nbytes for parameter in dense.values())
+    reducer = engine.reducer if isinstance(engine, DataParallelEngine) else None
+    payload = as_they_are if reducer is None else payload_bytes(dense, reducer)
+    if plan.zero == 0:
+        return ring_gradient_bytes(payload, plan.dp)
+    if not isinstance(engine, ShardedEngine) or reducer is None:
+        return None
+    shares, shards = engine.memory_bytes(), plan.shard_degree
+    replicas = plan.dp // shards
+    times = 1 if reducer.sends_slices or replicas > 1 else 2  # an all-reduce is twice a reduce-scatter
+    return sharded_bytes(
+        as_they_are if replicas > 1 else times * payload,
+        shares["whole"],
+        shares["gathered"],
+        zero=plan.zero,
+        shards=shards,
+        replicas=replicas,
+        passes=plan.micro_batches,
+        per_step=engine.sharding.per_step,
+        replicated_bytes=payload,
+    )
+
+
+def dense_gradients(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return FQN -> parameter of those that get gradients which are not sparse; a shared one is there once."""
+    sparse = names_with_sparse_gradients(module)
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in sparse}
+
+
+def payload_bytes(parameters: Mapping[str, nn.Parameter], reducer: Reducer) -> int:
+    """Return what all gradients of these parameters are sent as [bytes]."""
+    return sum(
+        reducer.payload_bytes(GradientSpec.of(name, parameter), parameter.dtype.to_real())
+        for name, parameter in parameters.items()
+    )

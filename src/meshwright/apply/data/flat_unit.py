@@ -1,0 +1,328 @@
+"""One unit of sharded memory: parameters of one kind, their flat memory, and the pieces that the optimizer works on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright._torch_private import foreach_add_, foreach_mul_
+from meshwright.apply.data.buckets import dense_stride
+from meshwright.apply.data.flat import FlatLayout, Span
+from meshwright.comm.communicator import Communicator, Pending
+from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+WRITE_WHOLE = "change parameters before apply_plan, or inside `with model.whole_parameters():` on every rank"
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """What the optimizer sees of one parameter on this rank: a slice of its memory, or all of it."""
+
+    span: Span
+    tensor: nn.Parameter
+    """[span.numel], or the parameter's own shape where it is never cut. Its memory is the unit's segment."""
+
+
+class FlatUnit:
+    """Parameters of one dtype and device, in flat memory whose segments belong to the ranks of a group.
+
+    A unit either keeps its values whole, and the segment is a view of them (ZeRO 1 and 2), or keeps its own segment alone
+    and is made whole where it is needed (`is_gathered`, ZeRO 3).
+
+    Gradients stay where autograd puts them until the ranks sum them; then each rank keeps its own segment's. With
+    `keeps_gradients` (ZeRO 1) the sums are written over this rank's part of the whole gradients, which live until the next
+    step. Otherwise they are added up in a segment of their own, and the whole gradients are let go of.
+
+    Args:
+        named_parameters: (FQN, parameter) pairs, in registration order; all of one dtype and device.
+        group: The ranks that share the memory.
+        keep_whole: Whether no parameter may be cut.
+        is_gathered: Whether values are whole only while needed.
+        keeps_gradients: Whether whole gradients stay.
+        offload: Whether the optimizer works in the host's memory: on a copy of the segment, with gradients copied there.
+        within: What sums gradients over the group; None sums them as they are.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        group: Communicator,
+        *,
+        keep_whole: bool,
+        is_gathered: bool,
+        keeps_gradients: bool,
+        offload: bool = False,
+        within: Reducer | None = None,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.group = group
+        self.is_gathered = is_gathered
+        self.keeps_gradients = keeps_gradients
+        self.offload = offload
+        self._within = PlainReducer(group) if within is None else within
+        self.layout = FlatLayout([p.numel() for p in self.parameters], group.size, keep_whole=keep_whole)
+        self._strides = [dense_stride(parameter) for parameter in self.parameters]
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._specs = [self._spec(index) for index in self.layout.order]
+        spans = self.layout.spans(group.group_rank)
+        self._piece_specs = [self._spec(span.index, span.start, span.stop) for span in spans]
+        self.flat: torch.Tensor | None = None
+        """[layout.numel], all ranks' values; None while only the segment is here."""
+        self.gradient: torch.Tensor | None = None
+        """[segment_numel], this rank's sums of this step; None before there are any, and with `keeps_gradients`."""
+        self._whole_gradients: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        self.recast: str | None = None
+        """A parameter whose gradient came in another dtype than its own was when the plan was applied."""
+        self._settling: Exchange | None = None
+        self._coming: tuple[torch.Tensor, Pending] | None = None
+        self._versions: list[int] = []
+        self.expect([True] * len(self.parameters))
+        self._take_over(keep_whole=keep_whole)
+
+    def _take_over(self, *, keep_whole: bool) -> None:
+        like = self.parameters[0]
+        flat = torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device)
+        self._placeholder = torch.full((), _not_a_value(like.dtype), dtype=like.dtype, device=like.device)
+        for index, parameter in enumerate(self.parameters):
+            view = self._view(flat, index)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.flat = flat
+        begin = self.group.group_rank * self.layout.segment_numel
+        self.segment = flat[begin : begin + self.layout.segment_numel]  # [segment_numel], this rank's values
+        if self.is_gathered:
+            self.segment = self.segment.clone()
+            self.release()
+        self.master = self.segment.to("cpu", copy=True) if self.offload else self.segment
+        """[segment_numel], the values that the optimizer updates."""
+        self.pieces = [self._piece(span, keep_whole=keep_whole) for span in self.layout.spans(self.group.group_rank)]
+        self._ends = self.layout.ends()
+
+    def _spec(self, index: int, start: int = 0, stop: int | None = None) -> GradientSpec:
+        return GradientSpec.of(self.names[index], self.parameters[index], start, stop)
+
+    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        return flat.as_strided(self._shapes[index], self._strides[index], self.layout.offsets[index])
+
+    def _piece(self, span: Span, *, keep_whole: bool) -> Piece:
+        values = self.master[span.offset : span.offset + span.numel]
+        if keep_whole:
+            values = values.as_strided(self._shapes[span.index], self._strides[span.index])
+        return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
+
+    def find_recast(self) -> str | None:
+        """Return a parameter whose gradient has another dtype than the unit, or None."""
+        dtype = self.segment.dtype
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if (grad := parameter.grad) is not None and grad.dtype != dtype:
+                return name
+        return self.recast
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters gets a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values are here."""
+        return self.flat is not None
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def start_gather(self, *, async_op: bool = True) -> None:
+        """Start to make the values whole, with fresh memory. All ranks of the group do, before `gather` finishes it."""
+        if self.flat is None and self._coming is None:
+            self.refuse_lost_writes()
+            flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
+            self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=async_op)
+
+    def gather(self) -> None:
+        """Make the values whole, where they are not. All ranks of the group call it together."""
+        self.start_gather(async_op=False)
+        if self._coming is None:
+            return
+        flat, pending = self._coming
+        pending.wait()
+        self.flat, self._coming = flat, None
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self._view(flat, index)
+
+    def release(self) -> None:
+        """Keep this rank's segment alone. What still looks like a value is NaN, of the right shape and without memory."""
+        if self._coming is not None:
+            self._coming[1].wait()
+        self.flat = self._coming = None
+        for parameter, shape in zip(self.parameters, self._shapes, strict=True):
+            parameter.data = self._placeholder.expand(shape)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def refuse_lost_writes(self) -> None:
+        """Raise an ApplyError where a script has written where no values are: the gather would put others there."""
+        kept = self._placeholder
+        if not self.is_gathered or self.flat is not None or self._coming is not None:
+            return
+        is_spoiled = kept.device.type == "cpu" and kept.is_floating_point() and not math.isnan(kept.item())
+        if not is_spoiled and self._versions == [parameter._version for parameter in self.parameters]:
+            return
+        pairs = zip(self.names, self.parameters, self._versions, strict=True)
+        name = next((name for name, parameter, version in pairs if parameter._version != version), self.names[0])
+        raise ApplyError(
+            f"'{name}', or another parameter of its layer, was written over while this rank has a part of its values alone: "
+            "what was written would be lost",
+            fix=WRITE_WHOLE,
+        )
+
+    def keep_changes(self) -> None:
+        """Take over what was written into whole values of a gathered unit: this rank's segment. All ranks call it together."""
+        if self.flat is not None and self.is_gathered:
+            begin = self.group.group_rank * self.layout.segment_numel
+            own = self.flat[begin : begin + self.layout.segment_numel]
+            is_written = torch.tensor([float(not torch.equal(own, self.segment))], device=self.segment.device)
+            # On every rank or on none: sentinels compare which ranks' state was written to.
+            self.group.all_reduce(is_written, "max")
+            if is_written.item():
+                with torch.no_grad():
+                    self.segment.copy_(own)
+                    self.master.copy_(self.segment)
+
+    def take_writes(self) -> None:
+        """With `offload`, take over what was written into the values since the optimizer's last step."""
+        if not self.offload or self.is_gathered or self.segment.data_ptr() == self.master.data_ptr():
+            return
+        here = self.segment if self.segment.device == self.master.device else self.segment.to("cpu")
+        if not torch.equal(here, self.master):
+            with torch.no_grad():
+                self.master.copy_(here)
+
+    def spread(self) -> None:
+        """After the optimizer: give every rank the new values of all segments."""
+        if self.offload:
+            self.segment.copy_(self.master)
+        if self.flat is not None and not self.is_gathered:
+            self.group.all_gather_into(self.flat, self.segment.detach())
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the gradients."""
+        self.gradient = None
+        self._whole_gradients = []
+        self._sums = []
+        for parameter in self.parameters:
+            parameter.grad = None
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every parameter that is expected to get a gradient has one."""
+        return all(parameter.grad is not None for parameter in self._expected)
+
+    def expect(self, used: Sequence[bool]) -> None:
+        """Say which parameters get gradients, as far as is known: those that did in the step before."""
+        self._expected = [p for p, is_used in zip(self.parameters, used, strict=True) if is_used and p.requires_grad]
+
+    def reduce(self) -> None:
+        """Sum what autograd has left over the ranks; missing gradients count as zeros. All ranks call it together."""
+        present = [self.parameters[index].grad is not None for index in self.layout.order]
+        whole = [self._in_memory_order(index) for index in self.layout.order]
+        factor = 2 if whole[0].is_complex() else 1
+        gradients = GradientSet(self._specs, _real(whole), present)
+        self._within.reduce_slices(gradients, [end * factor for end in self._ends])
+        by_index = dict(zip(self.layout.order, whole, strict=True))
+        sums = [by_index[piece.span.index][piece.span.start : piece.span.stop] for piece in self.pieces]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.keeps_gradients:
+            self._whole_gradients, self._sums = whole, sums
+            return
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.segment)
+            self._sums = [self.gradient[piece.span.offset :][: piece.span.numel] for piece in self.pieces]
+        if sums:
+            foreach_add_(self._sums, sums)
+
+    def _in_memory_order(self, index: int) -> torch.Tensor:
+        """Return a parameter's gradient as [numel], in the order in which its values lie in memory; zeros where it has none."""
+        grad, numel = self.parameters[index].grad, self.layout.numels[index]
+        if grad is None:
+            return torch.zeros(numel, dtype=self.segment.dtype, device=self.segment.device)
+        grad = grad.detach()
+        if grad.dtype != self.segment.dtype:
+            self.recast = self.names[index]  # refused once all ranks know; until then the exchange must not differ
+            grad = grad.to(self.segment.dtype)
+        if grad.stride() != tuple(self._strides[index]) and numel > 0:
+            ordered = grad.new_empty(numel).as_strided(self._shapes[index], self._strides[index])
+            grad = ordered.copy_(grad)
+        return grad.as_strided((numel,), (1,))
+
+    def start_settling(self, used: Sequence[bool], across: Reducer) -> None:
+        """Start to sum over the replicas of the group.
+
+        Args:
+            used: For each parameter, whether any rank had a gradient.
+            across: What sums over the ranks that hold the same segment.
+        """
+        present = [used[piece.span.index] for piece in self.pieces]
+        self._settling = Exchange(across.all_reduce(GradientSet(self._piece_specs, _real(self._sums), present)))
+
+    def settle(self, used: Sequence[bool], scale: float) -> None:
+        """Finish that sum, scale it, and hand each piece its gradient; None where no rank used it.
+
+        Args:
+            used: For each parameter, whether any rank had a gradient.
+            scale: What the sums are multiplied by.
+        """
+        self.expect(used)
+        if self._settling is not None:
+            self._settling.finish()
+            self._settling = None
+        if self._sums and scale != 1.0:
+            foreach_mul_(self._sums, scale)
+        for piece, part in zip(self.pieces, self._sums, strict=True) if self._sums else ():
+            if used[piece.span.index]:
+                there = part.to("cpu", copy=True) if self.offload else part
+                piece.tensor.grad = there.as_strided(piece.tensor.shape, piece.tensor.stride())
+
+    def has_gradient(self, index: int) -> bool:
+        """Tell whether a parameter got a gradient in the last step, on any rank; its sums are with the pieces."""
+        parameter = self.parameters[index]
+        return bool(self._whole_gradients or self.gradient is not None) and any(p is parameter for p in self._expected)
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Return the tensors that hold gradients between the steps."""
+        return self._whole_gradients if self.gradient is None else [*self._whole_gradients, self.gradient]
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return every parameter's whole gradient by FQN, after `settle`. All ranks of the group call it together."""
+        mine = torch.zeros_like(self.segment)
+        present = torch.zeros(len(self.parameters), dtype=torch.float32, device=mine.device)
+        for piece in self.pieces:
+            if piece.tensor.grad is not None:
+                part = mine[piece.span.offset : piece.span.offset + piece.span.numel]
+                part.as_strided(piece.tensor.shape, piece.tensor.stride()).copy_(piece.tensor.grad)
+                present[piece.span.index] = 1
+        flat = mine.new_empty(self.layout.numel)
+        self.group.all_gather_into(flat, mine)
+        self.group.all_reduce(present)
+        return {
+            name: self._view(flat, index).clone() if present[index] else None for index, name in enumerate(self.names)
+        }
+
+
+def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in tensors]
+
+
+def _not_a_value(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -1,0 +1,141 @@
+"""Gradients that stay where autograd put them, and are summed together once backward has ended.
+
+The other way beside `buckets.py`, for ranks that share memory and compute on the CPU. There an exchange takes its time from the
+core that computes, so nothing is gained by running it beside backward; and the transport reads any number of tensors as one
+piece of memory, so nothing is gained by copying gradients into a flat one. What is saved is that copy, its memory, and a
+Python hook for each parameter. The census of `buckets.py` travels with the gradients here too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright._torch_private import foreach_mul_, foreach_norm
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+class LooseGradients:
+    """The gradients of all trainable parameters of one module, summed in place.
+
+    Args:
+        named_parameters: (FQN, parameter) pairs that get dense gradients, in registration order, each once.
+        group: The ranks that hold copies of these parameters.
+    """
+
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], group: Communicator) -> None:
+        self.group = group
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self._norm: torch.Tensor | None = None
+        self._watched: dict[int, Any] = {}
+        self._taken: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Forget the gradients, and watch those that somebody's hook sees before they are summed: it may take one away."""
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            if getattr(parameter, "_post_accumulate_grad_hooks", None) and index not in self._watched:
+                watch = functools.partial(self._notice, index)
+                self._watched[index] = parameter.register_post_accumulate_grad_hook(watch)
+        self._taken.clear()
+        self._norm = None
+
+    def _notice(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            self._taken.add(index)
+
+    def arm(self) -> None:
+        """Nothing happens before backward has ended."""
+
+    def finish(self, scale: float) -> None:
+        """Sum over the ranks and set every parameter's `.grad`, multiplied by `scale`; None where no rank had one."""
+        if not self.parameters:
+            return
+        grads = [parameter.grad for parameter in self.parameters]
+        present = [grad is not None for grad in grads]
+        full = [
+            torch.zeros_like(parameter, requires_grad=False) if grad is None else grad
+            for parameter, grad in zip(self.parameters, grads, strict=True)
+        ]
+        # A sum of zeros and ones, exact in every floating dtype as long as there are fewer than 256 ranks.
+        census = torch.tensor([*present, bool(self._taken)], dtype=full[0].dtype)
+        self.group.all_reduce_together([*(torch.view_as_real(g) if g.is_complex() else g for g in full), _real(census)])
+        *counts, num_takers = census.tolist()
+        if num_takers:
+            self.refuse_taken()
+        used = [count != 0 for count in counts]
+        for parameter, grad, was_here, is_used in zip(self.parameters, full, present, used, strict=True):
+            if was_here != is_used:
+                parameter.grad = grad if is_used else None
+        there = [grad for grad, is_used in zip(full, used, strict=True) if is_used]
+        if scale != 1.0 and there:
+            with torch.no_grad():
+                foreach_mul_(there, scale)
+
+    def refuse_taken(self) -> None:
+        """Raise ApplyError, on every rank, where a hook took a gradient away on any; every rank calls this."""
+        raise_taken(self.names, self._taken, self.group, torch.device("cpu"))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the gradients that there are."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return norms that together are the whole gradient's: each rank measures a part, and all learn all parts."""
+        tensors = self.tensors()
+        mine = _share(tensors, self.group.group_rank, self.group.size)
+        squares = torch.zeros((), dtype=torch.float64)
+        for dtype in {tensor.dtype for tensor in mine}:
+            norms = foreach_norm([tensor for tensor in mine if tensor.dtype == dtype])
+            squares += torch.stack(norms).double().square().sum()
+        self.group.all_reduce(squares)
+        return [squares.sqrt().to(tensors[0].dtype.to_real() if tensors else torch.float32)]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._watched.values():
+            hook.remove()
+
+
+def raise_taken(names: Sequence[str], taken: set[int], group: Communicator, device: torch.device | None) -> None:
+    """Raise ApplyError, on every rank, where any has noticed that a gradient was taken away; every rank calls this.
+
+    Args:
+        names: FQNs.
+        taken: Places among them, on this rank.
+        group: The ranks that sum gradients.
+        device: Where what is told travels.
+    """
+    found = group.all_gather_json(sorted(taken), device=device or torch.device("cpu"))
+    rank, index = next(((rank, places[0]) for rank, places in enumerate(found) if places), (None, 0))
+    if rank is not None:
+        raise ApplyError(
+            f"a hook took the gradient of '{names[index]}' away on rank {group.ranks[rank]} before the ranks had "
+            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share alone)",
+            fix="remove the hook and pass the optimizer to apply_plan",
+        )
+
+
+def _real(census: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(census) if census.is_complex() else census
+
+
+def _share(tensors: Sequence[torch.Tensor], index: int, count: int) -> list[torch.Tensor]:
+    """Return the tensors whose middle lies in this rank's share of all elements."""
+    total = sum(tensor.numel() for tensor in tensors)
+    shared: list[torch.Tensor] = []
+    before = 0
+    for tensor in tensors:
+        middle = before + tensor.numel() // 2
+        if middle * count // max(1, total) == index:
+            shared.append(tensor)
+        before += tensor.numel()
+    return shared

@@ -1,0 +1,79 @@
+"""Which parameters lie in one unit: those of a layer, of one dtype, one device, and all of them trainable or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.apply.data.flat_unit import FlatUnit
+from meshwright.apply.data.sharding import Sharding
+from meshwright.comm.compression.reducer import Reducer
+from meshwright.describe.layers import find_layers
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+Named = tuple[str, nn.Parameter]
+
+
+def cut_into_units(
+    module: nn.Module, dense: Sequence[Named], sharding: Sharding, within: Reducer, *, keep_whole: bool
+) -> tuple[list[FlatUnit], list[nn.Module]]:
+    """Return the units of a model's parameters, and for each the layer that owns it.
+
+    Args:
+        module: The model.
+        dense: Its parameters with dense gradients, each once.
+        sharding: What is sharded, and over whom.
+        within: Sums gradients over the ranks that hold shards.
+        keep_whole: Whether each parameter lies on one rank alone, as an optimizer of whole matrices needs it.
+
+    Raises:
+        ApplyError: A layer is compiled, and would have to be exchanged between calls.
+    """
+    compiled = [name for name, child in module.named_modules() if type(child).__name__ == "OptimizedModule"]
+    if sharding.zero == 3 and compiled:
+        raise ApplyError(
+            f"'{compiled[0] or 'the model itself'}' is compiled, and ZeRO-3 exchanges its values between calls of its layers",
+            fix="pass the model before torch.compile, or use zero=2",
+        )
+    units: list[FlatUnit] = []
+    owners: list[nn.Module] = []
+    for owner, members in _layers(module, dense, sharding):
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[Named]] = {}
+        for name, parameter in members:
+            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append((name, parameter))
+        for kind in kinds.values():
+            size = sum(parameter.nbytes for _, parameter in kind)
+            unit = FlatUnit(
+                kind,
+                sharding.shards,
+                keep_whole=keep_whole,
+                is_gathered=sharding.zero == 3 and size >= max(1, sharding.whole_below),
+                keeps_gradients=sharding.zero == 1,
+                offload=sharding.offload,
+                within=within,
+            )
+            units.append(unit)
+            owners.append(owner)
+    return units, owners
+
+
+def _layers(module: nn.Module, dense: Sequence[Named], sharding: Sharding) -> list[tuple[nn.Module, Sequence[Named]]]:
+    """Return (module, its parameters) of what is gathered and reduced together; each parameter once.
+
+    ZeRO-1 touches everything at once at the end of the step, so it has one layer.
+    """
+    if sharding.zero == 1:
+        return [(module, dense)]
+    owner_of: dict[int, nn.Module] = {}
+    for _, layer in find_layers(module):
+        for parameter in layer.parameters():
+            owner_of.setdefault(id(parameter), layer)
+    members: dict[int, tuple[nn.Module, list[Named]]] = {}
+    for name, parameter in dense:
+        owner = owner_of.get(id(parameter), module)
+        members.setdefault(id(owner), (owner, []))[1].append((name, parameter))
+    return [*members.values()]

@@ -1,0 +1,212 @@
+"""model_parallel: one process, the layers of the model spread over several devices.
+
+The layers stay where they are in the user's module. Hooks move what a layer is given to the layer's device, and autograd
+moves the gradients back. One device computes at a time; this is for models that do not fit on one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.modules.hooks import OwnHook
+from meshwright.apply.one_process.balance import balance_layers
+from meshwright.comm.communicator import Communicator
+from meshwright.describe.layers import ChainDescription, describe_chain, find_layers
+from meshwright.errors import ApplyError
+from meshwright.trees import map_tensors
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+
+class LayersEngine(Engine):
+    """Layers over devices.
+
+    The cut is first made by parameters. The first inputs that come by show what the layers compute and in which order they
+    run; then the cut is made anew by parameters and FLOPs, before anything has run.
+
+    Args:
+        module: The user's module.
+        group: A group of this one process.
+        devices: A device per stage; the same one may stand there several times.
+        stages: Layer name -> stage, to override the balance.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Communicator,
+        devices: Sequence[torch.device],
+        *,
+        stages: dict[str, int] | None = None,
+    ) -> None:
+        super().__init__(module, group, devices[0])
+        self.devices = list(devices)
+        self.layers = dict(find_layers(module))
+        self._given = stages or {}
+        _refuse_unknown(self._given, self.layers, len(self.devices))
+        self.stage_of: dict[str, int] = {}
+        self._return_after: dict[str, int] = {}  # layer -> stage that its outputs go to, for code that stands outside
+        self._is_described = False
+        self._stage_now = 0
+        self._home: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> stage that it was made on
+        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> {stage: its copy there}
+        self._place(list(self.layers), [self._parameter_share(layer) for layer in self.layers.values()])
+        self.balanced_by = "parameters"
+        """What the cut was made by: "parameters", or "parameters and FLOPs" once inputs were seen."""
+        self._hooks: list[Any] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        self._hooks = [
+            self.module.register_forward_pre_hook(OwnHook(self._enter_model), with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(OwnHook(self._leave_model), always_call=True),
+        ]
+        for name, layer in self.layers.items():
+            if layer is not self.module:
+                self._hooks += self._hook_layer(name, layer)
+
+    def _parameter_share(self, layer: nn.Module) -> float:
+        total = sum(parameter.nbytes for parameter in self.parameters)
+        return sum(parameter.nbytes for parameter in layer.parameters()) / max(total, 1)
+
+    def _place(self, order: Sequence[str], costs: Sequence[float]) -> None:
+        """Cut the layers, in this order, into stages and move them."""
+        owners = self._owners(order)
+        merged = dict.fromkeys(order, 0.0)
+        for name, cost in zip(order, costs, strict=True):
+            merged[owners[name]] += cost
+        balanced = dict(zip(order, balance_layers(list(merged.values()), len(self.devices)), strict=True))
+        chosen = {name: self._given.get(name, stage) for name, stage in balanced.items()}
+        self.stage_of = {name: chosen[owners[name]] for name in order}
+        for name, stage in self.stage_of.items():
+            self.layers[name].to(self.devices[stage])
+        # What belongs to no layer (a parameter of the model itself) lives where the inputs come in.
+        in_layers = {id(t) for layer in self.layers.values() for t in (*layer.parameters(), *layer.buffers())}
+        for tensor in (*self.parameters, *self.module.buffers()):
+            if id(tensor) not in in_layers:
+                tensor.data = tensor.data.to(self.devices[0])
+
+    def _owners(self, order: Sequence[str]) -> dict[str, str]:
+        """Return, for each layer, the first layer that shares a parameter with it: they lie on one stage."""
+        first: dict[int, str] = {}
+        owners: dict[str, str] = {}
+        for name in order:
+            owners[name] = name
+            for parameter in self.layers[name].parameters():
+                owner = first.setdefault(id(parameter), name)
+                owners[name] = owners[owner] if owner != name else owners[name]
+        return owners
+
+    def look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Balance the layers by these inputs, unless inputs were seen before."""
+        if not self._is_described:
+            self._describe(args, kwargs)
+
+    def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Balance anew from what the layers compute, now that inputs are known."""
+        self._is_described = True
+        self.close()  # the model is copied to be described, and the copy must not move tensors
+        try:
+            chain = describe_chain(self.module, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - any model may need real values; parameters are a fair second best
+            _log.info("layers are balanced by parameters alone: the model does not run on shapes (%r)", error)
+            return
+        finally:
+            self._attach()
+        self.balanced_by = "parameters and FLOPs"
+        called = {cost.name for cost in chain.layers}
+        order = [cost.name for cost in chain.layers] + [name for name in self.layers if name not in called]
+        self._place(order, self._costs(chain, order))
+        for layer_name, fqn in chain.outside_uses:
+            owner = next((name for name in order if fqn.startswith(f"{name}.")), None)
+            self._return_after[layer_name] = self.stage_of[owner] if owner else 0
+
+    def _costs(self, chain: ChainDescription, order: Sequence[str]) -> list[float]:
+        """Return parameters and FLOPs of each layer, as shares of the whole, added up: both memory and time count."""
+        flops = {cost.name: cost.forward_flops for cost in chain.layers}
+        total = max(sum(flops.values()), 1)
+        return [self._parameter_share(self.layers[name]) + flops.get(name, 0) / total for name in order]
+
+    def _hook_layer(self, name: str, layer: nn.Module) -> list[Any]:
+        def enter(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            stage = self.stage_of[name]
+            moved = self._bring((args, kwargs), stage)
+            self._stage_now = stage
+            return moved
+
+        def leave(_layer: nn.Module, _args: Any, outputs: Any) -> Any:
+            self._note_home(outputs, self._stage_now)
+            if name not in self._return_after:
+                return outputs
+            self._stage_now = self._return_after[name]
+            return self._bring(outputs, self._stage_now)
+
+        return [
+            layer.register_forward_pre_hook(OwnHook(enter), with_kwargs=True),
+            layer.register_forward_hook(OwnHook(leave)),
+        ]
+
+    def _enter_model(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.look_at(args, kwargs)
+        self._stage_now = 0
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(self.devices[0]))
+        self._note_home((args, kwargs), 0)
+        return args, kwargs
+
+    def _leave_model(self, _module: nn.Module, _args: Any, _outputs: Any) -> None:
+        self._copies.clear()
+        self._home.clear()
+
+    def _note_home(self, tree: Any, stage: int) -> None:
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self._home[tensor] = stage
+            return tensor
+
+        map_tensors(tree, note)
+
+    def _bring(self, tree: Any, stage: int) -> Any:
+        """Move tensors to a stage's device, each once, and count the bytes that cross."""
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            # What the user's own code made between two layers was made where the last layer ran.
+            if self._home.get(tensor, self._stage_now) == stage:
+                return tensor.to(self.devices[stage])
+            copies: dict[int, torch.Tensor] = self._copies.get(tensor) or {}
+            self._copies[tensor] = copies
+            if stage not in copies:
+                copies[stage] = tensor.to(self.devices[stage], non_blocking=True)
+                self.group.ledger.record("to", "pp", tensor.nbytes, 2)
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    self.group.ledger.record("to", "pp", tensor.nbytes, 2)  # its gradient will come back
+            return copies[stage]
+
+        return map_tensors(tree, bring)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _refuse_unknown(stages: dict[str, int], layers: dict[str, nn.Module], num_stages: int) -> None:
+    for name, stage in stages.items():
+        if name not in layers:
+            raise ApplyError(
+                f"the plan puts '{name}' on stage {stage}, and the model cannot be cut there",
+                fix=f"use names among {sorted(layers)}",
+            )
+        if not 0 <= stage < num_stages:
+            raise ApplyError(
+                f"the plan puts '{name}' on stage {stage}, and there are {num_stages} stages",
+                fix=f"use stages 0 to {num_stages - 1}",
+            )

@@ -1,0 +1,119 @@
+"""What one rank of a pipeline has is given to all of them: outputs, values, gradients, buffers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.pipeline.p2p import OtherStageError
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError, LostPeerError
+from meshwright.trees import map_tensors, tensors_in
+
+__all__: list[str] = []
+
+
+class Collector:
+    """Gives every rank of a pipeline what some of them hold. Every rank calls the same, in the same order.
+
+    Args:
+        pipe: The ranks of the pipeline.
+        device: This rank's device.
+        places: FQN -> the pipe's ranks that hold the parameter.
+    """
+
+    def __init__(self, pipe: Communicator, device: torch.device, places: Mapping[str, list[int]]) -> None:
+        self._pipe = pipe
+        self._device = device
+        self._places = places
+
+    def tensor(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of the pipe's rank `source`; elsewhere one, fake perhaps, of the same shape and dtype is given."""
+        if source == self._pipe.group_rank:
+            result = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        else:
+            result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        if result.numel():
+            self._pipe.broadcast(result.view(-1).view(torch.uint8), source)
+        return result
+
+    def told(self, value: Any) -> list[Any]:
+        """Return what each rank of the pipe says, in their order; JSON must be able to hold it."""
+        return self._pipe.all_gather_json(value, device=self._device)
+
+    @contextlib.contextmanager
+    def together(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Raise on every rank what is raised inside on any.
+
+        Args:
+            tell: Wakes the ranks that wait for this one.
+
+        Raises:
+            ApplyError: Another rank has failed.
+            Exception: What this one has raised.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except LostPeerError:
+            raise
+        except Exception as raised:  # noqa: BLE001 - the user's code: it is raised below
+            error = raised
+            tell()
+        is_told = isinstance(error, OtherStageError)
+        mine = error and [
+            is_told,
+            type(error).__name__,
+            str(getattr(error, "message", error)),
+            getattr(error, "fix", None),
+        ]
+        told = [(place, entry) for place, entry in enumerate(self.told(mine)) if entry is not None]
+        if not told:
+            return
+        if error is not None and not is_told:
+            raise error
+        place, (_, name, text, fix) = min(told, key=lambda found: (found[1][0], found[0]))
+        raise ApplyError(f"rank {self._pipe.ranks[place]} cannot go on: {name}: {text}", fix=fix) from error
+
+    def outputs(
+        self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
+    ) -> Any:
+        """Return what a forward gave, with the tensors that some stage computed on every rank.
+
+        Args:
+            found: What it gave on the stages of this rank.
+            home_of: Tensor -> the stage that computes it.
+            rank_of_stage: Stage -> the pipe's rank that holds it.
+        """
+        own = {index: list(tensors_in(tree)) for index, tree in found.items()}
+        anyone, tree = next(iter(found.items()))
+        place = iter(range(len(own[anyone])))
+
+        def whole(_: Tensor) -> Tensor:
+            index = next(place)
+            home = home_of(own[anyone][index])
+            return self.tensor(own[home if home in own else anyone][index], rank_of_stage(home))
+
+        return map_tensors(tree, whole)
+
+    def values(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the whole model's values by FQN."""
+        return {name: self.tensor(parameter, self._places[name][0]) for name, parameter in parameters.items()}
+
+    def gradients(
+        self, parameters: Mapping[str, nn.Parameter], own: Mapping[str, Tensor | None]
+    ) -> dict[str, Tensor | None]:
+        """Return the whole model's gradients by FQN, where `own` are those of this rank; None where there is none."""
+        there = [name for name, gradient in own.items() if gradient is not None]
+        everywhere = [set(names) for names in self._pipe.all_gather_json(there, device=self._device)]
+        found: dict[str, Tensor | None] = {}
+        for name, parameter in parameters.items():
+            source = self._places[name][0]
+            gradient = own.get(name)
+            like = parameter if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+            found[name] = self.tensor(like, source) if name in everywhere[source] else None
+        return found

@@ -1,0 +1,95 @@
+"""Parameters that several stages use: equal copies, whose gradients are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import nn
+
+from meshwright.apply.state.buffers import holds_values
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+class TiedGradients:
+    """The parameters of which several ranks of a pipeline hold a copy.
+
+    Args:
+        tied: FQN -> (the ranks that hold a copy, the parameter), of all that are tied in the model.
+        rank: This process's global rank.
+    """
+
+    def __init__(self, tied: Mapping[str, tuple[Communicator, nn.Parameter]], rank: int) -> None:
+        self.names = tuple(tied)
+        """FQNs of all that are tied."""
+        self._own: dict[Communicator, list[nn.Parameter]] = {}
+        self._own_names: dict[Communicator, list[str]] = {}
+        for name, (group, parameter) in tied.items():
+            if rank in group.ranks and group.size > 1:
+                self._own.setdefault(group, []).append(parameter)
+                self._own_names.setdefault(group, []).append(name)
+        self.counted_elsewhere = frozenset(
+            id(parameter) for group, parameters in self._own.items() if group.group_rank > 0 for parameter in parameters
+        )
+        """Ids of the parameters whose gradient another rank counts in the norm."""
+
+    @classmethod
+    def over(
+        cls,
+        places: Mapping[str, Sequence[int]],
+        parameters: Mapping[str, nn.Parameter],
+        make_group: Callable[[Sequence[int]], Communicator],
+        rank: int,
+    ) -> Self:
+        """Return those of a pipeline, with a group for each set of ranks; every rank calls it.
+
+        Args:
+            places: FQN -> the pipe's ranks that hold the parameter.
+            parameters: FQN -> parameter, of the whole model.
+            make_group: (places on the pipe) -> the group of the ranks there.
+            rank: This process's global rank.
+        """
+        tied = {name: tuple(held) for name, held in places.items() if len(held) > 1}
+        groups = {held: make_group(held) for held in sorted(set(tied.values()))}
+        return cls({name: (groups[held], parameters[name]) for name, held in tied.items()}, rank)
+
+    def copies(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
+        """Return (ranks, [(FQN, parameter)]) of what is held whole on several ranks."""
+        found: list[tuple[Communicator, list[tuple[str, torch.Tensor]]]] = []
+        for group, parameters in self._own.items():
+            named = zip(self._own_names[group], parameters, strict=True)
+            found.append((group, [(name, parameter) for name, parameter in named if holds_values(parameter)]))
+        return found
+
+    def sum(self) -> None:
+        """Give every copy the sum of all copies' gradients; a copy that none has used keeps none."""
+        for group, parameters in self._own.items():
+            kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    kinds.setdefault(parameter.dtype, []).append(parameter)
+            for members in kinds.values():
+                _sum_together(group, members)
+
+
+def _sum_together(group: Communicator, parameters: Sequence[nn.Parameter]) -> None:
+    dense = [None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+    used = [float(gradient is not None) for gradient in dense]
+    parts = [
+        torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.detach().reshape(-1)
+        for gradient, parameter in zip(dense, parameters, strict=True)
+    ]
+    flat = torch.cat([*parts, parts[0].new_tensor(used)])
+    group.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+    counts = flat[-len(parameters) :]
+    sums = flat[: -len(parameters)].split([part.numel() for part in parts])
+    for parameter, total, count in zip(parameters, sums, counts, strict=True):
+        if not count:
+            continue
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = total.view_as(parameter).clone()
+        else:
+            parameter.grad.copy_(total.view_as(parameter))

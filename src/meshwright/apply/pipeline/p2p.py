@@ -1,0 +1,300 @@
+"""What travels between the stages of one pipeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.pipeline.notes import COUNT, FAILED, FRAME_BYTES, UNUSED, UNUSED_BYTES, Note, read_note
+from meshwright.apply.pipeline.walking.stand_ins import Meta
+from meshwright.comm.communicator import Communicator, Pending
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+_LIFE = 2**20
+"""Tags of one life of a pipeline: what an error left behind is not taken for a message of the next [count]."""
+_OTHER_WAY_FIX = (
+    "let nothing but the batch decide which layers run, equally on all ranks; pass an example_batch= that takes every branch; "
+    "or use pp=1"
+)
+
+
+class OtherStageError(ApplyError):
+    """Another stage has failed, and this one waited for it."""
+
+
+class Post:
+    """Sends and receives for the stages of this rank.
+
+    A message has its own tag, which says between which stages it travels, for which micro-batch and in which direction; so the
+    ranks need not agree on an order. A stage on the same rank gets the tensor itself.
+
+    Args:
+        group: The ranks of one pipeline.
+        rank_of_stage: Stage -> the group's rank that holds it.
+        num_stages: Stages [count].
+        own: The stages of this rank.
+    """
+
+    def __init__(
+        self, group: Communicator, rank_of_stage: Callable[[int], int], num_stages: int, own: tuple[int, ...]
+    ) -> None:
+        self.group = group
+        self.life = 0
+        """Number of this pipeline among those of its ranks, and of its failures: equal on all of them."""
+        self.own = own
+        self._rank_of = [rank_of_stage(stage) for stage in range(num_stages)]
+        self._under_way: deque[tuple[Pending, Tensor]] = deque()
+        self._notes: deque[tuple[Any, Tensor]] = deque()
+        self._boxes: defaultdict[int, deque[Tensor | None]] = defaultdict(deque)
+        self._is_under_way = False
+        self._left_behind: list[Callable[[], bool]] = []
+
+    def has_notes(self, device: torch.device) -> bool:
+        """Tell whether notes travel beside tensors: on a GPU they would make the host wait for each of them."""
+        return device.type == "cpu" and self.group.size > 1
+
+    def is_elsewhere(self, stage: int) -> bool:
+        """Tell whether a stage is on another rank."""
+        return self._rank_of[stage] != self.group.group_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages [count]."""
+        return len(self._rank_of)
+
+    def _tag(self, source: int, target: int, micro_batch: int, *, is_gradient: bool) -> int:
+        num = len(self._rank_of)
+        place = (((micro_batch * num) + source) * num + target) * 2 + is_gradient
+        return (self.life % 1024) * _LIFE + place % _LIFE
+
+    def send(self, tensor: Tensor, *, source: int, target: int, micro_batch: int, is_gradient: bool) -> None:
+        """Start to send a tensor from a stage of this rank to another."""
+        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
+        rank = self._rank_of[target]
+        if rank == self.group.group_rank:
+            self._boxes[tag].append(tensor if is_gradient else tensor.clone())  # the stage may write over it
+            return
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if tensor.numel():
+            self._under_way.append((self.group.send(tensor, rank, tag), tensor))
+        while self._under_way and self._under_way[0][0].is_done:
+            self._under_way.popleft()
+
+    def receive(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor:
+        """Return the next tensor that another stage sends to one of this rank: contiguous, and of its own memory.
+
+        Raises:
+            OtherStageError: The other stage has failed.
+            ApplyError: It has sent something else.
+        """
+        tensor = self._next(meta, source, target, micro_batch, is_gradient=False)
+        if tensor is None:
+            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=False)
+        return tensor
+
+    def receive_gradient(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor | None:
+        """Return the gradient of a tensor that went to another stage; None where nothing there led to the loss.
+
+        Raises:
+            OtherStageError: The other stage has failed.
+            ApplyError: It has sent something else.
+        """
+        return self._next(meta, source, target, micro_batch, is_gradient=True)
+
+    def send_no_gradient(self, *, source: int, target: int, micro_batch: int, leaf: Tensor) -> None:
+        """Tell a stage that a tensor which it sent has no gradient: what it is made of may have none either."""
+        if not self.is_elsewhere(target):
+            self._boxes[self._tag(source, target, micro_batch, is_gradient=True)].append(None)
+        elif leaf.numel() and self.has_notes(leaf.device):
+            self.send_note(Note(UNUSED, 0), source=source, target=target, micro_batch=micro_batch, is_gradient=True)
+        else:
+            zeros = leaf.new_zeros(leaf.shape)
+            self.send(zeros, source=source, target=target, micro_batch=micro_batch, is_gradient=True)
+
+    def _next(self, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool) -> Tensor | None:
+        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
+        rank = self._rank_of[source]
+        if rank == self.group.group_rank:
+            return self._from_box(tag, meta, source, target, micro_batch, is_gradient=is_gradient)
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        if not tensor.numel():
+            return tensor
+        try:
+            note = self._receive(tensor, rank, tag)
+        except RuntimeError as error:
+            if "bytes with tag" not in str(error):
+                raise
+            if is_gradient and f"sent {UNUSED_BYTES} bytes" in str(error):
+                return None
+            raise _unexpected(error, meta, source, target, micro_batch, is_gradient=is_gradient) from error
+        if note is None:
+            return tensor
+        if is_gradient and note.kind == UNUSED:
+            return None
+        raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
+
+    def _from_box(
+        self, tag: int, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
+    ) -> Tensor | None:
+        box = self._boxes[tag]
+        if not box:
+            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
+        tensor = box.popleft()
+        if tensor is not None and (tensor.shape != meta.shape or tensor.dtype != meta.dtype):
+            came = RuntimeError(f"shape {list(tensor.shape)}, {tensor.dtype}")
+            raise _unexpected(came, meta, source, target, micro_batch, is_gradient=is_gradient)
+        return tensor
+
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> Note | None:
+        """Fill a tensor, or return the note that came in its place.
+
+        Gloo ends the process where more comes than there is room for: a note must fit as well.
+        """
+        if tensor.device.type != "cpu" or self.group.shares_memory or tensor.nbytes >= FRAME_BYTES:
+            self.group.receive(tensor, rank, tag)
+            # Where memory is shared, what has another length than the tensor was an error already.
+            may_be_note = not self.group.shares_memory or tensor.nbytes in (FRAME_BYTES, UNUSED_BYTES)
+            return read_note(tensor.view(-1).view(torch.uint8)) if may_be_note and tensor.device.type == "cpu" else None
+        room = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        self.group.receive(room, rank, tag, num_bytes=tensor.nbytes)
+        note = read_note(room)
+        if note is None:
+            tensor.view(-1).view(torch.uint8).copy_(room[: tensor.nbytes])
+        return note
+
+    # -- notes --------------------------------------------------------------------------------------------------
+
+    def send_note(self, note: Note, *, source: int, target: int, micro_batch: int, is_gradient: bool = False) -> None:
+        """Send a note to a stage on another rank, behind what went there before. The ledger counts tensors alone."""
+        group = self.group.process_group
+        if group is None:
+            return
+        tensor = note.to_tensor()
+        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
+        self._notes.append((group.send([tensor], self._rank_of[target], tag), tensor))
+        while self._notes and self._notes[0][0].is_completed():
+            self._notes.popleft()
+
+    def receive_note(self, *, source: int, target: int, micro_batch: int) -> Note | None:
+        """Return the note that comes next from a stage on another rank; None where a tensor came."""
+        group = self.group.process_group
+        if group is None:
+            return None
+        tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        tag = self._tag(source, target, micro_batch, is_gradient=False)
+        try:
+            self.group.run_waiting("receive", lambda: group.recv([tensor], self._rank_of[source], tag).wait())
+        except RuntimeError as error:
+            if "bytes with tag" not in str(error):
+                raise
+            return None
+        note = read_note(tensor)
+        if note is not None and note.kind == FAILED:
+            raise OtherStageError(f"stage {source} has failed, and stage {target} waited for it")
+        return note
+
+    def compare_counts(self, num_micro_batches: int) -> None:
+        """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
+
+        Raises:
+            ApplyError: They differ.
+        """
+        group, rank = self.group.process_group, self.group.group_rank
+        if group is None:
+            return
+        tag = (self.life % 1024) * _LIFE + _LIFE - 1
+        if rank + 1 < self.group.size:
+            tensor = Note(COUNT, 0, num_micro_batches).to_tensor()
+            self._notes.append((group.send([tensor], rank + 1, tag), tensor))
+        if rank > 0:
+            tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
+            note = read_note(tensor)
+            if note is None or note.num_calls != num_micro_batches:
+                theirs = "another number of" if note is None else note.num_calls
+                raise ApplyError(
+                    f"rank {self.group.ranks[rank - 1]} has {theirs} micro-batches and rank {self.group.ranks[rank]} has "
+                    f"{num_micro_batches}: all ranks of a pipeline take the same share of a batch",
+                    fix="give them the same batch: meshwright.split_batch(batch, model), or make_loader",
+                )
+
+    def fail(self, num_micro_batches: int) -> None:
+        """Tell all stages of other ranks, wherever they may wait for one of this rank, that it will not come."""
+        for micro_batch in range(max(num_micro_batches, 1)):
+            for source in self.own:
+                for target in range(self.num_stages):
+                    if self.is_elsewhere(target):
+                        note = Note(FAILED, 0)
+                        self.send_note(
+                            note, source=source, target=target, micro_batch=micro_batch, is_gradient=target < source
+                        )
+
+    def finish_tensors(self) -> None:
+        """Return when the tensors that were sent have left."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Return when everything that was sent has left."""
+        self.finish_tensors()
+        while self._notes:
+            self._notes.popleft()[0].wait()
+        self._is_under_way = False
+
+    def begin(self) -> None:
+        """Begin a step or a forward, on all ranks; one before that has not come to its end has failed on all of them.
+
+        What it left under way is of another life then.
+        """
+        self.forget()
+        self.life += self._is_under_way
+        self._is_under_way = True
+
+    def forget(self) -> None:
+        """Forget what a step that ended in an error has left behind.
+
+        What is still being sent is held until it has left: gloo takes a message back whose handle is dropped, and the stage that
+        waits for it would not hear of the error.
+        """
+        self._left_behind += [lambda sent=sent: sent[0].is_done for sent in self._under_way]
+        self._left_behind += [lambda sent=sent: sent[0].is_completed() for sent in self._notes]
+        self._left_behind = [has_left for has_left in self._left_behind if not has_left()]
+        self._under_way.clear()
+        self._notes.clear()
+        self._boxes.clear()
+
+
+def _unexpected(
+    error: RuntimeError | None, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
+) -> ApplyError:
+    what = "the gradient of a tensor" if is_gradient else "a tensor"
+    if error is None or f"sent {FRAME_BYTES} bytes" in str(error):
+        return OtherStageError(
+            f"stage {target} waits for {what} of shape {list(meta.shape)} of stage {source} in micro-batch {micro_batch}, which "
+            "has ended its forward without sending one, or failed",
+            fix=_OTHER_WAY_FIX,
+        )
+    return ApplyError(
+        f"stage {target} waits for {what} of shape {list(meta.shape)}, {meta.dtype}, of stage {source} in micro-batch "
+        f"{micro_batch}, and something else came ({error}): the stages took different ways through the forward",
+        fix=_OTHER_WAY_FIX,
+    )
+
+
+class OtherWayError(ApplyError):
+    """Stages took different ways through a forward: what else one raises in it may come of tensors that were not meant."""
+
+
+def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str) -> OtherWayError:
+    """Return the error of two stages whose forwards of one micro-batch were not the same."""
+    return OtherWayError(
+        f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
+        f"called {theirs}, stage {stage} {mine}, or drew other random numbers, or the code between used other tensors",
+        fix=_OTHER_WAY_FIX,
+    )

@@ -1,0 +1,141 @@
+"""What the functions that code between layers calls do to their arguments: only look at them, or write over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.apply.pipeline.walking.stand_ins import value_of, values_in
+from meshwright.errors import ApplyError
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+_METADATA = {
+    "dim",
+    "size",
+    "stride",
+    "numel",
+    "nelement",
+    "element_size",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_signed",
+    "storage_offset",
+    "get_device",
+    "is_inference",
+    "__len__",
+    "__hash__",
+    "__repr__",
+    "__format__",
+    "requires_grad_",
+    "register_hook",
+}
+METADATA = frozenset(
+    {
+        *(getattr(torch.Tensor, name) for name in _METADATA),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "requires_grad",
+                "layout",
+                "is_cuda",
+                "is_cpu",
+                "is_meta",
+                "is_sparse",
+                "is_nested",
+                "is_quantized",
+                "is_mkldnn",
+                "is_leaf",
+                "itemsize",
+                "nbytes",
+                "output_nr",
+                "_version",
+            )
+        ),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+"""What a tensor tells without its values: nothing is exchanged for it."""
+
+
+_AUGMENTED = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem",
+        "set",
+        *(f"i{kind}" for kind in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
+        *(f"i{kind}" for kind in ("and", "or", "xor", "lshift", "rshift")),
+    )
+)
+
+
+def writes_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that a function writes over; None for one that makes a new tensor."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    name = getattr(func, "__name__", "")
+    is_in_place = (
+        name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    )
+    if is_in_place and args and isinstance(args[0], Tensor):
+        return args[0]
+    return None
+
+
+RANDOM = frozenset(
+    {
+        *(
+            getattr(torch, name)
+            for name in ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson")
+        ),
+        *(getattr(torch, f"{name}_like") for name in ("rand", "randn", "randint")),
+        *(
+            getattr(F, name)
+            for name in ("dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax")
+        ),
+        *(getattr(F, f"dropout{dims}d") for dims in (1, 2, 3)),
+        *(
+            getattr(Tensor, f"{name}_")
+            for name in ("uniform", "normal", "bernoulli", "exponential", "random", "cauchy", "log_normal", "geometric")
+        ),
+        Tensor.bernoulli,
+        Tensor.multinomial,
+    }
+)
+"""What draws random numbers."""
+
+DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""What runs a backward inside of the forward."""
+
+
+def refuse_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a backward in the code between layers, unless all that it goes through is on one stage.
+
+    Raises:
+        ApplyError: It would have to go through several stages.
+    """
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
+    found = [value_of(tensor) for tensor in tensors_in(inputs)]
+    homes = {value.home for value in values_in(args[0] if args else kwargs)}
+    if func is torch.autograd.grad and len(homes) == 1 and found:
+        (home,) = homes
+        if all(value is not None and value.home == home for value in found):
+            return
+    raise ApplyError(
+        f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
+        "training): that backward would run through layers of several stages",
+        fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
+    )

@@ -1,0 +1,396 @@
+"""One plain forward, watched: what its calls are, and what passes between them beside arguments and results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright._torch_private import without_function_modes
+from meshwright.apply.modules.copies import copy_module
+from meshwright.apply.pipeline.ownership.shared_state import SharedState
+from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall, call_costs
+from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, writes_to
+from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
+from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
+from meshwright.apply.pipeline.walking.draws import python_moved, read_python
+from meshwright.apply.pipeline.walking.stand_ins import Value, mark, replace_tensors, value_of, values_in
+from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
+from meshwright.apply.pipeline.walking.written import map_results
+from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.outside import Outside
+from meshwright.describe.layers import find_layers
+from meshwright.errors import ApplyError
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+_MADE = "_meshwright_made"
+"""Attribute of a tensor that a unit has made: (observer, place of the call)."""
+
+
+def observe(
+    module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str] = ()
+) -> Flow:
+    """Run a model once, or a few times until its units are small enough for this many stages.
+
+    Args:
+        module: The plain model.
+        run: Runs it and its loss on a small batch.
+        num_stages: Stages that it will be cut into [count].
+        closed: Modules that stay in one piece.
+    """
+    units = [name for name, _ in find_layers(module)]
+    while True:
+        flow = _observe_once(module, run, units)
+        finer = _opened(module, flow, units, num_stages, closed)
+        if finer is None:
+            return flow
+        units = finer
+
+
+def observe_undisturbed(
+    module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str], on_copy: bool
+) -> Flow:
+    """Observe a model, and leave it as it was: its buffers, and what its forward counts or collects in attributes.
+
+    Args:
+        module: The plain model.
+        run: Runs it and its loss on a small batch.
+        num_stages: Stages that it will be cut into [count].
+        closed: Modules that stay in one piece.
+        on_copy: Whether a copy runs, whose parameters are others.
+    """
+    # No rank may be ahead of the others.
+    buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
+    observed = copy_module(module, Tensor.detach) if on_copy else module
+    try:
+        return observe(observed, run, num_stages=num_stages, closed=closed)
+    finally:
+        attributes.restore()
+        buffers.restore()
+
+
+def _opened(
+    module: nn.Module, flow: Flow, units: Sequence[str], num_stages: int, closed: Collection[str]
+) -> list[str] | None:
+    """Return the units with one more of them opened: the heaviest one, while it is too heavy for one stage among several."""
+    costs: Counter[str] = Counter()
+    for call, cost in zip(flow.calls, call_costs(module, flow), strict=True):
+        costs[call.unit] += cost  # pyright: ignore[reportArgumentType] - a Counter of floats
+    calls_of = Counter(call.unit for call in flow.calls)
+    total = sum(costs.values())
+    for name, cost in costs.most_common():
+        is_heavy = cost / calls_of[name] > total / num_stages or len(flow.calls) < num_stages
+        inner = [child for child, _ in find_layers(module.get_submodule(name))]
+        if is_heavy and len(inner) > 1 and name not in closed:
+            found: list[str] = []
+            for unit in units:
+                found += [f"{name}.{child}" if name else child for child in inner] if unit == name else [unit]
+            return found
+    return None
+
+
+def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str]) -> Flow:
+    observer = _Observer(module, units)
+    with torch.enable_grad(), observer.attached(), observer.counter, observer:
+        run(module)
+    return observer.flow()
+
+
+class _Observer(TorchFunctionMode):
+    """A forward of the whole model, watched: homes are places in the order of calls."""
+
+    def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
+        super().__init__()
+        self.counter = FlopCounterMode(display=False)
+        self._module = module
+        self._modules = dict(module.named_modules())
+        self._units = list(units)
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._calls: list[dict[str, Any]] = []
+        self._used: list[set[str]] = []
+        self._reads: list[str] = []
+        self._leaks: list[str] = []
+        self._leaves: dict[str, list[tuple[str, str]]] = {}
+        self._takes: dict[str, list[tuple[str, str]]] = {}
+        self._made_of: dict[int, set[str]] = {}
+        self._alive: list[Any] = []
+        self._running: int | None = None
+        self._given: set[int] = set()
+        self._in_objects: set[int] = set()
+        self._opens = set[str]()
+        self._is_in_model = False
+        self._draws = False
+        self._draws_python: set[str] = set()
+        self._random_state = torch.get_rng_state()
+        self._python_state = read_python()
+        self._changed_buffers: dict[int, str] = {}
+        self._shared = SharedState(module, self._units)
+        self._attributes = SharedAttributes(module, self._units)
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Notice the calls of units inside; what hooks of the user's own do belongs to the unit."""
+        handles: list[Any] = []
+        units = {
+            id(unit): (name, unit) for name in reversed(self._units) for unit in [self._module.get_submodule(name)]
+        }
+        for module in self._modules.values():
+            guard_hooks(module, lambda: self)
+        for name, unit in units.values():
+            handles.append(unit.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True))
+            handles.append(unit.register_forward_hook(self._after, with_kwargs=True))
+        handles.append(self._module.register_forward_pre_hook(self._enter_model))
+        handles.append(self._module.register_forward_hook(self._leave_model, prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            release_hooks(self._modules.values())
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Run a user's hook inside: the numbers that it reads decide nothing."""
+        was_in_model, self._is_in_model = self._is_in_model, False
+        try:
+            yield
+        finally:
+            self._is_in_model = was_in_model
+
+    def _note_draws(self) -> None:
+        """Take note whether random numbers were drawn since a unit returned."""
+        self._draws = self._draws or not torch.equal(torch.get_rng_state(), self._random_state)
+        self._note_python_draws("")
+
+    def _note_python_draws(self, unit: str) -> None:
+        if unit not in self._draws_python and python_moved(self._python_state):
+            self._draws_python.add(unit)
+
+    def _enter_model(self, *_: Any) -> None:
+        self._is_in_model = True
+        self._random_state = torch.get_rng_state()
+        self._python_state = read_python()
+
+    def _leave_model(self, *_: Any) -> None:
+        if self._is_in_model:
+            self._note_draws()
+        self._is_in_model = False
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(unit: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._running is not None:
+                return
+            self._note_draws()
+            place = len(self._calls)
+            parameters = list(unit.parameters())
+            if any(id(p) not in self._names for p in parameters):
+                raise ApplyError(
+                    f"layer '{name}' runs with other parameters than its own (functional_call, or an inner step of training), "
+                    "which stages of a pipeline do not have",
+                    fix="use pp=1 (dp, zero and tp take it)",
+                )
+            own = {self._names[id(p)] for p in parameters}
+            self._used.append(own | self._parameters_in((args, kwargs)))
+            given = tensors_of_call(args, kwargs, places_of_call(args, kwargs))
+            self._given = {id(tensor) for tensor in given}
+            plain = {id(tensor) for tensor in tensors_of_call(args, kwargs, places_of_call(args, kwargs, opens=False))}
+            self._in_objects = self._given - plain
+            self._calls.append(
+                {
+                    "unit": name,
+                    "flops": self.counter.get_total_flops(),
+                    "module": unit,
+                    "scene": Scene(args, kwargs, self._modules.items()),
+                    "elsewhere": self._shared.begin(name, unit),
+                    "given": [(tensor, tensor._version) for tensor in given],
+                    "buffers": [(b, b._version) for b in unit.buffers()],
+                }
+            )
+            self._running = place
+            self._python_state = read_python()
+
+        return hook
+
+    def _after(self, unit: nn.Module, _args: Any, _kwargs: Any, outputs: Any) -> Any:
+        place = self._running
+        if place is None or self._calls[place]["module"] is not unit:
+            return None
+        self._running = None
+        call = self._calls[place]
+        self._random_state = torch.get_rng_state()
+        self._note_python_draws(call["unit"])
+        self._python_state = read_python()
+        call["flops"] = self.counter.get_total_flops() - call["flops"]
+        self._note_left(call, place)
+        self._shared.end(call["unit"], call.pop("elsewhere"))
+        held = {id(b): version for b, version in call.pop("buffers")}
+        self._changed_buffers |= {id(b): call["unit"] for b in unit.buffers() if held.get(id(b)) != b._version}
+        with without_function_modes():
+            for tensor, version in call["given"]:
+                if tensor._version != version:
+                    self._mark(tensor, place)
+            # A view of its own: a unit may return its very input.
+            return map_results(outputs, lambda tensor: self._mark(tensor.view_as(tensor), place))
+
+    def _note_left(self, call: dict[str, Any], place: int) -> None:
+        """Take note of the tensors that a call has left in attributes, and in what it was given."""
+        scene: Scene = call.pop("scene")
+        old = {id(tensor) for tensor, _ in call["given"]}
+        for path, kind, key, value in scene.changes():
+            if kind == "del" or not holds_tensors(value):
+                if isinstance(path[0], tuple):
+                    self._attributes.note(call["unit"], path, key)
+                continue
+            if isinstance(path[0], tuple):
+                slot = (path[0][1], path[1] if len(path) > 1 else key)
+                slots = self._leaves.setdefault(call["unit"], [])
+                if slot not in slots:
+                    slots.append(slot)
+            for tensor in tensors_below(value):
+                known = value_of(tensor)
+                if id(tensor) not in old and (known is None or known.owner is not self):
+                    self._mark(tensor, place)
+
+    def _mark(self, tensor: Tensor, place: int | None) -> Tensor:
+        return mark(tensor, Value(self, place, tensor, None))
+
+    def _parameters_in(self, tree: Any) -> set[str]:
+        found: set[str] = set()
+
+        def look(tensor: Tensor) -> Tensor:
+            if id(tensor) in self._names:
+                found.add(self._names[id(tensor)])
+            found.update(self._made_of.get(id(tensor), ()))
+            return tensor
+
+        replace_tensors(tree, look)
+        return found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._running is None and func in DIFFERENTIATES:
+            self._refuse_gradient(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func in METADATA:
+            return result
+        names = self._parameters_in((args, kwargs))
+        if self._running is not None:
+            self._used[self._running] |= names
+            self._watch_unit(self._running, (args, kwargs), result)
+            return result
+        self._watch_between(func, (args, kwargs))
+        homes = [value.home for value in values_in((args, kwargs)) if value.owner is self and value.home is not None]
+        home = max(homes) if homes else None
+        target = writes_to(func, args, kwargs)
+        if home is not None:
+            self._used[home] |= names
+            is_number = isinstance(result, (bool, int, float, complex, list))
+            if is_number and self._is_in_model and not any(True for _ in tensors_in(result)):
+                self._reads.append(f"{getattr(func, '__name__', func)}() of a tensor of '{self._calls[home]['unit']}'")
+        for tensor in tensors_in((result, target)):
+            self._alive.append(tensor)  # an id is only worth something while its tensor lives
+            if home is not None:
+                self._mark(tensor, home)
+            elif names and value_of(tensor) is None:
+                self._made_of[id(tensor)] = names
+        return result
+
+    def _watch_unit(self, place: int, given: Any, result: Any) -> None:
+        """Find tensors of other calls that a unit uses without being given them."""
+        for tensor in tensors_in(given):
+            if id(tensor) in self._in_objects:
+                self._opens.add(self._calls[place]["unit"])
+            known, made = value_of(tensor), getattr(tensor, _MADE, None)
+            is_theirs = known is not None and known.owner is self and known.home != place
+            if not is_theirs and (made is None or made[0] is not self or made[1] == place):
+                continue
+            if (
+                id(tensor) not in self._given
+                and not (known is not None and known.owner is self and known.home == place)
+                and all(tensor is not buffer for buffer in self._calls[place]["module"].buffers())
+            ):
+                self._note_taken(place, tensor)
+        for tensor in tensors_in(result):
+            if id(tensor) not in self._given:
+                setattr(tensor, _MADE, (self, place))
+
+    def _note_taken(self, place: int, tensor: Tensor) -> None:
+        unit = self._calls[place]["unit"]
+        for name, module in self._modules.items():
+            for attribute, item in vars(module).items():
+                if attribute.startswith("_") and attribute in ("_parameters", "_buffers", "_modules"):
+                    continue
+                if any(t is tensor for t in tensors_below(item)):
+                    slots = self._takes.setdefault(unit, [])
+                    if (name, attribute) not in slots:
+                        slots.append((name, attribute))
+                    return
+        self._leaks.append(f"layer '{unit}' uses one of another layer that it is not given")
+
+    def _watch_between(self, func: Callable[..., Any], given: Any) -> None:
+        """Find tensors of units that come to the code between them by other ways than results and attributes."""
+        for tensor in tensors_in(given):
+            known, made = value_of(tensor), getattr(tensor, _MADE, None)
+            if made is not None and made[0] is self and (known is None or known.owner is not self):
+                unit = self._calls[made[1]]["unit"]
+                self._leaks.append(f"{getattr(func, '__name__', func)}() takes one that '{unit}' has made inside")
+            if id(tensor) in self._changed_buffers and self._is_in_model:
+                unit = self._changed_buffers[id(tensor)]
+                self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
+
+    def _refuse_gradient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
+        found = [value_of(tensor) for tensor in tensors_in(inputs)]
+        if func is torch.autograd.grad and found and all(v is not None and v.owner is self for v in found):
+            return  # whether all is on one stage, is known once stages are
+        raise ApplyError(
+            f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
+            "training): that backward would run through layers of several stages",
+            fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
+        )
+
+    def _may_draw(self) -> set[str]:
+        """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
+        if not Outside.of(self._module).draws:
+            return set()
+        return {name for name in self._units if Outside(self._module.get_submodule(name)).draws} | {""}
+
+    def flow(self) -> Flow:
+        """Return what was seen."""
+        if self._running is not None:
+            raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
+        calls = tuple(
+            UnitCall(unit=call["unit"], flops=call["flops"], parameters=tuple(sorted(used)))
+            for call, used in zip(self._calls, self._used, strict=True)
+        )
+        called = {call.unit for call in calls}
+        idle = {
+            name: tuple(self._names[id(p)] for p in self._module.get_submodule(name).parameters())
+            for name in self._units
+            if name not in called
+        }
+        return Flow(
+            calls=calls,
+            units=tuple(self._units),
+            idle=idle,
+            draws=self._draws,
+            reads=tuple(dict.fromkeys(self._reads)),
+            draws_python=tuple(sorted(self._draws_python | self._may_draw())),
+            leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
+            takes={unit: tuple(slots) for unit, slots in self._takes.items()},
+            opens=tuple(sorted(self._opens)),
+            counts=self._attributes.units,
+            leaks=tuple(dict.fromkeys(self._leaks)),
+            shared=(*self._shared.texts(), *self._attributes.texts()),
+            bonds=self._attributes.bonds(),
+        )

@@ -1,0 +1,312 @@
+"""What a call can write into beside its results: containers and objects among its arguments, and attributes of modules.
+
+A layer may append to a list that it is given, write into a state object, or keep an auxiliary loss as an attribute. The stage
+that runs the layer gets all that by itself; the others repeat what a run without numbers did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.pipeline.walking.stand_ins import replace_tensors
+from meshwright.trees import LEAVES
+
+__all__: list[str] = []
+
+Path = tuple[Any, ...]
+"""(which argument or module, key, key, ...); the key `VARS` leads to an object's attributes."""
+
+VARS = "__dict__"
+_OPAQUE = (
+    nn.Module,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    torch.Generator,
+)
+_DEPTH = 6
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has: parameters, buffers, children and hooks are no state of a forward."""
+
+
+def fields_of(item: Any) -> dict[str, Any] | None:
+    """Return the attributes of a plain object that a forward hands on; None where it has none."""
+    if isinstance(item, _OPAQUE):
+        return None
+    found = getattr(item, VARS, None)
+    return found if type(found) is dict and found else None
+
+
+class Places:
+    """The lists and dicts, objects' attributes among them, that are reachable from some roots.
+
+    Args:
+        roots: (name, object) of the arguments; (name, attributes) of modules.
+        opens: Whether to look into attributes of objects.
+    """
+
+    def __init__(self, roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> None:
+        self._opens = opens
+        self.found: list[tuple[Path, Any]] = []
+        """(path, list or dict), each once."""
+        self._seen: set[int] = set()
+        for name, root in roots:
+            self._look((name,), root, _DEPTH)
+
+    def _look(self, path: Path, item: Any, depth: int) -> None:
+        if isinstance(item, Tensor) or type(item) in LEAVES or not depth:
+            return
+        if isinstance(item, (list, dict)):
+            if id(item) in self._seen:
+                return
+            self._seen.add(id(item))
+            self.found.append((path, item))
+        if isinstance(item, (list, tuple)):
+            for key, value in enumerate(item):
+                self._look((*path, key), value, depth - 1)
+            return
+        if isinstance(item, dict):
+            for key, value in list(item.items()):
+                self._look((*path, key), value, depth - 1)
+        elif self._opens:
+            self._look((*path, VARS), fields_of(item), depth - 1)
+
+
+def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
+    """Return what a call can write into through its arguments; usually they are tensors alone, and there is nothing.
+
+    Args:
+        args: The call's arguments.
+        kwargs: Its keyword arguments.
+        opens: Whether to look into attributes of objects.
+    """
+    roots = [*enumerate(args), *kwargs.items()]
+    if all(isinstance(item, Tensor) or type(item) in LEAVES for _, item in roots):
+        return []
+    return Places(roots, opens=opens).found
+
+
+def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """Return the tensors that a call is given, each once; None where anything else is given that may hold tensors.
+
+    Most calls of layers are of that kind, and each step has many: nothing is to be looked into then.
+    """
+    found: list[Tensor] = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif type(item) not in LEAVES:
+            return None
+    return found if len(found) < 2 else list({id(tensor): tensor for tensor in found}.values())
+
+
+def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Path, Any]]:
+    """Return what code of these modules can write into: their attributes, and what is in those."""
+    roots = [(("module", name), _AttributesOf(module)) for name, module in modules]
+    found: list[tuple[Path, Any]] = []
+    for name, attributes in roots:
+        own = {key: value for key, value in attributes.present.items() if key not in _OF_TORCH}
+        found.append(((name,), attributes.present))
+        found += [((name, *path), item) for path, item in Places(own.items()).found]
+    seen: set[int] = set()
+    return [(path, item) for path, item in found if not (id(item) in seen or seen.add(id(item)))]
+
+
+class _AttributesOf:
+    def __init__(self, module: nn.Module) -> None:
+        self.present = vars(module)
+
+
+def _items(place: Any) -> Iterator[tuple[Any, Any]]:
+    return enumerate(place) if isinstance(place, list) else iter(list(place.items()))
+
+
+def _copy(place: Any) -> Any:
+    return list(place) if isinstance(place, list) else dict(place)
+
+
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[tuple[Path, Any]]) -> list[Tensor]:
+    """Return the tensors that a call is given, in an order that is the same on all stages."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif type(item) is tuple:
+            replace_tensors(item, note)
+    for path, place in places:
+        if not _is_module(path):
+            for _, item in _items(place):
+                if isinstance(item, (Tensor, tuple)):
+                    replace_tensors(item, note)
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _is_module(path: Path) -> bool:
+    return isinstance(path[0], tuple) and path[0][0] == "module"
+
+
+def substitute(places: Sequence[tuple[Path, Any]], function: Callable[[Tensor], Any]) -> None:
+    """Replace the tensors in these places, in place: whoever holds the containers sees it."""
+    for path, place in places:
+        for key, item in _items(place):
+            if _is_module(path) and (isinstance(item, nn.Parameter) or (len(path) == 1 and key in _OF_TORCH)):
+                continue
+            if isinstance(item, Tensor):
+                new = function(item)
+            elif isinstance(item, tuple):
+                new = replace_tensors(item, function)
+            else:
+                continue
+            if new is not item:
+                place[key] = new
+
+
+def substitute_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[Tensor], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with other tensors; what lies in lists, dicts and objects is replaced by `substitute`."""
+
+    def new(item: Any) -> Any:
+        if isinstance(item, (Tensor, tuple)):
+            return replace_tensors(item, function)
+        if type(item) in LEAVES or isinstance(item, (list, dict)) or fields_of(item) is not None:
+            return item
+        return replace_tensors(item, function)
+
+    return tuple(new(item) for item in args), {key: new(item) for key, item in kwargs.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effect:
+    """One thing that a call wrote beside its results."""
+
+    path: Path
+    kind: str
+    """"set" a key, "del" a key, or have a list end with other items ("tail": how many stay, and what follows)."""
+    key: Any
+    tree: Any
+    """What was written, with a description in place of each tensor."""
+
+
+class Scene:
+    """The places of a call, as they were before it.
+
+    Args:
+        args: The call's arguments.
+        kwargs: Its keyword arguments.
+        modules: (name, module) whose attributes it may write.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[tuple[str, nn.Module]] = ()
+    ) -> None:
+        self._of_call = places_of_call(args, kwargs)
+        self.given = tensors_of_call(args, kwargs, self._of_call)
+        self._places = [*self._of_call, *places_of_modules(modules)]
+        self._before = [_copy(place) for _, place in self._places]
+        self._start = self._before
+
+    def replace(self, function: Callable[[Tensor], Any]) -> None:
+        """Put other tensors into the places."""
+        substitute(self._places, function)
+        self._start = [_copy(place) for _, place in self._places]
+
+    def restore(self) -> None:
+        """Have everything as it was before."""
+        for (_, place), before in zip(self._places, self._before, strict=True):
+            if isinstance(place, list):
+                if len(place) != len(before) or any(a is not b for a, b in zip(place, before, strict=True)):
+                    place[:] = before
+            else:
+                for key in [key for key in place if key not in before]:
+                    dict.pop(place, key)
+                for key, value in before.items():
+                    if key not in place or place[key] is not value:
+                        place[key] = value
+
+    def changes(self) -> list[tuple[Path, str, Any, Any]]:
+        """Return (path, kind, key, new value) of what differs from the start."""
+        found: list[tuple[Path, str, Any, Any]] = []
+        for (path, place), start in zip(self._places, self._start, strict=True):
+            if isinstance(place, list):
+                same = 0
+                while same < min(len(place), len(start)) and place[same] is start[same]:
+                    same += 1
+                if same < len(place) or len(place) < len(start):
+                    found.append((path, "tail", same, list(place[same:])))
+                continue
+            at_top = len(path) == 1 and _is_module(path)
+            for key, value in place.items():
+                if not (at_top and key in _OF_TORCH) and (key not in start or start[key] is not value):
+                    found.append((path, "set", key, value))
+            found += [(path, "del", key, None) for key in start if key not in place]
+        return found
+
+    def effects(self, encode: Callable[[Any], Any]) -> list[Effect]:
+        """Return what was written, as far as other stages must repeat it: of modules' attributes that which holds tensors.
+
+        Args:
+            encode: Gives what is remembered of a value.
+        """
+        found = []
+        for path, kind, key, value in self.changes():
+            if not _is_module(path) or (kind != "del" and holds_tensors(value)):
+                found.append(Effect(path, kind, key, encode(value)))
+        return found
+
+    @property
+    def own(self) -> dict[int, Path]:
+        """Id of a list, a dict or an object's attributes among the arguments -> its path."""
+        return {id(place): path for path, place in self._of_call}
+
+
+def tensors_below(item: Any) -> list[Tensor]:
+    """Return the tensors in the lists, dicts and plain objects of a value, itself among them."""
+    return tensors_of_call((item,), {}, Places([(0, item)]).found)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Tell whether there is a tensor in a value, in its containers or in the attributes of plain objects."""
+    if isinstance(value, (list, tuple)) and not value:
+        return False
+    if isinstance(value, Tensor):
+        return True
+    found = Places([(0, value)]).found
+    return any(isinstance(item, Tensor) for _, place in found for _, item in _items(place)) or (
+        isinstance(value, tuple) and any(holds_tensors(item) for item in value)
+    )
+
+
+def resolve(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], module_of: Callable[[str], nn.Module]) -> Any:
+    """Return the list or dict at a path."""
+    first, *rest = path
+    if isinstance(first, tuple):
+        item: Any = vars(module_of(first[1]))
+    else:
+        item = args[first] if isinstance(first, int) else kwargs[first]
+    for key in rest:
+        item = vars(item) if key == VARS and not isinstance(item, dict) else item[key]
+    return item
+
+
+def write(effect: Effect, place: Any, tree: Any) -> None:
+    """Repeat an effect in a place; `tree` is what is written, with tensors."""
+    if effect.kind == "del":
+        place.pop(effect.key, None)
+    elif effect.kind == "tail":
+        place[effect.key :] = tree
+    else:
+        place[effect.key] = tree

@@ -1,0 +1,230 @@
+"""Attributes without tensors that a layer changes and other code uses: a count of calls in a common object, a list that grows.
+
+Only the stage that runs a layer sees such a change. Layers that use one another's are kept on one stage; code between the
+layers runs on every stage, and is refused. What code uses is read off its functions: names that they load, of what they reach.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, resolve
+from meshwright.apply.state.attributes import OF_TORCH
+
+__all__: list[str] = []
+
+_NOT_FOLLOWED = (frozenset({"torch", "numpy", "builtins", "meshwright"}) | sys.stdlib_module_names) - {"__main__"}
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_NOT_IN_FORWARD = (
+    "__init__",
+    "__new__",
+    "__post_init__",
+    "__repr__",
+    "__str__",
+    "__getstate__",
+    "__setstate__",
+    "__deepcopy__",
+)
+_DEPTH = 6  # of containers and objects inside each other
+_MAX_FUNCTIONS = 3000
+"""Functions that are followed [count]."""
+
+
+class SharedAttributes:
+    """What units change in attributes, and who else uses it.
+
+    Args:
+        module: The model.
+        units: Names of the modules that are dealt out to stages.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
+        self._module = module
+        self._units = units
+        self._changes: dict[str, dict[tuple[int, str | None], str]] = {}
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units that change any."""
+        return tuple(sorted(self._changes))
+
+    def note(self, unit: str, path: Path, key: Any) -> None:
+        """Take note that a unit has changed an entry of a place among attributes: an object's attributes, or a container."""
+        place = resolve(path, (), {}, self._module.get_submodule)
+        names = [str(part) for part in path[1:] if part != VARS]
+        is_attributes = len(path) == 1 or path[-1] == VARS
+        if is_attributes:
+            names.append(str(key))
+        of = f"'{path[0][1]}'" if path[0][1] else "the model"
+        text = f"layer '{unit}' changes '{'.'.join(names)}' of {of}"
+        self._changes.setdefault(unit, {})[id(place), str(key) if is_attributes else None] = text
+
+    def bonds(self) -> dict[str, tuple[str, ...]]:
+        """Return what layers change and others use, as text -> the units, which belong to one stage."""
+        if not self._changes:
+            return {}
+        uses = {unit: _Uses(self._module.get_submodule(unit)) for unit in self._units}
+        found: dict[str, tuple[str, ...]] = {}
+        for unit, changes in self._changes.items():
+            for change, text in changes.items():
+                users = [other for other in self._units if other != unit and uses[other].includes(change)]
+                if users:
+                    found[f"{text}, which layer '{users[0]}' uses as well"] = (unit, *users)
+        return found
+
+    def texts(self) -> Iterator[str]:
+        """Yield what a unit changes and the code between the units uses."""
+        if not self._changes:
+            return
+        inside = {id(child) for name in self._units for child in self._module.get_submodule(name).modules()}
+        around = [child for child in self._module.modules() if id(child) not in inside]
+        uses = _Uses(self._module, around)
+        for changes in self._changes.values():
+            for change, text in changes.items():
+                if uses.includes(change):
+                    yield f"{text}, which the code between layers uses as well"
+
+
+class _Uses:
+    """What the code of some modules can reach, and the names that it loads.
+
+    Args:
+        module: Where it begins.
+        own: Those of its modules whose code it is; all of them where not told.
+    """
+
+    def __init__(self, module: nn.Module, own: Sequence[nn.Module] | None = None) -> None:
+        self._names_of: dict[int, set[str]] = {}
+        self._owners: dict[int, type] = {}
+        self._seen: dict[int, Any] = {}
+        self._reach(module, "", _DEPTH)
+        self._code = _Names(dict.fromkeys(self._owners.values()), list(module.modules()) if own is None else own)
+
+    def includes(self, change: tuple[int, str | None]) -> bool:
+        """Tell whether this code uses an entry of a place; of a container none in particular, but by its name."""
+        place, key = change
+        if place not in self._names_of:
+            return False
+        if key is None:
+            return any(name in self._code.names or name in self._code.of_self for name in self._names_of[place])
+        kinds = self._code.of_self.get(key, set[type]())
+        return key in self._code.names or any(issubclass(self._owners[place], kind) for kind in kinds)
+
+    def _reach(self, item: Any, name: str, depth: int) -> None:
+        if isinstance(item, types.MethodType):
+            item = item.__self__
+        elif isinstance(item, weakref.ReferenceType):
+            item = item()
+        if not depth or item is None or isinstance(item, (Tensor, type, types.ModuleType)):
+            return
+        inner = _inside(item)
+        if inner is None:
+            return
+        place = id(getattr(item, VARS, item))
+        known = self._names_of.setdefault(place, set())
+        if id(item) in self._seen and name in known:
+            return
+        self._seen[id(item)] = item
+        known.add(name)
+        is_container = isinstance(item, (list, dict, tuple, set))
+        self._owners[place] = type(item)
+        for key, value in inner:
+            self._reach(value, name if is_container else key, _DEPTH if isinstance(value, nn.Module) else depth - 1)
+
+
+def _inside(item: Any) -> list[tuple[str, Any]] | None:
+    """Return what a module, an object or a container holds, by attribute; None of what holds nothing."""
+    if isinstance(item, nn.Module):
+        return [*((key, value) for key, value in vars(item).items() if key not in OF_TORCH), *item._modules.items()]
+    if isinstance(item, functools.partial):
+        return [("", value) for value in (item.func, *item.args, *item.keywords.values())]
+    if isinstance(item, (list, tuple, set)):
+        return [("", value) for value in item]
+    fields = item if isinstance(item, dict) else fields_of(item)
+    return None if fields is None else [(str(key), value) for key, value in fields.items()]
+
+
+class _Names:
+    """The names that the forwards of modules load, with the functions that these call.
+
+    Args:
+        kinds: Classes whose methods may be called.
+        modules: The modules.
+    """
+
+    def __init__(self, kinds: Mapping[type, None], modules: Iterable[nn.Module]) -> None:
+        self.names: set[str] = set()
+        """Loaded of anything."""
+        self.of_self: dict[str, set[type]] = {}
+        """Name -> the classes whose methods load it of their own object."""
+        self._seen: set[int] = set()
+        self._todo: list[tuple[Any, type | None]] = []
+        self._methods: dict[str, list[tuple[Any, type | None]]] = {}
+        for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+            if _is_followed(base):
+                for name, value in vars(base).items():
+                    self._methods.setdefault(name, []).append((value, base))
+        for module in modules:
+            own = (value for value in vars(module).values() if callable(value))
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            self._todo += [(value, None) for value in (*own, *hooks)]
+            self._todo += [(vars(base).get("forward"), base) for base in type(module).__mro__]
+        for name, found in self._methods.items():
+            if name.startswith("__") and name not in _NOT_IN_FORWARD:
+                self._todo += found
+        while self._todo and len(self._seen) < _MAX_FUNCTIONS:
+            self._follow(*self._todo.pop())
+
+    def _follow(self, function: Any, of: type | None) -> None:
+        function = function.fget if isinstance(function, property) else function
+        function = function.func if isinstance(function, functools.partial) else function
+        of = None if isinstance(function, (classmethod, staticmethod)) else of
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in self._seen or not _is_followed(function):
+            return
+        self._seen.add(id(function))
+        self._todo += [(cell.cell_contents, None) for cell in function.__closure__ or () if cell != types.CellType()]
+        for name, receiver in _loaded(function.__code__):
+            if receiver == _GLOBAL:
+                self._todo.append((function.__globals__.get(name), None))
+                continue
+            if name not in self.names and name not in self.of_self:
+                self._todo += self._methods.get(name, ())
+            if receiver == _SELF and of is not None:
+                self.of_self.setdefault(name, set()).add(of)
+            else:
+                self.names.add(name)
+
+
+def _is_followed(item: Any) -> bool:
+    return (getattr(item, "__module__", None) or "").partition(".")[0] not in _NOT_FOLLOWED
+
+
+_GLOBAL, _SELF, _ANY = "global", "self", "any"
+
+
+def _loaded(code: types.CodeType, *, is_outer: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the names that code loads, and of what; its texts are among them, which `getattr` may take."""
+    first = code.co_varnames[0] if is_outer and code.co_argcount else None
+    before: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            yield str(step.argval), _GLOBAL
+        elif step.opname in _LOADS:
+            is_of_first = before.opname.startswith("LOAD_FAST") and before.argval == first
+            yield str(step.argval), _SELF if is_of_first else _ANY
+        if step.opname not in ("COPY", "DUP_TOP"):  # of `self.calls += 1`
+            before = step
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _loaded(constant, is_outer=False)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant, _ANY

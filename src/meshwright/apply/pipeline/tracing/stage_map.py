@@ -1,0 +1,168 @@
+"""Which stage runs which call and holds which parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from meshwright.apply.one_process.balance import balance_over_ranks
+from meshwright.apply.pipeline.tracing.call_trace import Flow, call_costs
+from meshwright.errors import ApplyError, did_you_mean
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageMap:
+    """A forward dealt out to stages.
+
+    Args:
+        num_stages: Stages [count].
+        calls: Unit's name -> the stage of its first, second, ... call; one that was not called lies with its neighbour.
+        holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
+        shares: Share of the step's counted work that each stage has.
+        leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
+        takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
+        opens: Units whose calls use tensors inside of objects that they are given.
+        numbers: Unit's name -> its number among the units.
+    """
+
+    num_stages: int
+    calls: Mapping[str, tuple[int, ...]]
+    holders: Mapping[str, tuple[int, ...]]
+    shares: tuple[float, ...]
+    leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    opens: frozenset[str] = frozenset()
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def number_of(self, unit: str) -> int:
+        """Return a unit's number, equal on all ranks."""
+        if not self.numbers:
+            self.numbers.update((name, number) for number, name in enumerate(self.calls))
+        return self.numbers[unit]
+
+    def stage_of(self, unit: str, before: int) -> int:
+        """Return the stage of a unit's call, `before` of which came before; a call more than was seen runs with the last."""
+        stages = self.calls[unit]
+        return stages[min(before, len(stages) - 1)]
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Unit's name -> stage of its first call: what a plan says."""
+        return {name: stages[0] for name, stages in self.calls.items()}
+
+
+def _fix_for(num_pieces: int, rank_of_stage: Sequence[int]) -> str:
+    """Return what can be done with fewer pieces than stages; a schedule may want several stages a rank."""
+    num_ranks = len(set(rank_of_stage))
+    virtual = len(rank_of_stage) // num_ranks
+    if num_pieces < 2:
+        return "use pp=1: the model is one piece"
+    if num_pieces // virtual > 1:
+        return f"use pp={num_pieces // virtual}"
+    return f"use pp={min(num_pieces, num_ranks)},schedule=1f1b, which has one stage a rank"
+
+
+def cut(
+    module: nn.Module,
+    flow: Flow,
+    rank_of_stage: Sequence[int],
+    given: Mapping[str, int],
+    together: Sequence[set[str]] = (),
+) -> StageMap:
+    """Deal the calls out to stages such that the busiest rank has as little to do as can be.
+
+    Args:
+        module: The plain model.
+        flow: Its calls.
+        rank_of_stage: The rank of each stage.
+        given: Module name -> stage, from the plan; a name stands for all units inside of it.
+        together: Sets of units whose calls lie on one stage.
+
+    Raises:
+        ApplyError: There are fewer calls than stages; the given stages are unknown or run backwards.
+    """
+    calls, num_stages = flow.calls, len(rank_of_stage)
+    if len(calls) < num_stages:
+        names = ", ".join(call.unit or "(the model itself)" for call in calls)
+        raise ApplyError(
+            f"{num_stages} stages need at least as many layers, and this model's forward calls {len(calls)}: {names}",
+            fix=_fix_for(len(calls), rank_of_stage),
+        )
+    costs = call_costs(module, flow)
+    _refuse_unknown(flow, given)
+    blocks = _blocks(module, flow, [*together, *map(set, flow.bonds.values())])
+    if len(blocks) < num_stages:
+        raise ApplyError(
+            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers or "
+            "counts and are called several times stay on one stage with all between their calls, since these follow one another; "
+            f"so do layers that tensor parallelism cuts together{_texts_of(flow.bonds)}",
+            fix=_fix_for(len(blocks), rank_of_stage),
+        )
+    wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
+    dealt = balance_over_ranks([sum(costs[place] for place in block) for block in blocks], rank_of_stage, wishes)
+    stages = [stage for stage, block in zip(dealt, blocks, strict=True) for _ in block]
+    by_unit: dict[str, list[int]] = {}
+    holders: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
+    for call, stage in zip(calls, stages, strict=True):
+        by_unit.setdefault(call.unit, []).append(stage)
+        for name in call.parameters:
+            holders[name].add(stage)
+    before = 0
+    for unit in flow.units:
+        if unit not in by_unit:
+            by_unit[unit] = [before]
+            for name in flow.idle[unit]:
+                holders[name].add(before)
+        before = by_unit[unit][-1]
+    loads: Counter[int] = Counter()
+    for stage, cost in zip(stages, costs, strict=True):
+        loads[stage] += cost  # pyright: ignore[reportArgumentType] - a Counter of floats
+    return StageMap(
+        num_stages=num_stages,
+        calls={name: tuple(found) for name, found in by_unit.items()},
+        holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
+        shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
+        leaves=flow.leaves,
+        takes=flow.takes,
+        opens=frozenset(flow.opens),
+    )
+
+
+def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list[list[int]]:
+    """Return the calls, by place, in runs that stay on one stage."""
+    last_call = {call.unit: place for place, call in enumerate(flow.calls)}
+    blocks: list[list[int]] = []
+    end = -1
+    for place, call in enumerate(flow.calls):
+        if place > end:
+            blocks.append([])
+        blocks[-1].append(place)
+        if call.unit in flow.counts or any(True for _ in module.get_submodule(call.unit).buffers()):
+            end = max(end, last_call[call.unit])
+        for members in together:
+            if call.unit in members:
+                end = max(end, *(last_call[unit] for unit in members if unit in last_call))
+    return blocks
+
+
+def _texts_of(bonds: Mapping[str, tuple[str, ...]]) -> str:
+    return f", and those where one changes what another uses: {'; '.join([*bonds][:3])}" if bonds else ""
+
+
+def _wish(unit: str, given: Mapping[str, int]) -> int | None:
+    fitting = [name for name in given if unit == name or unit.startswith(f"{name}.")]
+    return given[max(fitting, key=len)] if fitting else None
+
+
+def _refuse_unknown(flow: Flow, given: Mapping[str, int]) -> None:
+    for name in given:
+        if not any(unit == name or unit.startswith(f"{name}.") for unit in flow.units):
+            raise ApplyError(
+                f"the plan puts '{name}' on a stage, and the model cannot be cut there{did_you_mean(name, flow.units)}",
+                fix=f"use names among {', '.join(flow.units[:8])}",
+            )

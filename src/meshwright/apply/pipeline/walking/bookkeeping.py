@@ -1,0 +1,164 @@
+"""Where the tensors of one forward are computed, and what has been sent and received of them on one stage."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from meshwright.apply.pipeline.tracing.memory import Memory
+from meshwright.apply.pipeline.walking.received import with_leaf
+from meshwright.apply.pipeline.walking.stand_ins import Meta, StandIn, StrayValueError, Value, mark, value_of, values_in
+from meshwright.apply.tensor.slices import make_whole
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+class Mail(Protocol):
+    """How a stage sends and receives."""
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Send a tensor to another stage."""
+        ...
+
+    def receive(self, meta: Meta, stage: int) -> Tensor:
+        """Return the next tensor from another stage."""
+        ...
+
+    def flush(self) -> None:
+        """Return when what was sent has left, and may be written over."""
+        ...
+
+
+class Bookkeeping(TorchFunctionMode):
+    """What a stage knows of the tensors of one forward.
+
+    Args:
+        stage: The stage.
+        mail: How to reach the other stages.
+        module: The model.
+    """
+
+    def __init__(self, stage: int, mail: Mail, module: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+        self.sent: list[tuple[GradientEdge, Meta, int]] = []
+        """(where its gradient goes, what it is like, stage it went to), in the order of sending."""
+        self.received: list[tuple[Tensor, int]] = []
+        """(leaf, stage it came from), in the order of receipt."""
+        self._mail = mail
+        self._module = module
+        self._memory = Memory(stage)
+
+    def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+        """Return the values of this forward, and those of parameters that are not here."""
+        return self._known_here(values_in(*args, kwargs) if kwargs else values_in(*args))
+
+    def _values_of(self, tensors: list[Tensor]) -> list[Value]:
+        """Return `_own_values` of tensors."""
+        return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
+
+    def _known_here(self, found: list[Value]) -> list[Value]:
+        others = [place for place, value in enumerate(found) if value.owner is not self and value.home is not None]
+        for place in others:
+            if self._is_of_model(found[place]):
+                found[place] = self._adopt(found[place])
+        if self._memory.is_touched:
+            self._memory.refuse_stale(found)
+        return [value for value in found if value.owner is self or value.home is None] if others else found
+
+    def _is_of_model(self, value: Value) -> bool:
+        return isinstance(value.owner, Bookkeeping) and value.owner._module is self._module
+
+    def _adopt(self, value: Value) -> Value:
+        """Take over a tensor that was kept since an earlier batch; it is computed, and held, where it was."""
+        if value.heir is not None and value.heir.owner is self:
+            return value.heir
+        is_here = value.home == self.stage and value.real is not None
+        stand_in = None if is_here else value.stand_in
+        if not is_here and stand_in is None:
+            stand_in = StandIn(Meta.of(value.any))
+        heir = Value(self, value.home, value.real if is_here else None, stand_in)
+        value.heir = heir
+        for tensor in (value.real, value.stand_in):
+            if tensor is not None:
+                mark(tensor, heir)
+        return heir
+
+    def real(self, value: Value) -> Tensor:
+        """Return a value's tensor, which is received where another stage computes it."""
+        if value.real is None:
+            if value.home is None or value.stand_in is None:
+                raise ApplyError(
+                    f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
+                    "the batch by which the stages were cut",
+                    fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
+                )
+            meta = Meta.of(value.stand_in)
+            tensor = leaf = self._mail.receive(meta, value.home)
+            if meta.requires_grad and torch.is_grad_enabled():
+                leaf, tensor = with_leaf(tensor)
+            value.real = mark(tensor, value)
+            self.received.append((leaf, value.home))
+            self._memory.note_copy(value)
+        return value.real
+
+    def _real_if_known(self, tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        if value is not None and (value.owner is self or value.home is None):
+            return self.real(value)
+        if isinstance(tensor, StandIn):
+            raise StrayValueError(f"stage {self.stage}")
+        return tensor
+
+    def _mark_own(self, tensor: Tensor) -> Tensor:
+        return mark(tensor, Value(self, self.stage, tensor, None))
+
+    def _send_all(self, values: list[Value], stage: int) -> None:
+        for value in values:
+            if value.home == self.stage and stage not in value.sent_to:
+                value.sent_to.add(stage)
+                tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    # Where the gradient goes is kept, not the tensor: it may be written over, and be another's result then.
+                    self.sent.append((get_gradient_edge(tensor), Meta.of(tensor), stage))
+                self._mail.send(tensor.detach(), stage)
+                self._memory.note_copy(value)
+
+    def _note_written(self, target: Tensor, home: int | None) -> None:
+        """Take note that this stage has written over a tensor."""
+        known = value_of(target)
+        if known is None or known.owner is not self:
+            known = Value(self, home, target, None)
+            mark(target, known)
+        known.home = home
+        known.sent_to = set()
+        if home is not None:
+            self._memory.note_written(known)
+
+    def _write_remote(self, target: Tensor, meta: Meta, home: int | None) -> None:
+        """Take note that another stage has written over a tensor."""
+        value = value_of(target)
+        if value is None or value.owner is not self:
+            value = Value(self, home, None, None)
+        elif value.home == self.stage and value.real is not None:
+            self._memory.note_moved(value.real)
+        value.home, value.real, value.stand_in, value.sent_to = home, None, StandIn(meta), set()
+        mark(target, value)
+
+
+class _Elsewhere(Bookkeeping):
+    """Stands for a forward of the same model that another rank has run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        TorchFunctionMode.__init__(self)
+        self._module = module
+
+
+def mark_home(tensor: Tensor, home: int, module: nn.Module) -> None:
+    """Note which stage computes a tensor of a model's, as another rank's forward has found."""
+    mark(tensor, Value(_Elsewhere(module), home, tensor, None))

@@ -1,0 +1,71 @@
+"""The way that a forward takes, as a number: equal on all stages, or they would wait for each other in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright.apply.pipeline.walking.stand_ins import Value
+
+__all__: list[str] = []
+
+_MASK = 2**63 - 1
+
+
+class Way:
+    """What a stage has seen of a forward: calls of layers, and where the tensors between them are computed.
+
+    Args:
+        micro_batch: Which one.
+        is_training: The model's mode.
+    """
+
+    __slots__ = ("_hash", "in_hook", "is_over", "last", "num_calls")
+
+    def __init__(self, micro_batch: int, *, is_training: bool) -> None:
+        self.num_calls = 0
+        """Calls of layers so far [count]."""
+        self.last = -1
+        """Number of the last layer that was called."""
+        self.in_hook = 0
+        """Users' hooks that run now, one inside of the other: they are no part of the way."""
+        self.is_over = False
+        """Whether the model has returned: the loss is computed on the stages that have what it needs."""
+        self._hash = hash(
+            (micro_batch, is_training)
+        )  # of numbers alone: a hash of text differs from process to process
+
+    @property
+    def digest(self) -> int:
+        """The whole way so far."""
+        return self._hash
+
+    @property
+    def note_digest(self) -> int:
+        """The digest as a note carries it."""
+        return self._hash & _MASK
+
+    def call(self, number: int, stage: int, values: Iterable[Value]) -> None:
+        """Take note of a call of a layer on a stage, which is given these."""
+        if self.is_over or self.in_hook:
+            return
+        self.num_calls += 1
+        self.last = number
+        crossing = [_facts(value) for value in values if value.home != stage and value.home is not None]
+        self._hash = hash((self._hash, number, stage, *crossing))
+
+    def draw(self, *places: int) -> None:
+        """Take note of where generators stand that all stages draw from alike."""
+        if not (self.is_over or self.in_hook):
+            self._hash = hash((self._hash, *places))
+
+    def between(self, home: int | None, values: Iterable[Value]) -> None:
+        """Take note of code between layers, which runs on a stage or, None, on all."""
+        if home is None or self.is_over or self.in_hook:
+            return
+        crossing = [_facts(value) for value in values if value.home != home and value.home is not None]
+        self._hash = hash((self._hash, home, *crossing))
+
+
+def _facts(value: Value) -> tuple[int, ...]:
+    tensor = value.any
+    return (value.home or 0, tensor.requires_grad, *tensor.shape)

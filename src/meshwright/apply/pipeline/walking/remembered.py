@@ -1,0 +1,205 @@
+"""What is remembered of a call that another stage runs: its results and what it wrote, with descriptions in place of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from meshwright.apply.pipeline.tracing.scene import VARS, Effect, Path, fields_of, resolve, write
+from meshwright.apply.pipeline.walking.stand_ins import Meta
+from meshwright.trees import LEAVES, map_tensors
+
+__all__: list[str] = []
+
+_DEPTH = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Old:
+    """In place of a tensor that the call was given: which one, in the order of `tensors_of_call`."""
+
+    place: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """In place of a container or an object that the call was given."""
+
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """In place of an object that the call made."""
+
+    shell: Any
+    attributes: dict[str, Any]
+
+
+class Encoder:
+    """Makes what is remembered of values.
+
+    Args:
+        olds: id of a tensor that the call was given -> its place among them.
+        places: id of a container or of an object's attributes that it was given -> its path.
+    """
+
+    def __init__(self, olds: Mapping[int, int], places: Mapping[int, Path]) -> None:
+        self._olds = olds
+        self._places = places
+        self._metas: dict[int, Meta] = {}
+
+    def results(self, tree: Any) -> Any:
+        """Encode a call's results: one that the call was given is a tensor of its own."""
+        return self._encode(tree, _DEPTH, knows_olds=False)
+
+    def written(self, tree: Any) -> Any:
+        """Encode what the call wrote somewhere: a tensor that it was given is that very one."""
+        return self._encode(tree, _DEPTH, knows_olds=True)
+
+    def _encode(self, tree: Any, depth: int, *, knows_olds: bool) -> Any:
+        if isinstance(tree, Tensor):
+            if knows_olds and id(tree) in self._olds:
+                return _Old(self._olds[id(tree)])
+            return self._metas.setdefault(id(tree), Meta.of(tree))
+        if type(tree) in LEAVES or not depth:
+            return tree
+        attributes = None if isinstance(tree, (list, tuple, dict)) else fields_of(tree)
+        path = self._places.get(id(tree if attributes is None else attributes))
+        if path is not None:
+            return _Given(path)
+
+        def inner(item: Any) -> Any:
+            return self._encode(item, depth - 1, knows_olds=knows_olds)
+
+        if isinstance(tree, PackedSequence):
+            return map_tensors(tree, inner)  # its sizes are no tensor of the forward
+        if isinstance(tree, dict):
+            values = {key: inner(item) for key, item in tree.items()}
+            return values if type(tree) is dict else _of_mapping(tree, values)
+        if isinstance(tree, (list, tuple)):
+            items = [inner(item) for item in tree]
+            return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        if attributes is not None:
+            encoded = {key: inner(item) for key, item in attributes.items()}
+            if any(encoded[key] is not item for key, item in attributes.items()):
+                with contextlib.suppress(Exception):
+                    return _Made(copy.copy(tree), encoded)
+            return tree
+        return map_tensors(tree, inner)
+
+
+def _of_mapping(example: dict[Any, Any], values: dict[Any, Any]) -> Any:
+    return type(example)(**values) if dataclasses.is_dataclass(example) else type(example)(values)
+
+
+class Known:
+    """Results of a call and what it wrote, with a description in place of each tensor.
+
+    Args:
+        results: What it returned.
+        effects: What it wrote into places.
+        writes: (place of a tensor that it was given, its description now) of those that it wrote over.
+    """
+
+    __slots__ = ("effects", "results", "writes")
+
+    def __init__(
+        self, results: Any, effects: tuple[Effect, ...] = (), writes: tuple[tuple[int, Meta], ...] = ()
+    ) -> None:
+        self.results = results
+        self.effects = effects
+        self.writes = writes
+
+    def make(self, tensor_of: Callable[[Meta], Tensor]) -> Any:
+        """Return the results with tensors made of their descriptions, in containers of their own."""
+        if type(self.results) is Meta:
+            return tensor_of(self.results)
+        return _Decoder(tensor_of, [], (), {}).decode(self.results)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call gave one tensor and wrote nothing."""
+        return type(self.results) is Meta and not self.effects and not self.writes
+
+    def repeat(
+        self,
+        tensor_of: Callable[[Meta], Tensor],
+        given: list[Tensor],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        module_of: Callable[[str], nn.Module],
+    ) -> Any:
+        """Write what the call wrote, and return its results.
+
+        Args:
+            tensor_of: Makes a tensor of a description.
+            given: The tensors that the call is given.
+            call: Its arguments.
+            module_of: Name -> module.
+        """
+        decoder = _Decoder(tensor_of, given, *call)
+        for effect in self.effects:
+            write(effect, resolve(effect.path, *call, module_of), decoder.decode(effect.tree))
+        return decoder.decode(self.results)
+
+
+class _Decoder:
+    def __init__(
+        self,
+        tensor_of: Callable[[Meta], Tensor],
+        given: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._tensor_of = tensor_of
+        self._given = given
+        self._args = args
+        self._kwargs = kwargs
+        self._made: dict[int, Tensor] = {}
+
+    def decode(self, tree: Any) -> Any:
+        """Return what was encoded, with tensors."""
+        if isinstance(tree, Meta):
+            found = self._made.get(id(tree))
+            if found is None:
+                found = self._made[id(tree)] = self._tensor_of(tree)
+            return found
+        if type(tree) in LEAVES:
+            return tree
+        if isinstance(tree, dict):
+            values = {key: self.decode(item) for key, item in tree.items()}
+            return values if type(tree) is dict else _of_mapping(tree, values)
+        if isinstance(tree, (list, tuple)):
+            items = [self.decode(item) for item in tree]
+            return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return self._decode_object(tree)
+
+    def _decode_object(self, tree: Any) -> Any:
+        if isinstance(tree, _Old):
+            return self._given[tree.place]
+        if isinstance(tree, _Given):
+            return self._object_at(tree.path)
+        if isinstance(tree, _Made):
+            made = copy.copy(tree.shell)
+            vars(made).update({key: self.decode(item) for key, item in tree.attributes.items()})
+            return made
+        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            names = [field.name for field in dataclasses.fields(tree) if field.init]
+            return dataclasses.replace(tree, **{name: self.decode(getattr(tree, name)) for name in names})
+        return tree
+
+    def _object_at(self, path: Path) -> Any:
+        """Return what the call was given at a path; of an object's attributes the object."""
+        if path[-1] == VARS:
+            path = path[:-1]
+        first, *rest = path
+        item = self._args[first] if isinstance(first, int) else self._kwargs[first]
+        for key in rest:
+            item = vars(item) if key == VARS and not isinstance(item, dict) else item[key]
+        return item

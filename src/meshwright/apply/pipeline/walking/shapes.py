@@ -1,0 +1,311 @@
+"""Shapes of what calls give that other stages run, found by running them without numbers, once for each kind of call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.modules.copies import copy_module
+from meshwright.apply.pipeline.tracing.scene import Scene, substitute_call
+from meshwright.apply.pipeline.walking.draws import read_python, set_python
+from meshwright.apply.pipeline.walking.remembered import Encoder, Known
+from meshwright.apply.pipeline.walking.stand_ins import (
+    Meta,
+    describe,
+    describe_tensor,
+    make_fake,
+    replace_tensors,
+    value_of,
+)
+from meshwright.apply.pipeline.walking.without_numbers import (
+    NeedsNumbersError,
+    find_of_function,
+    run_fake,
+    run_plain,
+    zeros_like_meta,
+)
+from meshwright.apply.state.buffers import buffer_slots
+from meshwright.trees import LEAVES, tensors_in
+
+__all__: list[str] = []
+
+_MOST_KINDS = 4096
+"""Kinds of calls that are remembered; batches of ever new lengths must not fill the memory [count]."""
+
+
+class Shapes:
+    """Results of calls, without their values.
+
+    A call whose code needs numbers is run for real, on zeros in place of what other stages compute: masks and lengths that come
+    of the inputs alone are what they are. The numbers of these decide shapes then, and are part of what is remembered.
+
+    Args:
+        twins: Unit's name -> a copy without values that is run in its place: the unit itself may be cut, and exchange.
+        scope: Unit's name -> (name, module) whose attributes a call of it may write, beside the unit's own.
+        drawing: Units that may draw from Python's or NumPy's global generator: each call of them is run, for what it draws.
+    """
+
+    def __init__(
+        self,
+        twins: Mapping[str, nn.Module],
+        scope: Callable[[str], Sequence[tuple[str, nn.Module]]] = lambda _: (),
+        drawing: Collection[str] = (),
+    ) -> None:
+        self._twins = twins
+        self._drawing = frozenset(drawing)
+        self._scope = scope
+        self._known: dict[Any, Known] = {}
+        self._needs_numbers: set[Any] = set()
+
+    def forget(self, trainable: Mapping[str, bool]) -> None:
+        """Forget everything that was found: `requires_grad` of parameters, by FQN, is another now."""
+        self._known.clear()
+        for name, twin in self._twins.items():
+            for own, parameter in twin.named_parameters():
+                fqn = f"{name}.{own}" if name else own
+                parameter.requires_grad_(trainable.get(fqn, parameter.requires_grad))
+
+    def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """Return what is known of such a call of a unit, without running anything."""
+        return None if name in self._drawing else self._look_up(self._key_of_unit(name, module, args, kwargs))
+
+    def find_of_unit(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Known:
+        """Run a call of a unit on tensors without values, or on zeros where its code needs numbers, and remember what it gave."""
+        key = self._key_of_unit(name, module, args, kwargs)
+        twin = self._twins.get(name)
+        scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
+        if twin is None:
+            scope += self._scope(name)
+        else:
+            twin.train(module.training)
+            module, forward = twin, _forward_of_twin
+            scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
+        scene = Scene(args, kwargs, scope)
+        run = functools.partial(forward, module)
+        generators = read_python()
+        try:
+            if name not in self._needs_numbers:
+                try:
+                    return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
+                except NeedsNumbersError:
+                    set_python(generators)
+                    self._needs_numbers.add(name)
+                    key = self._key_of_unit(name, module, args, kwargs)
+            return self._remember(key, _run_watched(scene, run, (args, kwargs), module, zeros_like_meta))
+        finally:
+            if name not in self._drawing:
+                set_python(generators)
+
+    def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._key(name, module.training, args, kwargs)
+
+    def _key(self, what: Any, is_training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts, integers = describe_call(args, kwargs)
+        numbers = numbers_of(integers, most=_SMALL if what in self._needs_numbers else 1) if integers else ()
+        return None if numbers is None else (what, is_training, torch.is_grad_enabled(), *parts, numbers)
+
+    def of_function(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
+    ) -> Known:
+        """Return the results of a torch function."""
+        key = self._key(func, None, args, kwargs)
+        known = self._look_up(key)
+        if known is not None:
+            return known
+        results, needs_numbers = find_of_function(func, args, kwargs, home)
+        if needs_numbers and func not in self._needs_numbers:
+            self._needs_numbers.add(func)
+            key = self._key(func, None, args, kwargs)
+        return self._remember(key, Known(replace_tensors(results, Meta.of)))
+
+    def _look_up(self, key: Any) -> Known | None:
+        try:
+            return self._known.get(key) if key is not None else None
+        except TypeError:  # an argument that cannot be hashed
+            return None
+
+    def _remember(self, key: Any, known: Known) -> Known:
+        if key is not None:
+            if len(self._known) >= _MOST_KINDS:
+                self._known.clear()
+            with contextlib.suppress(TypeError):
+                self._known[key] = known
+        return known
+
+
+def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
+    """Return a copy of each unit whose parameters are zeros without memory."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.clone()
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    twin = copy_module(module, empty)
+    return {name: twin.get_submodule(name) for name in units}
+
+
+def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The unit's own hooks have run, and made its arguments what they are; what they compute of parameters is on the unit alone.
+    for hook in twin._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm and pruning of old
+            hook(twin, args)
+    return type(twin).forward(twin, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _own_buffers(module: nn.Module) -> Iterator[None]:
+    """Have a module run on copies of its buffers.
+
+    Running statistics count their batches, fake or not. They are not even written back: a backward of the same rank's own may
+    still need them untouched.
+    """
+    buffers = [(owner, name, getattr(owner, name)) for owner, name in buffer_slots(module)]
+    for owner, name, tensor in buffers:
+        owner._buffers[name] = tensor.clone()
+    try:
+        yield
+    finally:
+        for owner, name, tensor in buffers:
+            owner._buffers[name] = tensor
+
+
+@contextlib.contextmanager
+def _laid_out(module: nn.Module) -> Iterator[None]:
+    """Have parameters that are absent here, one number for all entries, lie in memory as any do: some kernels insist on that."""
+    own = itertools.chain.from_iterable(
+        vars(child).values() for child in module.modules()
+    )  # `Holding` keeps them there
+    parameters = {
+        id(value): value for value in (*own, *module.parameters()) if isinstance(value, nn.Parameter)
+    }.values()
+    absent = [
+        (parameter, parameter.data) for parameter in parameters if parameter.dim() and not any(parameter.stride())
+    ]
+    for parameter, data in absent:
+        parameter.data = data.contiguous()
+    try:
+        yield
+    finally:
+        for parameter, data in absent:
+            parameter.data = data
+
+
+def _run_watched(
+    scene: Scene,
+    run: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    module: nn.Module,
+    make: Callable[[Meta], Tensor],
+) -> Known:
+    """Run a call on what `make` gives for other stages' tensors, and leave everything as it was."""
+    made: dict[int, Tensor] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        if value is None and isinstance(tensor, nn.Parameter):
+            return tensor
+        if id(tensor) not in made:
+            if value is not None or make is make_fake:
+                made[id(tensor)] = make(Meta.of(tensor if value is None else value.any))
+            else:
+                made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    try:
+        scene.replace(stand_in)
+        new_args, new_kwargs = substitute_call(*call, stand_in)
+        given = [stand_in(tensor) for tensor in scene.given]
+        versions = [tensor._version for tensor in given]
+        with _own_buffers(module), contextlib.nullcontext() if make is make_fake else _laid_out(module):
+            results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
+        encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
+        writes = [
+            (place, Meta.of(tensor))
+            for place, (tensor, version) in enumerate(zip(given, versions, strict=True))
+            if tensor._version != version
+        ]
+        return Known(encoder.results(results), tuple(scene.effects(encoder.written)), tuple(writes))
+    finally:
+        scene.restore()
+
+
+_SMALL = 4096
+"""Integers that are compared to tell whether two calls are alike [count]."""
+
+
+def describe_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Tensor]]:
+    """Return `describe` of each argument, and the integer tensors among them that every stage has: lengths, offsets."""
+    parts: list[Any] = []
+    integers: list[Tensor] = []
+    for item in args:
+        parts.append(_describe_argument(item, integers))
+    for key, item in kwargs.items():
+        parts.append(("=", key, _describe_argument(item, integers)))
+    return parts, integers
+
+
+def _describe_argument(item: Any, integers: list[Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        value = value_of(item)
+        if value is None and _is_exact(item.dtype):
+            integers.append(item)
+        return describe_tensor(item, value)
+    kind = type(item)
+    if kind in LEAVES:
+        return (kind, item)
+    _find_integers(item, integers)
+    return describe(item)
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def numbers_of(found: Sequence[Tensor], most: int) -> tuple[Any, ...] | None:
+    """Return the numbers in tensors of integers; None where they are too many.
+
+    Args:
+        found: The tensors.
+        most: Tensors of more elements are left out where this is 1: what is no single number decides no size by itself.
+    """
+    if most == 1:
+        return tuple([_numbers_in(tensor) for tensor in found if tensor.numel() == 1])
+    if sum(tensor.numel() for tensor in found) > most:
+        return None
+    return tuple([_numbers_in(tensor) for tensor in found])
+
+
+def _numbers_in(tensor: Tensor) -> Any:
+    """Return the numbers in a tensor whose shape and dtype are known."""
+    if tensor.dim() < 2:
+        numbers = tensor.tolist()
+        return tuple(numbers) if isinstance(numbers, list) else numbers
+    return tuple(tensor.flatten().tolist()) if tensor.layout == torch.strided else str(tensor.tolist())
+
+
+def _find_integers(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if _is_exact(tree.dtype) and value_of(tree) is None:
+            found.append(tree)
+    elif type(tree) in (tuple, list):
+        for item in tree:
+            _find_integers(item, found)
+    elif type(tree) is dict:
+        for item in tree.values():
+            _find_integers(item, found)
+    elif type(tree) is slice:
+        _find_integers((tree.start, tree.stop, tree.step), found)
+    elif type(tree) not in LEAVES:
+        found += [t for t in tensors_in(tree) if value_of(t) is None and t.dtype in _EXACT]
+
+
+_EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

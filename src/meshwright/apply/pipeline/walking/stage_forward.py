@@ -1,0 +1,373 @@
+"""One stage's forward of one micro-batch: the user's own forward, in which the other stages' part stands still.
+
+Every stage runs the whole forward on the same inputs. A *unit* is a module whose calls are dealt out to stages; what the user's
+code does between units is *glue*. A call of a unit that belongs to another stage is not run, and gives stand-ins. Glue runs
+on the latest stage that computes one of its tensors; what comes of the inputs alone (masks, positions) every stage computes
+for itself. Where something of this stage needs a tensor of another, it is received; where something of another stage needs
+a tensor of this one, it is sent. As all stages see the same calls in the same order, sender and receiver agree without a word.
+
+So masks, keyword arguments, skip connections over several stages, tensors in dataclasses, other shapes in each micro-batch
+and branches that the inputs decide need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
+from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
+from meshwright.apply.pipeline.tracing.scene import (
+    places_of_call,
+    plain_tensors,
+    substitute,
+    substitute_call,
+    tensors_of_call,
+)
+from meshwright.apply.pipeline.tracing.stage_map import StageMap
+from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Mail
+from meshwright.apply.pipeline.walking.draws import Draws, python_place
+from meshwright.apply.pipeline.walking.path_hash import Way
+from meshwright.apply.pipeline.walking.remembered import Known
+from meshwright.apply.pipeline.walking.shapes import Shapes
+from meshwright.apply.pipeline.walking.stand_ins import (
+    Meta,
+    StandIn,
+    Value,
+    mark,
+    replace_tensors,
+    value_of,
+    values_in,
+)
+from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
+from meshwright.apply.recompute.checkpointing import checkpoint_inside
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    """Tell whether a module has parameters, here or on another stage, or buffers."""
+    return any(
+        child._parameters or child._buffers or any(isinstance(item, nn.Parameter) for item in vars(child).values())
+        for child in module.modules()
+    )
+
+
+class Walk(Bookkeeping):
+    """A stage's forward of one micro-batch, under way. The forward runs inside.
+
+    Args:
+        stage: The stage.
+        stage_map: Which stage runs what.
+        shapes: What calls give, of which only the shapes are wanted.
+        mail: How to reach the other stages.
+        draws: What layers draw from, apart from the code between them.
+        module: The model.
+        way: Where the forward's way is noted.
+    """
+
+    def __init__(
+        self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
+    ) -> None:
+        super().__init__(stage, mail, module)
+        self.outputs: Any = None
+        """What the model has returned, once it has; after that the loss is computed."""
+        self._stage_map = stage_map
+        self._shapes = shapes
+        self._draws = draws
+        self._way = way
+        self._calls: dict[str, int] = {}
+        self.is_paused = False
+        self._checkpoints = 0  # of the user's own, around what runs now
+        self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
+
+    def __enter__(self) -> Walk:
+        self._plain_checkpoints.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._plain_checkpoints.__exit__()
+
+    def _note_checkpoint(self, enters: bool) -> None:
+        # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
+        self._checkpoints += 1 if enters else -1
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Run a user's hook inside: on one rank alone, maybe."""
+        self._way.in_hook += 1
+        try:
+            yield
+        finally:
+            self._way.in_hook -= 1
+
+    def paused(self) -> _Paused:
+        """Run what is inside as if nobody watched."""
+        return _Paused(self)
+
+    def pause(self) -> bool:
+        """Stop to watch; tell whether this mode was the one on top."""
+        self.is_paused = True
+        if current_function_mode() is not self:
+            return False  # the user's own mode is, and must stay
+        super().__exit__(None, None, None)
+        return True
+
+    def go_on(self, *, was_on_top: bool) -> None:
+        """Watch again."""
+        if was_on_top:
+            super().__enter__()
+        self.is_paused = False
+
+    # -- units --------------------------------------------------------------------------------------------------
+
+    def call_unit(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run one call of a unit, or stand in for it."""
+        with without_function_modes():  # what is done here with tensors is not the user's code
+            taken = self._stage_map.takes.get(name)
+            given = None if taken else plain_tensors(args, kwargs)
+            is_plain = given is not None
+            places: list[Any] = []
+            if given is None:
+                places, given = self._look_into(name, args, kwargs)
+            values = self._values_of(given)
+            stage = self._place_of_call(name, module, values)
+            self._way.call(self._stage_map.number_of(name), stage, values)
+            if self._draws.python:
+                self._way.draw(*python_place())
+            known = None
+            if stage != self.stage:
+                self._send_all(values, stage)
+                known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
+                if known is not None and known.is_plain:
+                    return self._stand_in(known, stage)
+            elif values:
+                if [value for value in values if value.stand_in is not None]:
+                    for value in values:
+                        self.real(value)  # in the order in which they are sent
+                    substitute(places, self._real_if_known)
+                    args, kwargs = substitute_call(args, kwargs, self._real_if_known)
+                    given = [self._real_if_known(tensor) for tensor in given]
+                if [value for value in values if value.sent_to]:
+                    self._mail.flush()  # the layer may write over it
+            if stage == self.stage and not is_plain:
+                given += tensors_of_call(args, kwargs, places_of_call(args, kwargs))
+            versions = _versions_of(given) if stage == self.stage else []
+        if stage == self.stage:
+            outputs = self._run_unit(module, forward, args, kwargs)
+            with without_function_modes():
+                return self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
+        if known is None:
+            with self.paused():
+                known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
+        return self._repeat_unit(name, known, stage, (args, kwargs))
+
+    def _look_into(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
+        """Return what a call can write into, and the tensors that it is given there and elsewhere."""
+        places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
+        taken = self._stage_map.takes.get(name)
+        if taken:
+            places = [*places, *places_of_slots(self._module, taken)]
+        return places, tensors_of_call(args, kwargs, places)
+
+    def _run_unit(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.paused(), self._draws.inside_layer():
+            if self._checkpoints and torch.is_grad_enabled():
+                return checkpoint_inside(forward, module, args, kwargs)
+            return forward(module, *args, **kwargs)
+
+    def _take_results(
+        self,
+        name: str,
+        outputs: Any,
+        given: list[Tensor],
+        versions: list[int],
+        call: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    ) -> Any:
+        """Return the results of a call on this stage, with what is known of them; so with what the call wrote beside them.
+
+        Args:
+            name: The unit.
+            outputs: What it returned.
+            given: The tensors that it was given.
+            versions: What their versions were before.
+            call: Its arguments, where there is more than tensors in them.
+        """
+        now = _versions_of(given)
+        if now != versions:
+            for tensor, old_version, version in zip(given, versions, now, strict=True):
+                if version != old_version:
+                    self._note_written(tensor, self.stage)
+        old = {id(tensor) for tensor in given}
+        leaves = self._stage_map.leaves.get(name, ())
+        places = [] if call is None else places_of_call(*call)
+        if places or leaves:
+            for tensor in written_tensors(places, self._module, leaves):
+                known = value_of(tensor)
+                if id(tensor) not in old and (known is None or known.owner is not self):
+                    self._mark_own(tensor)
+        if isinstance(outputs, Tensor):
+            return self._mark_result(outputs, old)
+        held = {id(place) for _, place in places}
+        return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
+
+    def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
+        if known.is_plain:
+            return self._stand_in(known, stage)
+        with without_function_modes():
+            given: list[Tensor] = []
+            if known.writes or known.effects:
+                given = tensors_of_call(*call, places_of_call(*call))
+            for place, meta in known.writes:
+                self._write_remote(given[place], meta, stage)
+        if known.effects:
+            refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
+
+        def make(meta: Meta) -> Tensor:
+            tensor = StandIn(meta)
+            return mark(tensor, Value(self, stage, None, tensor))
+
+        return known.repeat(make, given, call, self._module.get_submodule)
+
+    def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
+        """Mark a result of a layer; one that was there before, an input or a buffer, gets a name of its own."""
+        if tensor.grad_fn is None or id(tensor) in given or value_of(tensor) is not None:
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+            tensor = tensor.view_as(tensor) if is_plain else tensor
+        return self._mark_own(tensor)
+
+    def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
+        """Return the stage of the next call of a unit, which takes these."""
+        before = self._calls.get(name, 0)
+        self._calls[name] = before + 1
+        stage = self._stage_map.stage_of(name, before)
+        homes = [value.home for value in values if value.home is not None]
+        latest = max(homes) if homes else stage
+        if (latest > stage or self._draws.apart) and not _holds_tensors(module):
+            return latest  # a dropout that serves several layers, of which chance may have left some out this time
+        if latest > stage and latest in self._stage_map.calls[name] and not any(True for _ in module.buffers()):
+            return (
+                latest  # it lies there, too, for another of its calls; this batch makes others than the first one did
+            )
+        if latest > stage:
+            raise ApplyError(
+                f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
+                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
+                "example_batch= to apply_plan with which every layer runs as often as it ever will",
+            )
+        return stage
+
+    def end_model(self, outputs: Any) -> None:
+        """Take note of what the model has returned; now comes the loss."""
+        self.outputs = outputs
+        if self._draws.python:
+            self._way.draw(*python_place())
+        self._way.is_over = True
+
+    @property
+    def owes_nothing_to_the_loss(self) -> bool:
+        """Whether the model is done and other stages alone have its outputs, so that the loss cannot need this one."""
+        if self.outputs is None:
+            return False
+        homes = [value.home for value in values_in(self.outputs)]
+        return bool(homes) and self.stage not in homes and None not in homes
+
+    # -- glue ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused or func in METADATA:
+            return func(*args, **kwargs)
+        values = self._own_values(args, kwargs)
+        if not values:
+            return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
+        homes = [value.home for value in values if value.home is not None]
+        home = max(homes) if homes else None
+        self._way.between(home, values)
+        if func in DIFFERENTIATES:
+            refuse_gradient(func, args, kwargs)
+        target = writes_to(func, args, kwargs)
+        if home == self.stage or (home is None and not [value for value in values if value.real is None]):
+            given: Any = (args, kwargs)
+            if [value for value in values if value.stand_in is not None]:
+                given = replace_tensors(given, self._real_if_known)
+            return self._run_here(func, given[0], given[1], home, target)
+        if home is not None:
+            self._send_all(values, home)
+        if target is not None:
+            return self._write_elsewhere(func, target, values, home)
+        return self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)
+
+    def _run_here(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
+    ) -> Any:
+        if target is None:
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor):
+                return mark(result, Value(self, home, result, None))
+            return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
+        known = value_of(target)
+        if known is not None and known.sent_to:
+            self._mail.flush()
+        result = func(*args, **kwargs)
+        self._note_written(target, home)
+        return target if isinstance(result, Tensor) else result
+
+    def _write_elsewhere(self, func: Callable[..., Any], target: Tensor, values: list[Value], home: int | None) -> Any:
+        value = value_of(target)
+        template = Meta.of(target if value is None or value.owner is not self else value.any)
+        needs_grad = torch.is_grad_enabled() and any(
+            known.any.requires_grad for known in values if known.real is not None or known.stand_in is not None
+        )
+        meta = Meta(template.shape, template.stride, template.dtype, template.device, needs_grad)
+        self._write_remote(target, meta, home)
+        return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def _stand_in(self, known: Known, home: int | None) -> Any:
+        """Return stand-ins for the results of a call."""
+
+        def make(meta: Meta) -> Tensor:
+            tensor = StandIn(meta)
+            return mark(tensor, Value(self, home, None, tensor))
+
+        return known.make(make)
+
+
+def _versions_of(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class _Paused:
+    """A context without a generator: one is entered for each call of a layer."""
+
+    __slots__ = ("_walk", "_was_on_top")
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+        self._was_on_top = False
+
+    def __enter__(self) -> None:
+        self._was_on_top = self._walk.pause()
+
+    def __exit__(self, *_: object) -> None:
+        self._walk.go_on(was_on_top=self._was_on_top)

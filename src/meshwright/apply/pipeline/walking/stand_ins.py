@@ -1,0 +1,238 @@
+"""Tensors of a forward that is spread over stages: where each is computed, and what stands for it elsewhere.
+
+On the stage that computes it a value is a plain tensor. Every other stage has a `StandIn` for it: shape, dtype, device and
+whether it needs a gradient are right, and there is nothing in it. Which stage computes it is the same everywhere, since every
+stage runs the same forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright._torch_private import FakeTensorMode, WrapperTensor
+from meshwright.errors import ApplyError
+from meshwright.trees import LEAVES, map_tensors
+
+__all__: list[str] = []
+
+_ATTRIBUTE = "_meshwright_value"
+
+
+class Value:
+    """What is known of one tensor of a forward.
+
+    Args:
+        owner: The forward that it belongs to.
+        home: The stage that computes it; None where it is made of parameters and inputs alone, on the stages that hold those.
+        real: The tensor, where it is here.
+        stand_in: What the user's code holds in its place, where it is not; it may have been received since.
+    """
+
+    __slots__ = ("heir", "home", "is_stale", "owner", "real", "sent_to", "stand_in")
+
+    def __init__(self, owner: object, home: int | None, real: Tensor | None, stand_in: Tensor | None) -> None:
+        self.owner = owner
+        self.home = home
+        self.real = real
+        self.stand_in = stand_in
+        self.sent_to: set[int] = set()
+        self.heir: Value | None = None
+        """What a later forward knows of the same tensor."""
+        self.is_stale = False
+        """Whether its memory was written over under another name, after a stage got a copy."""
+
+    @property
+    def any(self) -> Tensor:
+        """A tensor of its shape and dtype."""
+        found = self.real if self.real is not None else self.stand_in
+        if found is None:
+            raise AttributeError("a value without a tensor")
+        return found
+
+
+def value_of(tensor: Tensor) -> Value | None:
+    """Return what is known of a tensor; None for one that every stage has."""
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def mark(tensor: Tensor, value: Value) -> Tensor:
+    """Note what is known of a tensor."""
+    setattr(tensor, _ATTRIBUTE, value)
+    return tensor
+
+
+def unmark(tensor: Tensor) -> None:
+    """Forget what is known of a tensor."""
+    delattr(tensor, _ATTRIBUTE)
+
+
+def values_in(*trees: Any) -> list[Value]:
+    """Return what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
+    found: list[Value] = []
+    _find_values(trees, found)
+    return found
+
+
+def _find_values(items: Iterable[Any], found: list[Value]) -> None:
+    # Called for everything that the code between layers hands over: the common kinds come first, and at once.
+    for item in items:
+        if isinstance(item, Tensor):
+            value = getattr(item, _ATTRIBUTE, None)
+            if value is not None:
+                found.append(value)
+            continue
+        kind = type(item)
+        if kind in LEAVES:
+            continue
+        if isinstance(item, (list, tuple)):
+            _find_values(item, found)
+        elif isinstance(item, dict):
+            if item:
+                _find_values(item.values(), found)
+        elif kind is slice:
+            _find_values((item.start, item.stop, item.step), found)
+        elif dataclasses.is_dataclass(kind):
+            _find_values((getattr(item, field.name, None) for field in dataclasses.fields(item)), found)
+
+
+def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return the same containers, slices among them, with `function` applied to each tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    kind = type(tree)
+    if kind in LEAVES:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([replace_tensors(item, function) for item in tree])
+    if kind is slice:
+        return slice(*(replace_tensors(part, function) for part in (tree.start, tree.stop, tree.step)))
+    return map_tensors(tree, function)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meta:
+    """What a tensor without values is made from."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Describe a tensor."""
+        if isinstance(tensor, StandIn):
+            meta, requires_grad = tensor.meta, tensor.requires_grad
+            return (
+                meta if meta.requires_grad == requires_grad else dataclasses.replace(meta, requires_grad=requires_grad)
+            )
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class StandIn(WrapperTensor):
+    """A tensor with a description and no values: what the user's code holds of a tensor that another stage computes.
+
+    A forward that is under way is told of every torch function that takes one, so none of torch's operators ever gets one.
+    """
+
+    meta: Meta
+    """What it was made from; `requires_grad` may have been switched since."""
+
+    def __new__(cls, meta: Meta) -> StandIn:
+        tensor = cls.make(
+            meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
+        )
+        tensor.meta = meta
+        return tensor
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride] - what a tensor takes is for its values
+        return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StrayValueError(str(func))
+
+
+class StrayValueError(ApplyError):
+    """Code that torch functions are not told of was given a tensor that another stage computes."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            f"{place} was given a tensor that another stage computes, and its way cannot be followed: it passed through "
+            "code that torch functions are not told of, or was kept from an earlier batch",
+            fix="keep such code inside of a layer, or use pp=1",
+        )
+
+
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_fake(meta: Meta) -> Tensor:
+    """Return a tensor of this description on which torch's functions can be run, to see what description their results have.
+
+    It is no leaf where it requires a gradient: code may write over it.
+    """
+    with FAKE_MODE:
+        tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        if meta.requires_grad:
+            with torch.enable_grad():
+                tensor = tensor.requires_grad_().clone()
+    return tensor
+
+
+def describe_tensor(tensor: Tensor, value: Value | None) -> tuple[Any, ...]:
+    """Return `describe` of a tensor of which this is known."""
+    if value is not None:
+        tensor = value.any
+    if isinstance(tensor, StandIn):
+        meta = tensor.meta
+        return (meta.shape, meta.dtype, tensor.requires_grad, meta.stride)
+    return (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride())
+
+
+def describe(tree: Any) -> Any:
+    """Return something hashable that is equal for two trees of arguments from which a function makes results of equal shapes."""
+    if isinstance(tree, Tensor):
+        return describe_tensor(tree, value_of(tree))
+    kind = type(tree)
+    if kind in LEAVES:
+        return (kind, tree)
+    if isinstance(tree, (list, tuple)):
+        return (kind.__name__, *[describe(item) for item in tree])
+    if isinstance(tree, dict):
+        return ("dict", *[(key, describe(item)) for key, item in tree.items()])
+    if kind is slice:
+        return ("slice", describe(tree.start), describe(tree.stop), describe(tree.step))
+    if dataclasses.is_dataclass(kind):
+        return (kind, *[describe(getattr(tree, field.name, None)) for field in dataclasses.fields(tree)])
+    return (kind, _describe_object(tree))
+
+
+_NUMBERS = (numbers.Number, np.generic, enum.Enum, str, range, frozenset)
+
+
+def _describe_object(item: Any) -> Any:
+    """Return what tells apart two objects of one class: their value, or the plain attributes that they have."""
+    if isinstance(item, _NUMBERS):
+        return item
+    if isinstance(item, (np.ndarray, set)):
+        return str(item)
+    if callable(item):
+        return item
+    attributes = getattr(item, "__dict__", None)
+    if not attributes:
+        return None
+    return tuple((key, describe(value)) for key, value in attributes.items() if _is_plain(value))
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, Tensor) or type(item) in LEAVES or type(item) in (list, tuple)

@@ -1,0 +1,127 @@
+"""Code that is given tensors of other stages: it runs on tensors without values, or on zeros where it needs numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright._torch_private import FakeTensorError
+from meshwright.apply.pipeline.walking.stand_ins import FAKE_MODE, Meta, make_fake, replace_tensors, value_of
+from meshwright.errors import ApplyError
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+
+class ReadsValueError(ApplyError):
+    """Code between the layers looks at a number that another stage computes."""
+
+
+class NeedsNumbersError(Exception):
+    """A call cannot be run without numbers."""
+
+
+def find_of_function(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
+) -> tuple[Any, bool]:
+    """Return the results of a torch function, and whether they follow the numbers that it is given."""
+    if func is torch.autograd.grad:
+        return _like_inputs(*args, **kwargs), False
+    try:
+        return run_fake(func, *_with_stand_ins((args, kwargs), make_fake)), False
+    except NeedsNumbersError as error:
+        results = run_plain(func, *_with_stand_ins((args, kwargs), zeros_like_meta))
+        sizes = [tensor.shape for tensor in tensors_in(results)]
+        # Sizes that follow numbers of another stage are other ones where the numbers are: `torch.where(chosen == 3)`.
+        if sizes and all(_sizes_with(make, func, args, kwargs) in (None, sizes) for make in (_ones, _ramp)):
+            return results, True
+        whose = "a parameter, or on what is made of one, that other stages hold"
+        whose = whose if home is None else f"a tensor that stage {home} computes"
+        raise ReadsValueError(
+            f"the code between the layers calls {getattr(func, '__name__', func)}() on {whose}, and every stage would need its "
+            f"numbers ({str(error).splitlines()[0]})",
+            fix="decide by the inputs, or inside a layer; or use pp=1",
+        ) from error
+
+
+def _sizes_with(
+    make: Callable[[Meta], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Size] | None:
+    """Return the sizes of results where other stages' tensors hold what `make` gives, or None where that cannot be."""
+    try:
+        return [tensor.shape for tensor in tensors_in(run_plain(func, *_with_stand_ins((args, kwargs), make)))]
+    except (RuntimeError, IndexError, ValueError):
+        return None
+
+
+def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
+    """Replace the tensors that some stage computes."""
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        return tensor if value is None else make(Meta.of(value.any))
+
+    return replace_tensors(tree, stand_in)
+
+
+_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a call that fails on fake tensors: it is run on zeros then."""
+    was_disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        _FAKE_LOGGER.disabled = was_disabled
+
+
+def run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        with FAKE_MODE, _quiet():
+            return func(*args, **kwargs)
+    except FakeTensorError as error:
+        raise NeedsNumbersError(type(error).__name__) from error
+    except RuntimeError as error:
+        # C++ code that reads a tensor's numbers, or an operator whose shapes torch knows for some dtypes only (grouped_mm). An
+        # error of the user's own code comes again from the run on zeros.
+        raise NeedsNumbersError(str(error)) from error
+
+
+def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        return func(*args, **kwargs)
+
+
+def _like_inputs(_outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> tuple[Tensor, ...]:
+    """Return what torch.autograd.grad does: a gradient for each input."""
+    found = []
+    for tensor in tensors_in(inputs):
+        meta = Meta.of(tensor if (value := value_of(tensor)) is None else value.any)
+        found.append(make_fake(dataclasses.replace(meta, requires_grad=create_graph)))
+    return tuple(found)
+
+
+def zeros_like_meta(meta: Meta) -> Tensor:
+    zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+    if not meta.requires_grad:
+        return zeros
+    with torch.enable_grad():
+        return zeros.requires_grad_().clone()  # no leaf: code may write over it
+
+
+def _ones(meta: Meta) -> Tensor:
+    return torch.ones_like(zeros_like_meta(dataclasses.replace(meta, requires_grad=False)))
+
+
+def _ramp(meta: Meta) -> Tensor:
+    zeros = zeros_like_meta(dataclasses.replace(meta, requires_grad=False))
+    return (torch.arange(zeros.numel(), device=meta.device) % 2**7).reshape(meta.shape).to(meta.dtype)

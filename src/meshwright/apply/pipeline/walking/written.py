@@ -1,0 +1,121 @@
+"""What a layer leaves beside its results, on the stage that runs it: tensors in containers, objects and attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.apply.pipeline.tracing.scene import Effect, Path, Places, fields_of, tensors_of_call
+from meshwright.errors import ApplyError
+from meshwright.trees import LEAVES, map_tensors
+
+__all__: list[str] = []
+
+Slot = tuple[str, str]
+"""A module's name and the name of an attribute."""
+
+
+def written_tensors(places: Sequence[tuple[Path, Any]], model: nn.Module, leaves: Sequence[Slot]) -> Iterator[Tensor]:
+    """Yield the tensors in what a call was given to write into, and in the attributes that it is known to write."""
+    if places:
+        yield from tensors_of_call((), {}, places)
+    for module, attribute in leaves:
+        item = vars(model.get_submodule(module)).get(attribute)
+        if isinstance(item, Tensor):
+            yield item
+        else:
+            yield from tensors_of_call((item,), {}, Places([(0, item)]).found)
+
+
+def places_of_slots(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[Path, Any]]:
+    """Return what is in these attributes as places that can be written: a dict of the attribute alone, and what is below."""
+    found: list[tuple[Path, Any]] = []
+    for module, attribute in slots:
+        attributes = vars(model.get_submodule(module))
+        if attribute in attributes:
+            item = attributes[attribute]
+            if isinstance(item, (Tensor, tuple)):
+                found.append(((("slot", module), attribute), _Slot(attributes, attribute)))
+            found += [((("slot", module), attribute, *path), place) for path, place in Places([(0, item)]).found]
+    return found
+
+
+class _Slot(dict[str, Any]):
+    """One attribute of a module, written through."""
+
+    def __init__(self, attributes: dict[str, Any], name: str) -> None:
+        super().__init__({name: attributes[name]})
+        self._attributes = attributes
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._attributes[key] = value
+
+
+def refuse_unseen(unit: str, effects: Sequence[Effect], leaves: Sequence[Slot]) -> None:
+    """Refuse a call that leaves tensors in attributes in which the first batch's calls left none.
+
+    Raises:
+        ApplyError: It does.
+    """
+    for effect in effects:
+        first = effect.path[0]
+        if not isinstance(first, tuple):
+            continue
+        attribute = effect.path[1] if len(effect.path) > 1 else effect.key
+        if (first[1], attribute) not in leaves:
+            raise ApplyError(
+                f"layer '{unit}' leaves a tensor in the attribute '{attribute}' of '{first[1] or 'the model itself'}', which it "
+                "did not with the first batch; other stages would not find it",
+                fix="pass an example_batch= to apply_plan with which it does so, return the tensor, or use pp=1",
+            )
+
+
+def map_results(outputs: Any, function: Callable[[Tensor], Tensor], held: Collection[int] = ()) -> Any:
+    """Return a layer's results with a function applied to each tensor; those in attributes of objects are replaced there.
+
+    Args:
+        outputs: The results.
+        function: What to do with each tensor, once.
+        held: Ids of lists, dicts and objects' attributes that the layer was given: they stay as they are.
+    """
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    return _Results(function, held).map(outputs, _DEPTH)
+
+
+_DEPTH = 8
+
+
+class _Results:
+    def __init__(self, function: Callable[[Tensor], Tensor], held: Collection[int]) -> None:
+        self._function = function
+        self._held = held
+        self._done: dict[int, Tensor] = {}
+        self._alive: list[Tensor] = []
+
+    def map(self, item: Any, depth: int) -> Any:
+        if isinstance(item, Tensor):
+            if id(item) not in self._done:
+                new = self._function(item)
+                self._alive.append(item)
+                self._done[id(item)] = self._done[id(new)] = new
+            return self._done[id(item)]
+        if type(item) in LEAVES or not depth or id(item) in self._held:
+            return item
+        if type(item) in (tuple, list):
+            return type(item)([self.map(part, depth - 1) for part in item])
+        attributes = None if isinstance(item, (list, tuple, dict)) else fields_of(item)
+        if attributes is None or dataclasses.is_dataclass(item):
+            return (
+                map_tensors(item, lambda tensor: self.map(tensor, depth)) if id(attributes) not in self._held else item
+            )
+        if id(attributes) not in self._held:
+            for key, part in list(attributes.items()):
+                new = self.map(part, depth - 1)
+                if new is not part:
+                    attributes[key] = new
+        return item

@@ -1,0 +1,276 @@
+"""Recompute (activation checkpointing): a layer keeps its inputs, and runs its forward again when its backward begins.
+
+Chen et al. 2016, arXiv:1604.06174; selective recompute after Korthikanti et al. 2022, arXiv:2205.05198: what matrix products
+and convolutions give is kept, since it is dear to compute, and all else is computed again; layers that write over such
+results in place (recurrent ones, `inplace=True`) are recomputed whole. The engine is torch's own
+non-reentrant checkpoint, which sets the random generators back, so that dropout draws the same mask.
+
+The repetition sees the layer's buffers and attributes as they were before the first forward and leaves no trace of its own:
+running statistics, power iterations, counters and what a layer keeps for its loss are those of one forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from meshwright._torch_private import DEAR_OPERATORS
+from meshwright.apply.finding import Finding
+from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.recompute.inputs import Inputs, Writers
+from meshwright.apply.recompute.kept import keeping_contexts
+from meshwright.apply.recompute.repetition import Repetition
+from meshwright.apply.state.attributes import Attributes, Moment
+from meshwright.apply.state.outside import Elsewhere, Outside
+from meshwright.apply.state.random_states import PythonState
+from meshwright.describe.layers import find_layers
+
+__all__: list[str] = []
+
+# Of a class whose forward runs again: the class that it was made of, and what makes it of that.
+_MADE_OF = "_meshwright_made_of"
+
+
+class Recompute:
+    """The layers of a module that run again in backward.
+
+    Args:
+        module: The user's module.
+        kind: "full" or "selective".
+    """
+
+    def __init__(self, module: nn.Module, kind: str) -> None:
+        self.before: Callable[[nn.Module], None] | None = None
+        """Called with a layer before its forward runs, again too; a strategy that shards makes its values whole then."""
+        self.writers = Writers()
+        """The layers that write over their inputs."""
+        self._inspected: nn.Module | None = None
+        self._findings: list[Finding] = []
+        pieces = [layer for _, layer in find_layers(module)]
+        # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
+        layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
+        self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
+        self._outside: weakref.WeakKeyDictionary[nn.Module, Outside | None] = weakref.WeakKeyDictionary()
+        self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._names = {id(layer): name for name, layer in module.named_modules()}
+        for layer in layers:
+            contexts = keeping_contexts if kind == "selective" and not _writes_in_place(layer) else None
+            self._changed.append((layer, type(layer)))
+            layer.__class__ = _recomputed(type(layer), self, contexts)
+
+    def attributes_of(self, layer: nn.Module) -> Attributes:
+        """Return what a forward may change on a layer, or on a copy of one."""
+        found = self._attributes.get(layer)
+        if found is None:
+            found = self._attributes[layer] = Attributes(layer)
+        return found
+
+    def outside_of(self, layer: nn.Module) -> Outside | None:
+        """Return what a layer's code keeps elsewhere, or None where it keeps and draws nothing there, as most do."""
+        if layer not in self._outside:
+            found = Outside(layer)
+            self._outside[layer] = None if found.is_empty and not found.draws else found
+        return self._outside[layer]
+
+    def begin_inspection(self, number: int) -> None:
+        """Compare what one layer gives when it runs again with what it gave at first; layers take turns.
+
+        Args:
+            number: Inspections before this one [count].
+        """
+        self._inspected = self._changed[number % len(self._changed)][0] if self._changed else None
+
+    def end_inspection(self) -> list[Finding]:
+        """Return in what they differed."""
+        self._inspected = None
+        found, self._findings = self._findings, []
+        return found
+
+    def look_at(self, layer: nn.Module) -> Repetition | None:
+        """Return what compares the results of a layer that begins a forward; None where it is not its turn."""
+        if layer is not self._inspected:
+            return None
+        self._inspected = None  # its first call in the step; others would keep their results as well
+        return Repetition(self._names.get(id(layer), ""), self._findings)
+
+    def close(self) -> None:
+        """Give the layers their own classes back."""
+        for layer, original in self._changed:
+            layer.__class__ = original
+
+
+def _writes_in_place(layer: nn.Module) -> bool:
+    """Tell whether a layer is known to write over results that selective recompute would keep; it is then recomputed whole."""
+    return any(isinstance(child, nn.RNNBase) or getattr(child, "inplace", False) for child in layer.modules())
+
+
+def _contexts_of_torch() -> Any:
+    """Return torch's contexts for a forward and its repetition that keep what is dear; its compiler knows no others."""
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[[], Any] | None) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(_run, original, owner, self)
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if torch.compiler.is_compiling():  # there torch puts side effects and writes in order by itself
+            options = {} if contexts is None else {"context_fn": _contexts_of_torch}
+            return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        options = {} if contexts is None else {"context_fn": contexts}
+        _under_way.owners.append(owner)
+        try:
+            return _run_twice(owner, self, run, args, kwargs, options=options)
+        finally:
+            _under_way.owners.pop()
+
+    recomputed = with_forward(original, forward)
+    setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, contexts=contexts)))
+    return recomputed
+
+
+def _run_twice(
+    owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, options: dict[str, Any]
+) -> Any:
+    """Run a forward of a layer, which backward repeats."""
+    inputs = owner.writers.begin(layer, args, kwargs)
+    kept_args, kept_kwargs = inputs.kept
+    inspection = owner.look_at(layer)
+    state = owner.attributes_of(layer), owner.outside_of(layer)
+    twice = _Twice(run, state, inputs, type(layer).__name__, inspection)
+    # Else it ends with the last tensor that backward needs, before the results are there.
+    with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
+        result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
+    owner.writers.end(layer, inputs, type(layer).__name__)
+    return result
+
+
+class _UnderWay(threading.local):
+    """The layers of this thread whose forward runs now and is repeated in backward: who has made them so, outermost first."""
+
+    def __init__(self) -> None:
+        self.owners: list[Recompute] = []
+
+
+_under_way = _UnderWay()
+
+
+def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module inside of a checkpoint that cannot repeat the whole: it is repeated by itself.
+
+    Where the checkpoint is the user's own, the repetition leaves traces as it does on one device; where it is a layer that runs
+    again in backward, it leaves none.
+    """
+    if not _under_way.owners:
+        return checkpoint(run, module, *args, use_reentrant=False, **kwargs)
+    return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, options={})
+
+
+def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callable[..., Any]]) -> type[nn.Module]:
+    """Return a class for a module, whose forward `make` makes of that of the class which the module has when it is called.
+
+    Where the module is a layer that runs again in backward, this forward does so with it: what it hides or changes while the
+    module runs is hidden then, too.
+    """
+    present = type(module)
+    if _MADE_OF not in vars(present):
+        return with_forward(present, make(module))
+    original, repeat = vars(present)[_MADE_OF]
+    module.__class__ = original
+    try:
+        return repeat(with_forward(original, make(module)))
+    finally:
+        module.__class__ = present
+
+
+class _Twice:
+    """A forward that is run, and run again in backward from where the layer stood before.
+
+    Args:
+        run: The forward.
+        state: What it may change on its layer, and elsewhere.
+        inputs: What it is given the first time, and may write over.
+        name: The class of the layer, for messages.
+        inspection: Compares the results of the two; None where nobody wants to know.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        state: tuple[Attributes, Outside | None],
+        inputs: Inputs,
+        name: str,
+        inspection: Repetition | None = None,
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._attributes, self._outside = state
+        self._inputs = inputs
+        self._before: Moment | None = None
+        self._elsewhere: tuple[Elsewhere, PythonState | None] | None = None
+        self._inspection = inspection
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            args, kwargs = self._inputs.again(self._name, args, kwargs)
+            with self._attributes.as_of(self._before), self._elsewhere_as_before():
+                result = self._run(*args, **kwargs)
+            if self._inspection is not None:
+                self._inspection.compare(result)
+            return result
+        self._before = self._attributes.take()
+        self._elsewhere = self._look_elsewhere()
+        given_args, given_kwargs = self._inputs.given
+        result = self._run(*given_args, **given_kwargs)
+        self._attributes.forward_is_over(self._before)
+        if self._inspection is not None:
+            self._inspection.keep(result)
+        return result
+
+    def _look_elsewhere(self) -> tuple[Elsewhere, PythonState | None] | None:
+        if self._outside is None:
+            return None
+        state = PythonState() if self._outside.draws else None
+        return self._outside.take(with_attributes=False), state
+
+    @contextlib.contextmanager
+    def _elsewhere_as_before(self) -> Iterator[None]:
+        """Have what the layer's code keeps elsewhere be as it was before the first forward, and then as it is now again."""
+        now = self._look_elsewhere()
+        if self._elsewhere is None or now is None:
+            yield
+            return
+        _put_back(*self._elsewhere)
+        try:
+            yield
+        finally:
+            _put_back(*now)
+
+
+def _put_back(elsewhere: Elsewhere, state: PythonState | None) -> None:
+    elsewhere.restore()
+    if state is not None:
+        state.restore()
+
+
+def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if owner.before is not None:
+        owner.before(layer)
+    return original.forward(layer, *args, **kwargs)

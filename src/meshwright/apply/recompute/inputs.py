@@ -1,0 +1,134 @@
+"""Inputs of a layer that runs again in backward, where the layer writes over them: an activation in place comes first, say.
+
+The caller sees what the layer wrote, as it does without recompute; the repetition is given copies of what was there before.
+A layer's first forward finds out whether it needs them. Copies of the inputs take no more memory than what is written over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import pytree, without_dispatch_modes, without_function_modes
+from meshwright.apply.recompute.kept import tensors_in
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+_FIX = "use recompute=none, or have the layer write into a copy: x = x.clone()"
+
+
+class Writers:
+    """What is known of the layers of a model: whether they write over what they are given."""
+
+    def __init__(self) -> None:
+        self._writes: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def begin(self, layer: nn.Module, args: Any, kwargs: Any) -> Inputs:
+        """Return the inputs of a forward that is about to run."""
+        return Inputs(args, kwargs, is_copied=self._writes.get(layer, True))
+
+    def end(self, layer: nn.Module, inputs: Inputs, name: str) -> None:
+        """Take note of what the forward has written, and refuse what cannot be repeated."""
+        is_written = inputs.are_written()
+        if is_written and not inputs.is_copied:
+            raise ApplyError(
+                f"{name} wrote over its inputs in place in this forward, and not in its first one: "
+                "recompute has kept them, and would repeat the forward from other values",
+                fix=_FIX,
+            )
+        if is_written or inputs.is_of_plain_tensors:
+            self._writes[layer] = is_written or self._writes.get(layer, False)
+
+
+class Inputs:
+    """What a layer is given for one forward.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The others.
+        is_copied: Whether a copy is made, for the repetition.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, *, is_copied: bool) -> None:
+        tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+        plain = [tensor for tensor in tensors if _is_plain(tensor)]
+        self.is_of_plain_tensors = all(_is_plain(tensor) or isinstance(tensor, nn.Parameter) for tensor in tensors)
+        self.is_copied = is_copied and bool(plain)
+        self.given = (args, kwargs)
+        self._firsts = _firsts(tensors)
+        self._versions = [(tensor, tensor._version) for tensor in plain]
+        self._before = [version for _, version in self._versions]
+        self.kept = _copies(self.given) if self.is_copied else self.given
+
+    def are_written(self) -> bool:
+        """Tell whether something was written since, and let go of the inputs."""
+        is_written = any(tensor._version != version for tensor, version in self._versions)
+        self.given = ((), {})
+        self._versions = []
+        return is_written
+
+    def again(self, layer: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return what a repetition is given: copies where it may write over them, and not leaves, which nothing may write.
+
+        A tensor that stood in several places does so again: attention asks whether its queries are its keys, for one.
+        """
+        tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+        if not self.is_copied:
+            if [tensor._version for tensor in tensors if _is_plain(tensor)] != self._before:
+                raise ApplyError(
+                    f"an input of {layer} was written over in place after its forward, which recompute repeats",
+                    fix="use recompute=none, or write into a copy: x = x + y in place of x += y",
+                )
+            if self._firsts is None:
+                return args, kwargs
+        with without_dispatch_modes(), without_function_modes():
+            now = [_clone(tensor) if self.is_copied and _is_plain(tensor) else tensor for tensor in tensors]
+            places = iter(range(len(now)) if self._firsts is None else self._firsts)
+            return pytree.tree_map_only(Tensor, lambda _: now[next(places)], (args, kwargs))
+
+
+def _firsts(tensors: list[Tensor]) -> list[int] | None:
+    """Return for each tensor where it stands first; None where each stands in one place."""
+    places: dict[int, int] = {}
+    firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+    return firsts if len(places) < len(tensors) else None
+
+
+def _copies(given: tuple[Any, Any]) -> tuple[Any, Any]:
+    made: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = _copy(tensor)
+        return made[id(tensor)]
+
+    with without_dispatch_modes(), without_function_modes(), torch.no_grad():
+        return pytree.tree_map_only(Tensor, copy, given)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return _clone(tensor).requires_grad_(tensor.requires_grad) if _is_plain(tensor) else tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides: torch picks other kernels, which save other tensors, for what has gaps."""
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or copy.stride() == tensor.stride():
+        return copy
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    reach = 0  # of the entries along the dims so far
+    for stride, size in sorted(zip(once.stride(), once.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return copy  # entries share memory: nothing can write into it
+        reach += stride * (size - 1)
+    alike = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device).copy_(once)
+    return alike if once.shape == tensor.shape else alike.expand(tensor.shape)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be written over and has a version; a parameter is no input, and cannot."""
+    return type(tensor) is Tensor and not tensor.is_inference()

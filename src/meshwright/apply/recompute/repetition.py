@@ -1,0 +1,54 @@
+"""A layer that runs again in backward: its second results beside its first, on live data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.apply.differences import relative_difference, tolerance_of
+from meshwright.apply.finding import Finding
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+
+class Repetition:
+    """The results of one call of a layer, until it has run again.
+
+    Args:
+        name: The layer's FQN.
+        findings: Where a difference is told.
+    """
+
+    def __init__(self, name: str, findings: list[Finding]) -> None:
+        self._name = name
+        self._findings = findings
+        self._kept: list[tuple[Tensor, float]] = []
+
+    def keep(self, results: Any) -> None:
+        """Keep copies: the code behind the layer may write over them."""
+        # Selective recompute counts the operators that it sees, and a pipeline the calls of functions, alike on all stages.
+        with torch.no_grad(), without_dispatch_modes(), without_function_modes():
+            self._kept = [(tensor.detach().clone(), tolerance_of(tensor)) for tensor in _plain(results)]
+
+    def compare(self, results: Any) -> None:
+        """Tell where results of the repetition are others."""
+        with torch.no_grad(), without_dispatch_modes(), without_function_modes():
+            for place, ((kept, tolerance), tensor) in enumerate(zip(self._kept, _plain(results), strict=False)):
+                difference = relative_difference(tensor, kept)
+                if not difference <= tolerance:
+                    text = (
+                        f"result {place} of '{self._name}' is another one when its forward runs again in backward: it draws from "
+                        "a generator that is not torch's, keeps state outside of the module, or reads what has changed since"
+                    )
+                    self._findings.append(
+                        Finding(part=self._name, difference=difference, tolerance=tolerance, text=text)
+                    )
+        self._kept = []
+
+
+def _plain(results: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(results) if type(tensor) is Tensor]

@@ -1,0 +1,303 @@
+"""What a forward leaves on its module beside results: buffers and attributes, as they were at a moment, for a repetition."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.apply.state.generators import is_generator, read_generator, write_generator
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Names in a module's own dict that are torch's: parameters, buffers, children and hooks."""
+
+SMALL_BYTES = 64 * 2**10
+"""Tensors up to this size are copied whether or not a forward writes into them [bytes]."""
+
+_DEPTH = 3  # of containers and objects inside each other that are looked into
+_CONTAINERS = (list, collections.deque, set, dict)
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), type, types.FunctionType, types.MethodType, nn.Module)
+_WITH_OPTIONS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_NOT_STATE = frozenset({"torch", "meshwright", "numpy"}) | sys.stdlib_module_names
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)
+"""Classes of the standard library whose objects hold what a script puts there."""
+
+
+def may_change(value: Any) -> bool:
+    """Tell whether an attribute can become another without being assigned: a tensor, a container, or somebody's object."""
+    if isinstance(value, (*_PLAIN, nn.Parameter)):
+        return False
+    if isinstance(value, tuple):
+        return any(map(may_change, value))
+    return isinstance(value, (Tensor, *_CONTAINERS)) or is_object(value) or is_generator(value)
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an object of somebody's class, whose attributes are state."""
+    kind = type(value)
+    if kind in _RECORDS:
+        return True
+    return kind.__module__.partition(".")[0] not in _NOT_STATE and isinstance(getattr(value, "__dict__", None), dict)
+
+
+class _KeptTensor:
+    """A tensor's values at a moment."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.has_graph = not tensor.is_leaf
+        # A graph is not kept: it would hold the one of the call before, and so on. A repetition needs the values alone.
+        self.tensor = None if self.has_graph else tensor
+        self.version = tensor._version
+        self.value: Tensor | None = tensor.detach()
+        if not self.has_graph:
+            self.value = self.value.clone()
+        self.value.requires_grad_(tensor.requires_grad)
+
+    def forget_unchanged(self) -> None:
+        """Let go of a large copy where the tensor is as it was."""
+        tensor, value = self.tensor, self.value
+        if tensor is None or value is None or tensor.nbytes <= SMALL_BYTES or type(tensor) is not Tensor:
+            return
+        if tensor._version == self.version and torch.equal(tensor, value):
+            self.value = None
+
+    def give(self, _: dict[int, Any]) -> Tensor:
+        if self.value is not None:
+            value = self.value
+            return value if self.has_graph else value.detach().clone().requires_grad_(value.requires_grad)
+        if self.tensor is None or self.tensor._version != self.version:
+            raise ApplyError(
+                "a later forward of the same layer wrote into a tensor that recompute needs as it was before",
+                fix="use recompute=none, or micro_batches=1",
+            )
+        return self.tensor
+
+
+class _KeptInside:
+    """What was in a container or an object at a moment."""
+
+    def __init__(self, value: Any, keep: Any) -> None:
+        self.value = value
+        parts = read_parts(value)
+        self.parts = {name: keep(item) for name, item in parts.items()} if isinstance(parts, dict) else parts
+        if isinstance(parts, list):
+            self.parts = [keep(item) for item in parts]
+
+    def give(self, given: dict[int, Any]) -> Any:
+        if id(self) not in given:
+            given[id(self)] = self.value
+            parts = self.parts
+            if isinstance(parts, dict):
+                parts = {name: _give(item, given) for name, item in parts.items()}
+            elif isinstance(parts, list):
+                parts = [_give(item, given) for item in parts]
+            write_parts(self.value, parts)
+        return self.value
+
+
+def _may_keep_state(module: nn.Module) -> bool:
+    """Tell whether a forward may leave something on a module; torch's own plain layers have nothing but parameters."""
+    if not type(module).__module__.startswith("torch.nn.modules.") or module._buffers:
+        return True
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    is_set_by_others = isinstance(module, _WITH_OPTIONS)
+    return bool(has_hooks) or is_set_by_others or any(isinstance(value, Tensor) for value in vars(module).values())
+
+
+def read_parts(value: Any) -> Any:
+    """Return a shallow copy of what a container or an object holds: a dict, a list or a set; of a generator its state."""
+    if is_generator(value):
+        return read_generator(value)
+    if isinstance(value, (list, collections.deque)):
+        return list(value)
+    if isinstance(value, set):
+        return set(value)
+    return dict(value) if isinstance(value, dict) else dict(vars(value))
+
+
+def write_parts(value: Any, parts: Any) -> None:
+    """Have a container or an object hold exactly this, or a generator go on from there."""
+    if is_generator(value):
+        write_generator(value, parts)
+        return
+    target: Any = value if isinstance(value, _CONTAINERS) else vars(value)
+    target.clear()
+    if isinstance(parts, list):
+        target.extend(parts)
+    else:
+        target.update(parts)
+
+
+def _give(kept: Any, given: dict[int, Any]) -> Any:
+    if isinstance(kept, (_KeptTensor, _KeptInside)):
+        if id(kept) not in given:
+            given[id(kept)] = kept.give(given)
+        return given[id(kept)]
+    return tuple(_give(item, given) for item in kept) if type(kept) is tuple else kept
+
+
+class Moment:
+    """Buffers and attributes of some modules at one moment; see `Attributes.take`."""
+
+    def __init__(self, ids: list[int], plain: list[dict[str, Any]], deep: Sequence[tuple[int, str, Any]]) -> None:
+        self.ids = ids
+        self.is_shallow = not deep
+        self.is_still = False
+        """Whether the forward that began then has changed nothing."""
+        self._kept: dict[int, Any] = {}
+        self._plain = plain
+        self._deep = [(index, name, self._keep(value, _DEPTH)) for index, name, value in deep]
+
+    def _keep(self, value: Any, depth: int) -> Any:
+        if not may_change(value):
+            return value
+        if type(value) is tuple:
+            return tuple(self._keep(item, depth) for item in value)
+        found = self._kept.get(id(value))
+        if found is None and isinstance(value, Tensor):
+            found = self._kept[id(value)] = _KeptTensor(value)
+        elif found is None and depth and not isinstance(value, tuple):
+            found = self._kept[id(value)] = _KeptInside(value, lambda item: self._keep(item, depth - 1))
+        return value if found is None else found
+
+    def forget_unchanged(self) -> None:
+        """Let go of copies that nothing needs; called when the forward is over."""
+        if self.is_shallow:
+            return
+        with _unseen():
+            for kept in self._kept.values():
+                if isinstance(kept, _KeptTensor):
+                    kept.forget_unchanged()
+        self._kept = {key: kept for key, kept in self._kept.items() if isinstance(kept, _KeptInside)}
+
+    def install(self, slots: Sequence[dict[str, Any]]) -> None:
+        """Have the modules be as they were."""
+        for own, plain in zip(slots, self._plain, strict=True):
+            own.clear()
+            own.update(plain)
+        if self.is_shallow:
+            return
+        given: dict[int, Any] = {}
+        with _unseen():
+            for index, name, kept in self._deep:
+                slots[index][name] = _give(kept, given)
+
+    def insides(self) -> list[tuple[Any, Any]]:
+        """Return the containers and objects that were looked into, with what is in them now."""
+        found = [kept.value for kept in self._kept.values()]
+        return [(value, read_parts(value)) for value in found]
+
+
+@contextlib.contextmanager
+def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
+    """Put back, afterwards, what the containers and objects among these values hold, tensors' entries included."""
+    insides: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def keep(value: Any, left: int) -> None:
+        if id(value) in insides or id(value) in tensors or not may_change(value) or not left:
+            return
+        if isinstance(value, Tensor):
+            if type(value) is Tensor:
+                tensors[id(value)] = value, value._version, value.detach().clone()
+            return
+        parts = value if isinstance(value, tuple) else read_parts(value)
+        if not isinstance(value, tuple):
+            insides[id(value)] = value, parts
+        items = parts.values() if isinstance(parts, dict) else parts
+        for item in () if is_generator(value) else items:
+            keep(item, left - 1)
+
+    with _unseen():
+        for value in values:
+            keep(value, depth)
+    try:
+        yield
+    finally:
+        with _unseen():
+            for value, parts in insides.values():
+                write_parts(value, parts)
+            for tensor, version, entries in tensors.values():
+                if tensor._version != version:
+                    tensor.detach().copy_(entries)
+
+
+class Attributes:
+    """The buffers and attributes of a layer and of what is in it.
+
+    Args:
+        layer: The layer; its children stay what they are.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        children = [child for child in layer.modules() if _may_keep_state(child)]
+        self._slots = [vars(child) for child in children] + [child._buffers for child in children]
+        self._ids: list[int] = []
+        self._plain: list[dict[str, Any]] = []
+        self._deep: list[tuple[int, str]] = []
+
+    def _read_ids(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._slots))))
+
+    def take(self) -> Moment:
+        """Return what there is now."""
+        ids = self._read_ids()
+        if ids != self._ids:
+            self._ids = ids
+            self._deep = [
+                (index, name)
+                for index, own in enumerate(self._slots)
+                for name, value in own.items()
+                if name not in OF_TORCH and may_change(value)
+            ]
+            apart = set(self._deep)
+            # Without what may hold a graph, which would live as long as this.
+            self._plain = [
+                {name: value for name, value in own.items() if (index, name) not in apart}
+                for index, own in enumerate(self._slots)
+            ]
+        if not self._deep:
+            return Moment(ids, self._plain, ())
+        with _unseen():
+            return Moment(ids, self._plain, [(index, name, self._slots[index][name]) for index, name in self._deep])
+
+    def forward_is_over(self, moment: Moment) -> None:
+        """Take note that the forward which began at a moment is over: what it left as it was need not be kept."""
+        moment.forget_unchanged()
+        moment.is_still = moment.is_shallow and self._read_ids() == moment.ids
+
+    @contextlib.contextmanager
+    def as_of(self, moment: Moment) -> Iterator[None]:
+        """Have the layer be as it was at a moment, and afterwards, whatever runs inside, as it is now."""
+        if moment.is_still and self._read_ids() == moment.ids:
+            yield  # it changed nothing the first time, and nobody has since
+            return
+        now = [dict(own) for own in self._slots]
+        insides = moment.insides()
+        moment.install(self._slots)
+        try:
+            yield
+        finally:
+            for value, parts in insides:
+                write_parts(value, parts)
+            for own, content in zip(self._slots, now, strict=True):
+                own.clear()
+                own.update(content)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    with without_dispatch_modes(), without_function_modes(), torch.no_grad():
+        yield

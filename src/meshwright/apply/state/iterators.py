@@ -1,0 +1,104 @@
+"""Iterators that a forward advances, and that nobody can wind back: a Python generator that a module keeps, for example.
+
+A plan runs a model on trial, looks at it, and runs layers again. All that code keeps is put back afterwards; what `next`
+has taken of a generator, of `map` or of `zip` is gone.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.apply.state.attributes import is_object
+from meshwright.apply.state.generators import is_generator
+from meshwright.apply.state.outside import COPIED_ITERATORS, Outside
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+_CONTAINERS = (list, tuple, set, dict, collections.deque)
+_DEPTH = 4  # of containers and objects inside each other that are looked into
+
+
+def refuse_iterators(module: nn.Module, functions: Sequence[Any], plan: str) -> None:
+    """Raise ApplyError where a forward, a hook or a loss reaches an iterator that cannot be wound back.
+
+    Args:
+        module: The model.
+        functions: Further code that runs beside its forward: the loss.
+        plan: The plan, for the error.
+    """
+    outside = Outside(module, functions)
+    names = _names_read(module, functions, outside)
+    held = [
+        (f"{type(child).__name__}.{name}", value)
+        for child in module.modules()
+        for name, value in vars(child).items()
+        if name in names
+    ]
+    held += [(label, value) for name, label, value in outside.variables() if name in names]
+    for label, value in held:
+        found = next(_iterators_in(value, _DEPTH), None)
+        if found is not None:
+            raise ApplyError(
+                f"'{label}' is or holds an iterator of type '{type(found).__name__}', which cannot be wound back: the plan "
+                f"'{plan}' runs the model on trial, and what that takes of it would be missing in training",
+                fix="keep a list and a counter in its place, a torch.Generator where it gives random numbers, or an object with "
+                "`__next__` whose state is in plain attributes",
+            )
+
+
+def _iterators_in(value: Any, depth: int) -> Iterator[Any]:
+    is_iterator = hasattr(type(value), "__next__") and not isinstance(value, (io.IOBase, *COPIED_ITERATORS))
+    if is_iterator and not is_object(value):
+        yield value
+    if not depth or is_generator(value):
+        return
+    parts: Any = ()
+    if isinstance(value, _CONTAINERS):
+        parts = value.values() if isinstance(value, dict) else value
+    elif isinstance(value, types.MethodType):
+        parts = (value.__self__,)
+    elif isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif is_object(value) and not isinstance(value, nn.Module):
+        parts = vars(value).values()
+    for part in list(parts):
+        yield from _iterators_in(part, depth - 1)
+
+
+def _names_read(module: nn.Module, functions: Sequence[Any], outside: Outside) -> set[str]:
+    """Return the names that forwards, hooks, the loss and all that these call look up, whosever they are."""
+    known: dict[str, list[types.CodeType]] = {}
+    for function in outside.functions:
+        known.setdefault(function.__name__, []).append(function.__code__)
+    hooks = [
+        hook
+        for child in module.modules()
+        for held in (child._forward_hooks, child._forward_pre_hooks)
+        for hook in held.values()
+    ]
+    patched = [value for child in module.modules() for value in vars(child).values() if callable(value)]
+    waiting = {"forward", "__call__", "__next__"}
+    waiting |= {getattr(function, "__name__", "") for function in (*functions, *hooks, *patched)}
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            for code in known.get(name, ()):
+                waiting |= set(_names_of(code)) - found
+    return found
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_of(constant)

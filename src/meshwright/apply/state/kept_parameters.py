@@ -1,0 +1,78 @@
+"""What a forward that is run on trial writes into parameters, and how it is put back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.state.attributes import SMALL_BYTES
+from meshwright.apply.state.buffers import holds_values
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+_BITS = 8
+
+
+class KeptParameters:
+    """The parameters of a module as they are now: small ones with their values, large ones with a sum of their bits.
+
+    Versions alone do not tell: what is written through `.data` leaves them as they were.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [(name, parameter) for name, parameter in module.named_parameters() if _is_plain(parameter)]
+        self._values = [parameter.detach().clone() if is_kept(parameter) else None for _, parameter in self._held]
+        self._sums = self._read_sums()
+
+    def _read_sums(self) -> list[int]:
+        large = [p for (_, p), value in zip(self._held, self._values, strict=True) if value is None]
+        sums = [_as_bits(p).sum(dtype=torch.int64).cpu() if _is_plain(p) else torch.tensor(0) for p in large]
+        return torch.stack(sums).tolist() if sums else []
+
+    def restore(self) -> list[tuple[str, Tensor]]:
+        """Put back what was written into small ones, and return (FQN, the value that was there) of all that were written."""
+        written: list[tuple[str, Tensor]] = []
+        sums = iter(zip(self._read_sums(), self._sums, strict=True))
+        for (name, parameter), value in zip(self._held, self._values, strict=True):
+            if value is None:
+                now, before = next(sums)
+                is_written = now != before
+            else:
+                is_written = _is_plain(parameter) and not torch.equal(_as_bits(parameter), _as_bits(value))
+            if is_written and _is_plain(parameter):
+                written.append((name, parameter.detach().clone()))
+                if value is not None:
+                    parameter.data.copy_(value)
+        return written
+
+    def restore_all(self) -> None:
+        """Put back what was written.
+
+        Raises:
+            ApplyError: A parameter was written that is too large to keep a copy of.
+        """
+        for name, value in self.restore():
+            if not is_kept(value):
+                raise ApplyError(
+                    f"the model's forward writes into its parameter '{name}' of {value.numel()} values, and it was run on trial",
+                    fix="run one forward before apply_plan, if it initialises itself by its first batch; or write outside of "
+                    "forward",
+                )
+
+
+def is_kept(value: Tensor) -> bool:
+    """Tell whether a parameter of this size is put back."""
+    return value.nbytes <= SMALL_BYTES
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return parameter.layout == torch.strided and not parameter.is_meta and holds_values(parameter)
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.int64 if tensor.nbytes % _BITS == 0 else torch.uint8)

@@ -1,0 +1,399 @@
+"""State that code keeps beside parameters and buffers: global variables, closures, class attributes, objects, generators.
+
+A forward that runs on trial must leave all of that as it was. What code can reach is read off its functions: the names that
+they use of their module, the cells of their closures, and what lies in there. Libraries are not looked into.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
+from meshwright.apply.state.generators import draws_globally, is_generator
+
+__all__: list[str] = []
+
+_LIBRARIES = (
+    frozenset(
+        {"torch", "torchvision", "torchaudio", "transformers", "timm", "numpy", "scipy", "meshwright", "builtins"}
+    )
+    | sys.stdlib_module_names
+) - {"__main__"}
+COPIED_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), itertools.count, itertools.cycle)
+"""Iterators that may stand in a variable, and of which a copy goes on from the same place."""
+_NUMBERS = frozenset({int, float, bool, str, complex})
+_MAX_FUNCTIONS = 3000
+"""Functions that are followed; more are those of a library that is not known by name [count]."""
+_DEPTH = 4  # of containers and objects inside each other
+_MAX_ENTRIES = 10_000
+"""Of a container that is copied; a larger one is data, not state [count]."""
+_MAX_BYTES = 2**22
+"""Of a tensor that is copied whether or not it is written to [bytes]."""
+
+
+def _is_library(name: str | None) -> bool:
+    return name is not None and name.partition(".")[0] in _LIBRARIES
+
+
+class _OfClass:
+    """A class's attributes as a mapping that may be written to."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._kind)[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in vars(self._kind)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+
+class _OfCell:
+    """A closure's variable as a mapping of one entry."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, _: str) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            raise KeyError from None
+
+    def __contains__(self, _: str) -> bool:
+        return self._cell != types.CellType()  # as an empty one is
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+
+class Outside:
+    """What the code of a module, and of further functions, keeps beside parameters and buffers of the module.
+
+    Args:
+        module: The module, or None.
+        functions: Further code.
+    """
+
+    def __init__(self, module: nn.Module | None, functions: Sequence[Any] = ()) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self._slots: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._seen: set[int] = set()
+        self._values: list[Any] = []
+        self._functions: list[Any] = []  # alive, so that no other object has the id of one that was seen
+        self._others: list[nn.Module] = []
+        self._own = set(map(id, () if module is None else module.modules()))
+        self.draws = False
+        """Whether any of the code may draw from Python's or NumPy's global generator."""
+        for child in () if module is None else module.modules():
+            self._look_at_module(child)
+        for function in functions:
+            self._look_at_callable(function)
+
+    @classmethod
+    def of(cls, module: nn.Module | None, functions: Sequence[Any] = ()) -> Outside:
+        """Return what is known of a module; of code of its own alone it is found once."""
+        if module is None or functions:
+            return cls(module, functions)
+        found = _KNOWN.get(module)
+        if found is None or found[0] != _kinds(module):
+            found = _KNOWN[module] = (_kinds(module), cls(module))
+        return found[1]
+
+    # -- what code reaches ------------------------------------------------------------------------------------------
+
+    def _look_at_module(self, module: nn.Module) -> None:
+        self._look_at_class(type(module))
+        for value in vars(module).values():
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                self._look_at_callable(value)
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        for hook in [hook for found in hooks for hook in found.values()]:
+            self._look_at_callable(hook)
+
+    def _look_at_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) in self._seen or base.__module__.partition(".")[0] in ("torch", "builtins", "meshwright"):
+                continue
+            self._seen.add(id(base))
+            names: set[str] = set()
+            for value in list(vars(base).values()):
+                inner = [value.fget, value.fset] if isinstance(value, property) else [value]
+                for function in [getattr(item, "__func__", item) for item in inner]:
+                    if isinstance(function, types.FunctionType):
+                        names |= _names_of(function.__code__)
+                        self._look_at_callable(function)
+            if not _is_library(base.__module__):
+                attributes = _OfClass(base)
+                for name in names & vars(base).keys():
+                    if not isinstance(vars(base)[name], (types.FunctionType, property, classmethod, staticmethod)):
+                        self._slot(attributes, name, f"{base.__name__}.{name}", base)
+
+    def _look_at_callable(self, value: Any) -> None:
+        if id(value) in self._seen or len(self._seen) > _MAX_FUNCTIONS:
+            return
+        if isinstance(value, functools.partial):
+            self._seen.add(id(value))
+            self._functions.append(value)
+            items = (value.func, *value.args, *value.keywords.values())
+            self._values += [item for item in items if not callable(item)]
+            for item in filter(callable, items):
+                self._look_at_callable(item)
+        elif isinstance(value, types.MethodType):
+            self._look_at_callable(value.__func__)
+            self._look_at_object(value.__self__)
+        elif isinstance(value, types.FunctionType):
+            self._look_at_function(value)
+        elif draws_globally(value):
+            self.draws = True
+        elif isinstance(value, type):
+            if not _is_library(value.__module__):
+                self._look_at_class(value)
+        elif not isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
+            self._look_at_object(value)
+
+    def _look_at_object(self, value: Any) -> None:
+        if id(value) in self._seen or id(value) in self._own:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self._others += [child for child in value.modules() if id(child) not in self._own]
+            for child in value.modules():
+                self._look_at_module(child)
+        elif not _is_library(type(value).__module__):
+            self._values.append(value)
+            self._look_at_class(type(value))
+
+    def _look_at_function(self, function: types.FunctionType) -> None:
+        self._seen.add(id(function))
+        self._functions.append(function)
+        names = _names_of(function.__code__)
+        is_library = _is_library(function.__module__)
+        for name in names & function.__globals__.keys():
+            self._look_at_variable(function.__globals__, name, name, names, is_library=is_library)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            self._look_at_variable(_OfCell(cell), name, name, names, is_library=is_library, key=cell)
+        self._values += [value for value in (function.__defaults__ or ()) if may_change(value)]
+
+    def _look_at_variable(
+        self, space: Any, name: str, label: str, names: set[str], *, is_library: bool, key: Any = None
+    ) -> None:
+        try:
+            value = space[name]
+        except KeyError:
+            return
+        if isinstance(value, types.ModuleType):
+            self._look_at_imported(value, names)
+        elif draws_globally(value):
+            self.draws = True
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+            if not _is_library(getattr(value, "__module__", None)):
+                self._look_at_callable(value)
+        elif isinstance(value, nn.Module):
+            self._look_at_object(value)
+        elif not is_library:
+            self._slot(space, name, label, space if key is None else key)
+            if callable(value):
+                self._look_at_callable(value)
+
+    def _look_at_imported(self, module: types.ModuleType, names: set[str]) -> None:
+        top = module.__name__.partition(".")[0]
+        if module.__name__ in ("random", "numpy.random") or (top == "numpy" and "random" in names):
+            self.draws = True
+        if _is_library(module.__name__):
+            return
+        for name in names & vars(module).keys():
+            if (id(vars(module)), name) not in self._slots:
+                self._look_at_variable(vars(module), name, f"{module.__name__}.{name}", names, is_library=False)
+
+    def _slot(self, space: Any, name: str, label: str, key: Any) -> None:
+        self._slots.setdefault((id(key), name), (space, name, label))
+
+    # -- its state --------------------------------------------------------------------------------------------------
+
+    def take(self, *, with_attributes: bool = True) -> Elsewhere:
+        """Return what there is now; attributes of the module's own are among it unless told otherwise."""
+        module = None if self._module is None else self._module()
+        moment = Elsewhere()
+        for key, (space, name, label) in self._slots.items():
+            moment.add_slot(space, name, label, key)
+        for value in self._values:
+            moment.keep(value, type(value).__name__)
+        for child in () if with_attributes or module is None else module.modules():
+            for value in filter(is_generator, vars(child).values()):
+                moment.keep(value, f"a generator of {type(child).__name__}")
+        own = module.modules() if with_attributes and module is not None else ()
+        for child in [*own, *self._others]:
+            for name in vars(child).keys() - OF_TORCH:
+                moment.add_slot(vars(child), name, f"{type(child).__name__}.{name}", (id(child), name))
+        for child in self._others:
+            for name in child._buffers:
+                moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}", (id(child), name))
+        return moment
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """The functions whose code was looked at."""
+        return [function for function in self._functions if isinstance(function, types.FunctionType)]
+
+    def variables(self) -> list[tuple[str, str, Any]]:
+        """Return name, full name and value of each variable that the code looks up."""
+        return [(name, label, _get(space, name)) for space, name, label in self._slots.values()]
+
+    def plain_values(self) -> list[Any]:
+        """Return the numbers, flags and texts that the code reads in variables and in attributes of objects."""
+        values = [_get(space, name) for space, name, _ in self._slots.values()]
+        for value in self._values:
+            values += getattr(value, "__dict__", {}).values()
+        for child in self._others:
+            values += [value for name, value in vars(child).items() if name not in OF_TORCH]
+        return [value if type(value) in _NUMBERS else None for value in values]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether code reaches nothing beside attributes of its module that it could change."""
+        return not (self._slots or self._values or self._others)
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Outside]] = weakref.WeakKeyDictionary()
+
+
+def _kinds(module: nn.Module) -> list[type]:
+    return [type(child) for child in module.modules()]
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """Return the names that a function and those inside of it look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_of(constant)
+    return names
+
+
+class Elsewhere:
+    """Values at one moment, and how to put them back."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[Any, str, str, Any, tuple[int, str]]] = []
+        self._tensors: list[tuple[Tensor, int, Tensor | None]] = []
+        self._inside: list[tuple[Any, Any, str]] = []
+        self._seen: set[int] = set()
+
+    def add_slot(self, space: Any, name: str, label: str, key: tuple[int, str]) -> None:
+        """Keep a variable, and what is in it, if it has been assigned."""
+        value = _get(space, name)
+        if value is None and name not in space:
+            return
+        if isinstance(value, COPIED_ITERATORS):
+            value = copy.copy(value)  # one is not wound back: another that stands where it does takes its place
+        self._slots.append((space, name, label, value, key))
+        self.keep(value, label)
+
+    def keep(self, value: Any, label: str, depth: int = _DEPTH) -> None:
+        """Keep what is in a value."""
+        if not depth or id(value) in self._seen or not may_change(value):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            is_plain = (
+                type(value) is Tensor
+                and value.layout == torch.strided
+                and value.nbytes <= _MAX_BYTES
+                and not value.is_meta
+            )
+            held = value.detach().clone() if is_plain else None
+            self._tensors.append((value, value._version, held))
+            return
+        if isinstance(value, tuple):
+            parts: Any = value
+        else:
+            if isinstance(value, (list, dict, set, collections.deque)) and len(value) > _MAX_ENTRIES:
+                return
+            parts = _with_copies(read_parts(value))
+            self._inside.append((value, parts, label))
+        for item in _items(parts):
+            self.keep(item, label, depth - 1)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for space, name, _, value, _ in self._slots:
+            if _get(space, name) is not value:
+                space[name] = value
+        for value, parts, _ in self._inside:
+            if not _is_same(read_parts(value), parts):
+                write_parts(value, parts)
+        with torch.no_grad():
+            for tensor, version, held in self._tensors:
+                if tensor._version != version and held is not None:
+                    tensor.detach().copy_(held)
+
+    def changed(self) -> dict[Any, str]:
+        """Return what is not as it was: keys for `reaches`, with names. A dict that has only grown is a cache, and no change."""
+        found: dict[Any, str] = {}
+        for space, name, label, value, key in self._slots:
+            if _get(space, name) is not value and not isinstance(value, COPIED_ITERATORS):
+                found[key] = label
+        for value, then, label in self._inside:
+            now = read_parts(value)
+            has_grown = isinstance(now, dict) and all(name in now and _is_alike(now[name], then[name]) for name in then)
+            if not (has_grown or _is_same(now, then)):
+                found[id(value)] = label
+        for tensor, version, _ in self._tensors:
+            if tensor._version != version:
+                found[id(tensor)] = f"a tensor of shape {list(tensor.shape)}"
+        return found
+
+    def reaches(self, changes: Mapping[Any, str]) -> list[str]:
+        """Return the names of those among what `changed` gave elsewhere that are kept here as well."""
+        mine: set[Any] = {id(value) for value, _, _ in self._inside} | {id(tensor) for tensor, _, _ in self._tensors}
+        mine |= {key for *_, key in self._slots}
+        return [label for key, label in changes.items() if key in mine]
+
+
+def _get(space: Any, name: str) -> Any:
+    try:
+        return space[name]
+    except KeyError:
+        return None
+
+
+def _items(parts: Any) -> Iterator[Any]:
+    if isinstance(parts, dict):
+        yield from parts.values()
+    elif isinstance(parts, (list, tuple, set)):
+        yield from parts
+
+
+def _with_copies(parts: Any) -> Any:
+    """Return the parts of a value with copies of iterators: one is not wound back, another takes its place."""
+    if isinstance(parts, dict):
+        for name in [name for name, item in parts.items() if isinstance(item, COPIED_ITERATORS)]:
+            parts[name] = copy.copy(parts[name])
+    return parts
+
+
+def _is_alike(now: Any, then: Any) -> bool:
+    return now is then or isinstance(then, COPIED_ITERATORS)
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    if isinstance(now, dict) and isinstance(then, dict):
+        return now.keys() == then.keys() and all(now[key] is then[key] for key in now)
+    if isinstance(now, list) and isinstance(then, list):
+        return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+    return bool(now == then)

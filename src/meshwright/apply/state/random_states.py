@@ -1,0 +1,71 @@
+"""Random states that a look at the model must leave as they were, and whatever else the user's code keeps outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.state.outside import Outside
+
+__all__: list[str] = []
+
+
+class PythonState:
+    """The states of Python's and NumPy's global generators."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")  # whose generator nobody has drawn from where it is not imported
+        self.python = random.getstate()
+        self.numpy: Any = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Set both back."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    def to_json(self) -> list[Any]:
+        """Return both as JSON values, equal where the states are."""
+        version, words, gauss = self.python
+        if self.numpy is None:
+            return [[version, list(words), gauss], None]
+        kind, keys, *rest = self.numpy
+        return [[version, list(words), gauss], [kind, keys.tolist(), *rest]]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> PythonState:
+        """Return what `to_json` gave."""
+        state = cls()
+        (version, words, gauss), arrays = value
+        state.python = (version, tuple(words), gauss)
+        if state.numpy is not None and arrays is not None:
+            state.numpy = (arrays[0], sys.modules["numpy"].array(arrays[1], dtype="uint32"), *arrays[2:])
+        return state
+
+
+@contextlib.contextmanager
+def kept_random_states(
+    devices: Iterable[torch.device] = (), *, module: nn.Module | None = None, functions: Sequence[Any] = ()
+) -> Iterator[None]:
+    """Put back, afterwards, what was drawn inside from the global generators, and what the user's code keeps elsewhere.
+
+    Args:
+        devices: Whose generators are kept beside the CPU's.
+        module: What runs: its own generators, lists and objects, and what its code keeps outside of it, are put back, too.
+        functions: Further code that runs, a loss for example.
+    """
+    before = PythonState()
+    outside = Outside.of(module, functions).take() if module is not None or functions else None
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            before.restore()
+            if outside is not None:
+                outside.restore()

@@ -1,0 +1,126 @@
+"""Trial forwards that leave no trace: random generators, buffers, modes and attributes are put back afterwards."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshwright.apply.state.buffers import BufferSnapshot, buffer_slots
+from meshwright.apply.state.outside import Outside
+
+__all__: list[str] = []
+
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+_TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+class GeneratorStates:
+    """The state of every generator that a model or its loss may draw from.
+
+    Args:
+        device: The device whose generator counts, beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._numpy: Any = np.random.get_state()
+        self._python = random.getstate()
+
+    def have_moved(self) -> bool:
+        """Tell whether any of them has drawn a number since."""
+        if not torch.equal(self._torch, torch.get_rng_state()) or random.getstate() != self._python:
+            return True
+        if self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)):
+            return True
+        now: Any = np.random.get_state()
+        return now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1])
+
+    def restore(self) -> None:
+        """Set all of them back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+class AttributeSnapshot:
+    """The plain attributes of all modules: counters, flags, lists, hooks, and tensors that a forward leaves on a module.
+
+    A list, dict or set is put back with its content of then; what an object of another class holds inside is not looked at.
+    Hooks go with the flags that say they are there: libraries register some in their first forward.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [(child, _own(child)) for child in module.modules()]
+        values = [value for _, own in self._held for value in own.values()]
+        self._containers = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+        self._modes = [(child, child.training) for child in module.modules()]
+
+    def restore(self) -> None:
+        """Give every module the attributes and the mode of then."""
+        for child, own in self._held:
+            for name in vars(child).keys() - own.keys() - _TORCHS_OWN:
+                del vars(child)[name]
+            vars(child).update(own)
+        for container, content in self._containers:
+            container.clear()
+            if isinstance(container, (dict, set)):
+                container.update(content)
+            else:
+                container.extend(content)
+        for child, mode in self._modes:
+            child.training = mode
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+
+
+def buffer_versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return what changes when a forward writes into a buffer or assigns a new one."""
+    tensors = [getattr(owner, name) for owner, name in buffer_slots(module)]
+    return [(id(tensor), tensor._version) for tensor in tensors]
+
+
+_trials = 0
+
+
+def is_trying() -> bool:
+    """Tell whether a trial forward is under way in this process; for what counts forwards."""
+    return _trials > 0
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run trial forwards inside without gradients; generators, buffers, attributes and modes are put back afterwards.
+
+    Args:
+        module: The model.
+        device: Its device.
+    """
+    global _trials
+    generators, buffers, attributes = GeneratorStates(device), BufferSnapshot(module), AttributeSnapshot(module)
+    outside = Outside.of(module).take()
+    _trials += 1
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _trials -= 1
+        attributes.restore()
+        buffers.restore()
+        outside.restore()
+        generators.restore()

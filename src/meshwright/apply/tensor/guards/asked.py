@@ -1,0 +1,270 @@
+"""What code asks of its tensors beside computing with them: then a proof says nothing about other sizes, or other numbers.
+
+Sizes of arguments are followed into every number that follows from them, and it is noticed where code takes such a number for
+anything but the size of a tensor (`asked_sizes.py`). Runs with one size changed show which sizes inside follow from it: those
+that change; heads, their width or a vocabulary do not. A size that cannot be changed alone, and one that changes which functions
+are called, counts as asked for.
+
+Numbers are followed that code reads (`item()`, `bool()`, `int()`) of arguments that need no gradient and of buffers, and of what
+is computed of those alone: a flag, a counter, a mask's `all()`. What is made of sizes alone (`arange(x.shape[1])`) counts for
+the sizes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.apply.modules.copies import map_call
+from meshwright.apply.tensor.guards.asked_sizes import AskedSize, origins_in, plain_sizes
+from meshwright.apply.tensor.types.typed_run import is_torchs_own, name_of
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+_SIZES = {
+    torch.Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.numel,
+}
+_READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__contains__,
+    torch.Tensor.__format__,
+    torch.equal,
+    torch.allclose,
+    torch.is_nonzero,
+}
+_CONSTANT = frozenset(["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"])
+_DRAWN = frozenset(["rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "empty"])
+_MAX_SIZES = 6
+"""Sizes of arguments that are told apart [count]; where there are more, all of them count."""
+
+Event = tuple[Any, tuple[int, ...]]
+Run = Callable[[nn.Module, Any, TorchFunctionMode], list[Tensor]]
+
+
+class _Watched(TorchFunctionMode):
+    """Writes down, while code runs inside, each function and the sizes and counts that it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.events.append((func, _sizes_given(func, result)))
+        return result
+
+
+def _sizes_given(func: Callable[..., Any], result: Any) -> tuple[int, ...]:
+    if func in _SIZES:
+        return tuple(result) if isinstance(result, tuple) else (result,)
+    if func is torch.Tensor.__len__:
+        return (result,)
+    return (len(result),) if isinstance(result, (tuple, list)) else ()
+
+
+class Asked(_Watched):
+    """Notices, while code runs inside, what it asks for.
+
+    Args:
+        module: The module that runs.
+        arguments: What it is called with.
+        origins: For each function that is called, and each size that it gives, the sizes of arguments that it follows from; None
+            where that is not known, and equal sizes are taken for the same.
+        expected: The functions that are called.
+    """
+
+    def __init__(
+        self, module: nn.Module, arguments: Any, *, origins: list[list[frozenset[int]]] | None, expected: list[Event]
+    ) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+        """The sizes of arguments whose value it has taken."""
+        self.values = 0
+        """Whose numbers it has read: 1 is of arguments and buffers, 2 also of tensors in attributes."""
+        self.is_same = True
+        """Whether it gave the same as where gradients are on."""
+        self._given = sizes_of(arguments)
+        self._origins = origins
+        self._expected = expected
+        self._arguments = {id(tensor) for tensor in tensors_in(arguments)}
+        kept = [value for child in module.modules() for value in vars(child).values() if isinstance(value, Tensor)]
+        plain = [tensor for tensor in tensors_in(arguments) if not tensor.requires_grad]
+        self._alive = [*kept, *plain, *module.buffers()]
+        nowhere: frozenset[int] = frozenset()
+        self._followed = {
+            id(tensor): (nowhere, 2 if place < len(kept) else 1) for place, tensor in enumerate(self._alive)
+        }
+        """By id: the sizes that a tensor's numbers follow from, and whose numbers, as in `values`."""
+
+    def ask_for_all(self) -> None:
+        """Take note that nothing is known: every size and number counts."""
+        self.sizes |= self._given
+        self.values = 2
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = args, kwargs or {}
+        args, kwargs = plain_sizes(args), plain_sizes(kwargs or {})
+        if func in _READS and args and (followed := self._followed.get(id(args[0]))) is not None:
+            self.sizes |= followed[0]
+            self.values = max(self.values, followed[1])
+        result = super().__torch_function__(func, types, args, kwargs)
+        self._follow(func, given, result)
+        origins = self._origins_of_last()
+        if func in _SIZES:
+            return self._marked(result, origins, is_own=bool(args) and id(args[0]) in self._arguments)
+        if any(origins) and not (func is torch.Tensor.__len__ and is_torchs_own(_caller(sys._getframe(1)))):
+            self.sizes |= frozenset().union(*origins)  # a plain int by Python's own rule, or as many results
+        return result
+
+    def _origins_of_last(self) -> list[frozenset[int]]:
+        """Return what each size follows from that the last function gave."""
+        place = len(self.events) - 1
+        func, sizes = self.events[place]
+        if self._origins is None:
+            return [frozenset({size} & self._given) for size in sizes]
+        if place >= len(self._expected) or self._expected[place][0] != func:
+            self.ask_for_all()
+            return [frozenset() for _ in sizes]
+        return self._origins[place]
+
+    def _marked(self, result: Any, origins: list[frozenset[int]], *, is_own: bool) -> Any:
+        def mark(size: int, origin: frozenset[int]) -> Any:
+            return AskedSize(size, origin, self.sizes.update, is_own=is_own) if origin else size
+
+        if not isinstance(result, tuple):
+            return mark(result, origins[0])
+        return type(result)([mark(*pair) for pair in zip(result, origins, strict=True)])
+
+    def _follow(self, func: Callable[..., Any], given: Any, result: Any) -> None:
+        """Follow what is computed of followed tensors, or of sizes, alone."""
+        name = name_of(func)
+        tensors = list(tensors_in(given))
+        if name.removesuffix("_like") in _DRAWN:
+            return
+        if name in _CONSTANT:
+            like = {size for tensor in tensors for size in tensor.shape} if name.endswith("_like") else set[int]()
+            told = [(frozenset(like & self._given), 0)]
+        else:
+            told = [self._followed[id(tensor)] for tensor in tensors if id(tensor) in self._followed]
+            if len(told) < len(tensors):
+                return
+        origins = origins_in(given).union(*(sizes for sizes, _ in told))
+        for tensor in tensors_in(result):
+            self._alive.append(tensor)  # an id is only worth something while its tensor lives
+            self._followed[id(tensor)] = origins, max([0, *(values for _, values in told)])
+
+
+def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> Asked:
+    """Return what the code of a call asks for.
+
+    Args:
+        run: Runs a module with its (args, kwargs) inside of a mode, and returns its tensors.
+        fresh: Gives a copy of the module, and of what it is called with.
+    """
+    module, inputs = fresh()
+    expected, sizes, origins = _follow_sizes(run, fresh)
+    asked = Asked(module, inputs, origins=origins, expected=expected)
+    try:
+        run(module, inputs, asked)
+    except Exception:  # noqa: BLE001 - whatever code raises that takes a size for an int
+        asked.ask_for_all()
+    asked.sizes |= sizes
+    return asked
+
+
+def _follow_sizes(
+    run: Run, fresh: Callable[[], tuple[nn.Module, Any]]
+) -> tuple[list[Event], set[int], list[list[frozenset[int]]] | None]:
+    """Return the functions that are called, the sizes that count anyhow, and what each size inside follows from."""
+    expected = _events(run, *fresh()) or []
+    module, inputs = fresh()
+    drawn = _events(run, module, map_call(inputs, _other_numbers))
+    if drawn is None or [func for func, _ in drawn] != [func for func, _ in expected]:
+        return expected, set(), None  # which functions are called depends on numbers
+    found: list[list[frozenset[int]]] = [[frozenset() for _ in sizes] for _, sizes in expected]
+    counts: set[int] = set()
+    own = sorted(size for size in sizes_of(inputs) if size > 1)
+    for size in own if len(own) <= _MAX_SIZES else []:
+        changed = _with_another(run, fresh, size)
+        if changed is None or [func for func, _ in changed] != [func for func, _ in expected]:
+            counts.add(size)
+            continue
+        for place, ((_, mine), (_, other), (_, noise)) in enumerate(zip(expected, changed, drawn, strict=True)):
+            for index, triple in enumerate(zip(mine, other, noise, strict=False)):
+                if triple[0] != triple[1] and triple[0] == triple[2]:
+                    found[place][index] |= {size}
+    return expected, counts if len(own) <= _MAX_SIZES else set(own), found
+
+
+def _with_another(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int) -> list[Event] | None:
+    """Return what is called where a size of the arguments is another: twice as large, or else less by one."""
+    for other in (2 * size, size - 1):
+        module, inputs = fresh()
+        events = _events(run, module, map_call(inputs, lambda tensor, other=other: _resized(tensor, size, other)))
+        if events is not None:
+            return events
+    return None
+
+
+def _events(run: Run, module: nn.Module, inputs: Any) -> list[Event] | None:
+    watched = _Watched()
+    try:
+        run(module, inputs, watched)
+    except Exception:  # noqa: BLE001 - whatever code raises for a size that it is not made for
+        return None
+    return watched.events
+
+
+def _resized(tensor: Tensor, size: int, other: int) -> Tensor:
+    rows = torch.arange(other) % size
+    for dim, have in enumerate(tensor.shape):
+        if have == size:
+            tensor = tensor.detach().index_select(dim, rows).requires_grad_(tensor.requires_grad)
+    return tensor
+
+
+def _other_numbers(tensor: Tensor) -> Tensor:
+    """Return another activation; masks and ids stay as they are."""
+    if not tensor.requires_grad:
+        return tensor
+    generator = torch.Generator().manual_seed(tensor.numel())
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).requires_grad_()
+
+
+def sizes_of(arguments: Any) -> set[int]:
+    """Return the sizes of all dims of tensors."""
+    return set(_each_size(arguments))
+
+
+def _each_size(arguments: Any) -> Iterator[int]:
+    for tensor in tensors_in(arguments):
+        yield from tensor.shape
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that called a method of torch.Tensor which is written in Python."""
+    while frame is not None and frame.f_code.co_filename.endswith(("torch/_tensor.py", "torch/overrides.py")):
+        frame = frame.f_back
+    return frame

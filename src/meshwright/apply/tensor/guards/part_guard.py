@@ -1,0 +1,247 @@
+"""The guard of one part: the calls for which shards are proven to give what the whole gives, and the proof of a new one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import current_function_mode
+from meshwright.apply.state.random_states import kept_random_states
+from meshwright.apply.tensor.guards import signatures
+from meshwright.apply.tensor.guards.ambient import Ambient, current_ambient
+from meshwright.apply.tensor.guards.described import OWN, digest
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.search.trace import Call
+from meshwright.apply.tensor.slices import Slices
+from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.comm.communicator import Communicator
+from meshwright.trees import map_tensors
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_HOW_HOOKS_RUN = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+MAX_PROOFS = 64
+"""Proofs of one part while it runs [count]. A call that is new after that runs whole: its arguments never repeat."""
+
+
+class Guard:
+    """What is known of the calls of one part.
+
+    Args:
+        name: Its FQN.
+        module: It, cut.
+        template: A copy from before the cut, whose parameters have no values.
+        layout: Its regions, and its layer as a chain of one, with names that start at the module.
+        group: The ranks that share it.
+        attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        template: nn.Module,
+        layout: TensorLayout,
+        group: Communicator,
+        attributes: Mapping[tuple[int, str], Any],
+    ) -> None:
+        self.reasons: list[str] = []
+        """Why calls ran whole; each once."""
+        self.num_proofs = 0
+        """Proofs that were made while the model ran [count]."""
+        self._name = name
+        self._module = module
+        self._template = template
+        self._layout = layout
+        self._group = group
+        self._attributes = attributes
+        self._proven = set(layout.proven.get("", ()))
+        # In one order on all ranks.
+        self._proven_kinds = sorted({signatures.kind_of_text(text) for text in self._proven})
+        self._kinds: list[signatures.Kind] = list(self._proven_kinds)
+        self._verdicts: dict[str, dict[Any, bool]] = {}
+        self._known: dict[Any, bool] = {}
+        self._structure = ""
+        self._snapshot = signatures.Snapshot(module)
+        self._read_structure()
+
+    def refresh(self) -> None:
+        """Take note of attributes, modes and hooks that have changed since the last step."""
+        if not self._snapshot.is_current():
+            self._snapshot = signatures.Snapshot(self._module)
+            self._read_structure()
+
+    def _read_structure(self) -> None:
+        for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
+            _take_over(live, twin, {key: full for (owner, key), full in self._attributes.items() if owner == id(live)})
+        self._structure = digest(signatures.describe_structure(self._template))
+        self._known = self._verdicts.setdefault(self._structure, {})
+
+    def _take_over_numbers(self) -> None:
+        """Have the copy decide by the numbers that buffers have now; of one that is cut nobody here has them all."""
+        for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
+            if name not in self._layout.cuts:
+                twin.data = live.detach().clone()
+        for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
+            vars(twin).update({name: value.detach().clone() for name, value in _tensors_of(live).items()})
+
+    def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
+        ambient = current_ambient()
+        if _is_watched():
+            self._note("a TorchFunctionMode of the user's is in force, and would see slices")
+            return False
+        for kind in self._kinds:
+            verdict = self._known.get(self._signature(args, kwargs, kind, ambient))
+            if verdict is not None:
+                return verdict
+        kind = self._proven_kind(args, kwargs, ambient)
+        verdict = True
+        if kind is None:
+            verdict, kind = self._prove(args, kwargs, ambient)
+        call = self._signature(args, kwargs, kind, ambient)
+        if call is not None:
+            self._known[call] = verdict
+            self._kinds = [kind, *(other for other in self._kinds if other != kind)]  # as most calls are
+        return verdict
+
+    def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> signatures.Kind | None:
+        """Return as which kind of call the search has proven this one; None where a rank is not sure: then all prove it again."""
+        if not self._proven_kinds:
+            return None
+        calls = [self._signature(args, kwargs, kind, ambient) for kind in self._proven_kinds]
+        known = [
+            call is not None and f"{'+'.join(kind[0])}:{digest((self._structure, *call))}" in self._proven
+            for kind, call in zip(self._proven_kinds, calls, strict=True)
+        ]
+        told = torch.tensor(known, dtype=torch.int32, device=self._device)
+        self._group.all_reduce(told, "min")
+        return next((kind for kind, is_known in zip(self._proven_kinds, told.tolist(), strict=True) if is_known), None)
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: signatures.Kind, ambient: Ambient) -> Any:
+        """Return a call's signature, in which these sizes, and numbers or not, count, with its kind; None where it has none."""
+        call = signatures.signature(args, kwargs, kind=kind, ambient=ambient)
+        if call is None or not kind[1]:
+            return None if call is None else (kind, call)
+        # What the shards hold of a buffer is each rank's own: only what all have alike may decide.
+        whole = [buffer for name, buffer in self._module.named_buffers() if name not in self._layout.cuts]
+        if kind[1] > 1:
+            whole += [value for child in self._module.modules() for value in _tensors_of(child).values()]
+        return kind, (call, tuple(map(signatures.numbers_of, whole)))
+
+    def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> tuple[bool, signatures.Kind]:
+        """Return whether the call is proven, and for which sizes, and whether for these numbers, alone."""
+        names = signatures.names_of_sizes(args, kwargs)
+        reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
+        sizes, values, is_same = set(names), 2, True
+        if self.num_proofs < MAX_PROOFS:
+            self.num_proofs += 1
+            self._take_over_numbers()
+            given = map_tensors((args, kwargs), _for_proof)
+            call = Call(args=given[0], kwargs=given[1], ambient=ambient)
+            # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
+            with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+                reason, sizes, values, is_same = pool.submit(self._why_not, call, set(names)).result()
+        if not (reason or is_same or torch.is_grad_enabled()):
+            reason = "it computes something else where gradients are off"
+        counts = [size not in sizes for size in names]
+        told = torch.tensor([not reason, -values, *counts], dtype=torch.int32, device=self._device)
+        self._group.all_reduce(told, "min")
+        is_proven, least, *any_size = told.tolist()
+        if not is_proven:
+            self._note(reason or "another rank could not prove it")
+        exact = tuple(name for name, is_any in zip(names.values(), any_size, strict=True) if not is_any)
+        return bool(is_proven), (exact, -least)
+
+    def _note(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
+
+    def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
+        return kept_random_states({parameter.device for parameter in self._module.parameters()}, module=self._module)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
+
+    def _why_not(self, call: Call, sizes: set[int]) -> tuple[str, set[int], int, bool]:
+        """Return why a call is not proven, or nothing; which sizes, and if numbers count; and if gradients change nothing."""
+        try:
+            experiment = Experiment(self._template, call, self._group.size)
+            for layout in self._layouts():
+                self._check(experiment, layout)
+            asked = experiment.asks()
+            return "", asked.sizes, asked.values, asked.is_same
+        except DisprovedError as error:
+            return error.message, sizes, 2, True
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
+            return f"it cannot be run by itself: {type(error).__name__}: {error}", sizes, 2, True
+
+    def _layouts(self) -> Sequence[TensorLayout]:
+        """Return the layout for each dim along which the stream may lie in slices."""
+        chains = self._layout.chains
+        if not chains:
+            return [self._layout]
+        return [self._layout.replace(chains=(chain.replace(dims=(dim,)),)) for chain in chains for dim in chain.dims]
+
+    def _check(self, experiment: Experiment, layout: TensorLayout) -> None:
+        found, known = set(experiment.check(layout)), layout.partial
+        for name in sorted(found - known):
+            raise DisprovedError(f"each rank has only a term of the gradient of {name}, which was whole before")
+        for name in sorted(known - found):
+            gradient = experiment.whole.gradients.get(name)
+            if gradient is not None and bool(gradient.any()):
+                raise DisprovedError(f"every rank has the whole gradient of {name}, of which it had a term before")
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module keeps in attributes, but for activations."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, (nn.Parameter, Slices))
+    }
+
+
+def _is_watched() -> bool:
+    """Tell whether code of the user's sees each function that is called; torch's modes and ours may."""
+    mode = current_function_mode()
+    return mode is not None and not type(mode).__module__.startswith(("torch.", "meshwright."))
+
+
+def _for_proof(tensor: Tensor) -> Tensor:
+    """Return a plain tensor to be tried on; one that lies in slices is an activation, of which only the shape is asked for."""
+    if not isinstance(tensor, Slices):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.is_floating_point())
+
+
+def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) -> None:
+    """Give a copy the attributes that the module has now, and hooks that were put on it."""
+    own = vars(twin)
+    for name, value in vars(live).items():
+        is_tensor = isinstance(value, Tensor)
+        if name in OWN or isinstance(value, nn.Module) or (is_tensor and isinstance(own.get(name), Tensor)):
+            continue
+        own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
+    twin.training = live.training
+    twin._is_full_backward_hook = live._is_full_backward_hook
+    for kind in signatures.HOOKS:
+        hooks = {key: hook for key, hook in getattr(live, kind).items() if not signatures.is_ours(hook)}
+        getattr(twin, kind).clear()
+        getattr(twin, kind).update(hooks)
+    for kind in _HOW_HOOKS_RUN:
+        getattr(twin, kind).clear()
+        getattr(twin, kind).update(getattr(live, kind))

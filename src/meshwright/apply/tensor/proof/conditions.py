@@ -1,0 +1,100 @@
+"""All that a layout of one scope has to be proven under: each call of it that was seen, while it trains and while it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.search.trace import MAX_CALLS, Call
+from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
+
+__all__: list[str] = []
+
+
+class Conditions:
+    """A scope, and the calls and modes in which a layout of it must give what the whole gives.
+
+    The first experiment is made at once and finds out most of what is wrong; the others are made when it is passed.
+
+    Args:
+        scope: The module.
+        calls: What it was called with: calls that differ in more than numbers.
+        num_parts: Ranks [count].
+
+    Raises:
+        DisprovedError: There are too many calls.
+        Exception: Whatever the module raises when it is run by itself with the first call.
+    """
+
+    def __init__(self, scope: nn.Module, calls: Sequence[Call], num_parts: int) -> None:
+        if len(calls) > MAX_CALLS:
+            raise DisprovedError(
+                f"it is called with more than {MAX_CALLS} kinds of arguments, and each would have to be proven"
+            )
+        self._scope = scope
+        self._num_parts = num_parts
+        flags = {module.training for module in scope.modules()}
+        # As it was seen first; where some modules inside train and others do not, also all alike.
+        modes = [None, *({True, False} - flags if len(flags) == 1 else (True, False))]
+        self._pending = [(call, mode) for mode in modes for call in calls]
+        self._made = [self._make(*self._pending.pop(0))]
+
+    def _make(self, call: Call, mode: bool | None) -> Experiment:
+        return Experiment(self._scope, call, self._num_parts, mode=mode)
+
+    def _experiments(self) -> Iterator[Experiment]:
+        yield from list(self._made)
+        while self._pending:
+            call, mode = self._pending[0]
+            try:
+                experiment = self._make(call, mode)
+            except Exception as error:  # whatever the module raises in this mode
+                kind = {None: "", True: " in training mode", False: " in eval mode"}[mode]
+                raise DisprovedError(
+                    f"it cannot be run by itself{kind} as it is called: {type(error).__name__}: {error}"
+                ) from error
+            self._pending.pop(0)
+            self._made.append(experiment)
+            yield experiment
+
+    def prove(self, region: Region) -> Region:
+        """Return the region with its partial parameters and its results in slices filled in.
+
+        Raises:
+            DisprovedError: Something differs; the region must not be cut so.
+        """
+        proven = self._made[0].prove(region)
+        return proven.replace(partial=self.check(TensorLayout(regions=(proven,)), known=proven.partial))
+
+    def check(
+        self, layout: TensorLayout, *, known: tuple[str, ...] | None = None, on_slices: bool = False
+    ) -> tuple[str, ...]:
+        """Return the parameters whose gradients have to be added up, under all calls and modes alike.
+
+        Args:
+            layout: What is to be proven.
+            known: What the first experiment gave, where it has been run with it.
+            on_slices: Whether the whole scope runs on slices. A parameter without a gradient in all of the experiments (an
+                expert that no token chose) then disproves: whether its gradient would be a term they do not show.
+
+        Raises:
+            DisprovedError: Something differs, or a gradient is a term here and the whole there.
+        """
+        partial: dict[str, None] = {}
+        whole: set[str] = set()
+        for index, experiment in enumerate(self._experiments()):
+            own = known if known is not None and not index else experiment.check(layout)
+            partial |= dict.fromkeys(own)
+            whole |= experiment.whole.gradients.keys() - set(own) - experiment.idle
+        both = sorted(whole & partial.keys())
+        idle = sorted(
+            set.intersection(*(experiment.idle for experiment in self._made)) - partial.keys() - layout.cuts.keys()
+        )
+        if on_slices and idle:
+            raise DisprovedError(f"{idle[0]} had no gradient, so that it is not known whether it would be a term")
+        if both:
+            raise DisprovedError(f"the gradient of {both[0]} is a rank's term in one call, and the whole in another")
+        return tuple(partial)

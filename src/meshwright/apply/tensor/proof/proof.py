@@ -1,0 +1,364 @@
+"""The proof: the shards of a region, run side by side, must give what the whole gives, and its gradients.
+
+All ranks of the group are threads of this process for a moment. They run the very code that the real ranks will run, on copies
+of the region's scope, in float64 on the CPU, on a small input, with random weights (a weight that is zero at the start would let
+anything pass); their exchanges meet at a barrier. A thread that fails breaks the barrier, so nobody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import run_backward
+from meshwright.apply.modules.copies import copy_module, map_call
+from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.guards.ambient import surrounded_by
+from meshwright.apply.tensor.guards.asked import Asked, ask
+from meshwright.apply.tensor.proof.effects import Before, Left
+from meshwright.apply.tensor.proof.shards_against_whole import (
+    DisprovedError,
+    add_up,
+    are_same,
+    check_equal,
+    check_left,
+    is_equal,
+    join,
+)
+from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
+from meshwright.apply.tensor.proof.unchecked import check_shapes
+from meshwright.apply.tensor.search.operations import WithoutDropout
+from meshwright.apply.tensor.search.trace import Call
+from meshwright.apply.tensor.slices import Slices
+from meshwright.apply.tensor.tensor_layout import Region, Result, TensorLayout
+from meshwright.apply.tensor.types.checker import Checker
+from meshwright.apply.tensor.types.report import TypeReport
+from meshwright.apply.tensor.types.typed_run import Record, run_and_watch
+from meshwright.comm.communicator import Communicator
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+
+class MisshapenError(DisprovedError):
+    """A tensor that leaves has another shape than from the whole."""
+
+    def __init__(self, place: int, own: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        super().__init__(f"result {place} has shape {list(own)} on a shard, {list(whole)} of the whole")
+        self.place = place
+        self.own = own
+        self.whole = whole
+
+
+class Exact(WithoutDropout):
+    """Float64 where code asks for float32, and no dropout: what remains must be equal to rounding."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        check_shapes(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+# -- one run ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What a run of a scope gave."""
+
+    outputs: list[Tensor]
+    input_gradients: list[Tensor | None]
+    gradients: dict[str, Tensor | None]
+    left: Left
+    """What it left behind beside them."""
+    slices: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Outputs that are slices -> along which dim."""
+    types: TypeReport | None = None
+    """What the types say; of the rank that they are followed on."""
+
+
+class Experiment:
+    """A scope with a small input, ready to be run whole and in shards.
+
+    Args:
+        scope: The module, as the user built it.
+        call: What it was called with.
+        num_parts: Ranks [count].
+        mode: Whether it trains, of all modules inside; None leaves each as it is.
+    """
+
+    def __init__(self, scope: nn.Module, call: Call, num_parts: int, *, mode: bool | None = None) -> None:
+        self.num_parts = num_parts
+        self._mode = mode
+        self._generator = torch.Generator().manual_seed(20260)
+        values: dict[int, Tensor] = {}
+        for parameter in scope.parameters():
+            values[id(parameter)] = self._random(parameter)
+        for buffer in scope.buffers():
+            values[id(buffer)] = self._buffer(buffer)
+        self._scope = scope
+        self._values = values
+        self._ambient = call.ambient
+        self._inputs = map_call((call.args, call.kwargs), self._input)
+        self._cotangents: list[Tensor] = []
+        self._of_attributes: dict[str, Tensor] = {}  # cotangents of what is left in attributes: a loss may add them
+        self._record = Record()
+        self.types: TypeReport | None = None
+        """What the types say of the layout that was checked last."""
+        self.whole = self._run_whole()
+        gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
+        # A gradient that is zero but for rounding (a bias of keys, before softmax) is not held to its own size.
+        self._scale = 1e-3 * max([0.0, *(g.abs().max().item() for g in gradients if g is not None and g.numel())])
+        self.idle = {
+            name
+            for name, gradient in self.whole.gradients.items()
+            if gradient is None or is_equal(gradient, torch.zeros_like(gradient), self._scale)
+        }
+        """Parameters whose gradient is nothing but rounding here."""
+
+    def _random(self, parameter: Tensor) -> Tensor:
+        if not parameter.is_floating_point():
+            return _double(parameter.detach().cpu())
+        shape = parameter.shape
+        noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        fan_in = max(1, parameter[0].numel()) if parameter.dim() > 1 else 1
+        return noise * fan_in**-0.5 if parameter.dim() > 1 else 0.6 + 0.2 * noise
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        value = _double(buffer.detach().cpu())
+        if not value.is_floating_point() or value.numel() < 2 or value.min() != value.max():
+            return value
+        # A running mean of zeros and the like: one entry could stand for another.
+        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float64)
+        return value * (1.0 + 0.1 * noise) + 0.01 * noise
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        plain = tensor.detach().cpu()
+        if not tensor.requires_grad:
+            return _double(plain.clone() if plain.is_inference() else plain)
+        # Activations: only their shape is asked for.
+        noise = torch.randn(plain.shape, generator=self._generator, dtype=torch.float64)
+        return noise.requires_grad_()
+
+    def _fresh(self) -> tuple[nn.Module, Any]:
+        # What is frozen now may be trained later.
+        module = copy_module(self._scope, lambda tensor: self._values[id(tensor)].detach().clone(), trainable=True)
+        if self._mode is not None:
+            module.train(self._mode)
+        inputs = map_call(self._inputs, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return module, inputs
+
+    def _run_whole(self) -> Outcome:
+        module, inputs = self._fresh()
+        before = Before(module, inputs)
+        with surrounded_by(self._ambient, gradients=True), Exact():
+            outputs = list(tensors_in(run_and_watch(module, inputs, self._record)))
+            left = before.left()
+            for tensor in outputs:
+                self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
+            for path, value in left.attributes.items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
+                    self._of_attributes[path] = noise
+            return self._backward(module, inputs, outputs, self._cotangents, left)
+
+    def asks(self) -> Asked:
+        """Return what the code of this call asks of its tensors, and whether it gives the same without gradients."""
+
+        def run(module: nn.Module, inputs: Any, mode: Any, gradients: bool | None = None) -> list[Tensor]:
+            with surrounded_by(self._ambient, gradients=gradients), Exact(), mode:
+                return list(tensors_in(module(*inputs[0], **inputs[1])))
+
+        asked = ask(run, self._fresh)
+        # As it is called; where that is with gradients, as it would be without.
+        without = run(*self._fresh(), contextlib.nullcontext(), False if self._ambient[0] else None)
+        pairs = zip(without, self.whole.outputs, strict=False)
+        asked.is_same = len(without) == len(self.whole.outputs) and all(
+            is_equal(mine, wanted) for mine, wanted in pairs
+        )
+        return asked
+
+    def _backward(
+        self, module: nn.Module, inputs: Any, outputs: list[Tensor], cotangents: Sequence[Tensor], left: Left
+    ) -> Outcome:
+        beside = [_attribute(left, path, cotangent) for path, cotangent in self._of_attributes.items()]
+        roots = zip([*outputs, *beside], [*cotangents, *self._of_attributes.values()], strict=True)
+        pairs = [pair for pair in roots if pair[0].requires_grad]
+        run_backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        return Outcome(
+            outputs=[tensor.detach() for tensor in outputs],
+            input_gradients=[_dense(tensor.grad) for tensor in tensors_in(inputs)],
+            gradients={name: _dense(p.grad) for name, p in module.named_parameters(remove_duplicate=False)},
+            left=left,
+        )
+
+    def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
+        meeting = Meeting(self.num_parts)
+        found: list[Any] = [None] * self.num_parts
+        errors: list[BaseException] = []
+
+        def work(part: int) -> None:
+            try:
+                group: Any = ThreadGroup(meeting, self.num_parts, part)
+                with surrounded_by(self._ambient, gradients=True), Exact():
+                    found[part] = self._run_shard(layout, group)
+            except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
+                errors.append(error)
+                meeting.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_parts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+            if isinstance(first, MisshapenError):
+                raise first
+            raise DisprovedError(
+                f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
+            )
+        return found
+
+    def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
+        module, inputs = self._fresh()
+        cutting = Cutting(module, layout, group)
+        is_last = group.group_rank == self.num_parts - 1
+        checker = Checker(self._scope, cutting, self._record) if is_last else None
+        before = Before(module, inputs)
+        outputs = module(*inputs[0], **inputs[1]) if checker is None else checker.run_and_watch(inputs)
+        left = before.left()
+        tensors = list(tensors_in(outputs))
+        local = [tensor.local if isinstance(tensor, Slices) else tensor for tensor in tensors]
+        if len(local) != len(self._cotangents):
+            raise DisprovedError(f"{len(local)} tensors leave, from the whole {len(self._cotangents)}")
+        cotangents = []
+        for place, (tensor, cotangent, own) in enumerate(zip(tensors, self._cotangents, local, strict=True)):
+            if isinstance(tensor, Slices):
+                start = sum(tensor.sizes[: group.group_rank])
+                cotangent = cotangent.narrow(tensor.cut_dim, start, tensor.sizes[group.group_rank])
+            if cotangent.shape != own.shape:
+                raise MisshapenError(place, tuple(own.shape), tuple(cotangent.shape))
+            cotangents.append(cotangent)
+        outcome = self._backward(module, inputs, local, cotangents, left)
+        outcome.types = None if checker is None else checker.report
+        outcome.slices = {i: tensor.cut_dim for i, tensor in enumerate(tensors) if isinstance(tensor, Slices)}
+        return outcome, cutting
+
+    # -- the verdict --------------------------------------------------------------------------------------------
+
+    def prove(self, region: Region) -> Region:
+        """Return the region with its partial parameters filled in.
+
+        Raises:
+            DisprovedError: Something differs; the region must not be cut so.
+        """
+        for _ in range(1 + len(self.whole.outputs)):
+            try:
+                return region.replace(partial=self.check(TensorLayout(regions=(region,))))
+            except MisshapenError as error:
+                region = self._with_slices(region, error)
+        raise DisprovedError("too many results in slices")
+
+    def check(self, layout: TensorLayout) -> tuple[str, ...]:
+        """Return the names of the parameters that stay whole and whose gradients have to be added up.
+
+        Raises:
+            DisprovedError: Something differs.
+        """
+        runs = self._run_shards(layout)
+        outcomes = [outcome for outcome, _ in runs]
+        self._check_outputs(outcomes)
+        check_left([outcome.left for outcome in outcomes], self.whole.left, runs[0][1])
+        for index, whole in enumerate(self.whole.input_gradients):
+            for outcome in outcomes:
+                check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
+        return self._check_types(outcomes[-1].types, self._check_gradients(outcomes, runs[0][1]))
+
+    def check_types(self, layout: TensorLayout) -> TypeReport:
+        """Return what the types say of a layout, whatever the numbers do."""
+        return self._run_shards(layout)[-1][0].types or TypeReport()
+
+    def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients are terms, once the types agree with the numbers."""
+        self.types = types
+        zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
+        disagreement = "" if types is None else types.disagreement(partial, zero)
+        if disagreement:
+            raise DisprovedError(disagreement)
+        terms = {*partial, *(() if types is None else types.partial)}
+        return tuple(name for name in self.whole.gradients if name in terms)
+
+    def _with_slices(self, region: Region, error: MisshapenError) -> Region:
+        """A result that comes out smaller in one dim is a slice; it is marked as such, and the proof is run again."""
+        differing = [dim for dim, sizes in enumerate(zip(error.own, error.whole, strict=False)) if sizes[0] != sizes[1]]
+        known = any(result.index == error.place for result in region.results)
+        if known or len(error.own) != len(error.whole) or len(differing) != 1:
+            raise error
+        if region.shares(error.whole[differing[0]], self.num_parts) is None:
+            raise error
+        return region.replace(results=(*region.results, Result(index=error.place, dim=differing[0])))
+
+    def _check_outputs(self, outcomes: list[Outcome]) -> None:
+        slices = outcomes[0].slices
+        for index, whole in enumerate(self.whole.outputs):
+            if index in slices:
+                joined = torch.cat([outcome.outputs[index] for outcome in outcomes], slices[index])
+                check_equal(joined, whole, f"result {index}, put together")
+                continue
+            for outcome in outcomes:
+                check_equal(outcome.outputs[index], whole, f"result {index}")
+
+    def _check_gradients(self, outcomes: list[Outcome], cutting: Cutting) -> list[str]:
+        layouts = cutting.layouts
+        tied = {name: name for name in layouts}
+        for name in cutting.layout.cuts:
+            tied.setdefault(name, next(n for n in layouts if _same(cutting.module, n, name)))
+        partial = []
+        for name, whole in self.whole.gradients.items():
+            own = [outcome.gradients[name] for outcome in outcomes]
+            if name in tied:
+                check_equal(join(own, layouts[tied[name]]), whole, f"the gradient of {name}", self._scale)
+            elif len({gradient is None for gradient in own}) > 1:
+                # Another batch may leave it out on another rank, and what one rank adds up all have to.
+                raise DisprovedError(f"{name} is used by some of the ranks")
+            elif not all(is_equal(gradient, whole, self._scale) for gradient in own):
+                check_equal(add_up(own), whole, f"the gradient of {name}, added up", self._scale)
+                partial.append(name)
+            elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
+                partial.append(name)  # zero but for rounding, which is each rank's own: copies would drift apart
+        return partial
+
+
+def _same(module: nn.Module, one: str, other: str) -> bool:
+    return find_tensor(module, one) is find_tensor(module, other)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _attribute(left: Left, path: str, cotangent: Tensor) -> Tensor:
+    """Return what is left in an attribute, which a loss may add."""
+    value = left.attributes.get(path)
+    if not isinstance(value, Tensor) or isinstance(value, Slices) or value.shape != cotangent.shape:
+        kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DisprovedError(f"'{path}' is left {kind} on shards, of shape {list(cotangent.shape)} of the whole")
+    return value

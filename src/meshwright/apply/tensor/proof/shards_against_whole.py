@@ -1,0 +1,124 @@
+"""What shards gave, beside what the whole gave: equal to rounding, or a DisprovedError that says where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.proof.effects import Left
+from meshwright.apply.tensor.slices import Slices
+from meshwright.errors import MeshwrightError
+from meshwright.layout import ShardLayout
+from meshwright.nn.shards import join_shards
+
+__all__: list[str] = []
+
+TOLERANCE = 1e-10
+"""Largest difference, relative to the tensor's largest entry, that float64 is given; a wrong cut is off by far more."""
+
+
+class DisprovedError(MeshwrightError):
+    """The shards do not give what the whole gives; the message says where they part."""
+
+
+def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the ranks' gradients; None where no rank has one."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(there).sum(0) if there else None
+
+
+def are_same(gradients: Sequence[Tensor | None]) -> bool:
+    """Tell whether the ranks' gradients are equal to the bit."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    return len(there) in (0, len(gradients)) and all(torch.equal(gradient, there[0]) for gradient in there)
+
+
+def join(gradients: Sequence[Tensor | None], layouts: Sequence[ShardLayout]) -> Tensor | None:
+    """Return the whole of what the ranks have shards of; None where no rank has one."""
+    if all(gradient is None for gradient in gradients):
+        return None
+    filled = [
+        torch.zeros(layout.local_shape, dtype=torch.float64) if gradient is None else gradient
+        for gradient, layout in zip(gradients, layouts, strict=True)
+    ]
+    return join_shards(filled, layouts)
+
+
+def is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) -> bool:
+    """Tell whether two tensors are equal to rounding; nothing is equal to zeros. `least` is the smallest scale."""
+    if mine is None or whole is None:
+        there = mine if whole is None else whole
+        return there is None or not bool(there.any())
+    if mine.shape != whole.shape or mine.dtype != whole.dtype:
+        return False
+    if torch.equal(mine, whole):
+        return True
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return False
+    scale = whole.abs().max().item()
+    return bool((mine - whole).abs().max().item() <= TOLERANCE * max(scale, least))
+
+
+def check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = 1e-30) -> None:
+    """Raise DisprovedError where two tensors are not equal to rounding."""
+    if is_equal(mine, whole, least):
+        return
+    if mine is None or whole is None or mine.shape != whole.shape:
+        raise DisprovedError(f"{what} is {_shape(mine)} on shards, {_shape(whole)} of the whole")
+    wide = torch.complex128 if whole.is_complex() or mine.is_complex() else torch.float64
+    difference = (mine.to(wide) - whole.to(wide)).abs().max().item()
+    raise DisprovedError(f"{what} differs by {difference:.1e} of {whole.to(wide).abs().max().item():.1e}")
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"of shape {list(tensor.shape)}"
+
+
+def check_left(own: Sequence[Left], whole: Left, cutting: Cutting) -> None:
+    """Compare what forwards left behind.
+
+    Raises:
+        DisprovedError: A parameter, buffer, argument or attribute differs; it is named.
+    """
+    for name in sorted(whole.changed.union(*(left.changed for left in own))):
+        found = [_value(left, name) for left in own]
+        layouts = _layouts_of(name, cutting)
+        if layouts is not None:
+            check_equal(join(found, layouts), _value(whole, name), f"what is left in {name}")
+            continue
+        for tensor in found:
+            check_equal(tensor, _value(whole, name), f"what is left in {name}")
+    for path in dict.fromkeys(path for left in (whole, *own) for path in left.attributes):
+        for left in own:
+            _check_attribute(left.attributes.get(path), whole.attributes.get(path), path)
+
+
+def _value(left: Left, name: str) -> Tensor | None:
+    tensor = left.tensors.get(name)
+    return None if tensor is None else tensor.detach()
+
+
+def _layouts_of(name: str, cutting: Cutting) -> list[ShardLayout] | None:
+    if name not in cutting.layout.cuts:
+        return None
+    tensor = find_tensor(cutting.module, name)
+    return next(own for other, own in cutting.layouts.items() if find_tensor(cutting.module, other) is tensor)
+
+
+def _check_attribute(mine: Any, whole: Any, path: str) -> None:
+    if isinstance(mine, Slices):
+        raise DisprovedError(f"what is left in '{path}' is in slices")
+    if isinstance(mine, Tensor) and isinstance(whole, Tensor):
+        check_equal(mine.detach(), whole.detach(), f"what is left in '{path}'")
+    elif isinstance(mine, float) and isinstance(whole, float):
+        check_equal(torch.tensor(mine).double(), torch.tensor(whole).double(), f"what is left in '{path}'")
+    elif type(mine) is not type(whole) or mine != whole:
+        raise DisprovedError(f"what is left in '{path}' is {_told(mine)} on shards, {_told(whole)} of the whole")
+
+
+def _told(value: Any) -> str:
+    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

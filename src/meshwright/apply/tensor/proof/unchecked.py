@@ -1,0 +1,62 @@
+"""Calls whose kernels read past the end of a tensor where shapes do not go together: torch checks these nowhere.
+
+A proof tries layouts that are wrong. What comes of a wrong one has to be an exception, and not whatever lies behind the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright._torch_private import WEIGHT_NORM
+
+__all__: list[str] = []
+
+
+def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a call would read outside of its tensors.
+
+    Raises:
+        ValueError: The shapes, or the labels, do not go together.
+    """
+    check = _CHECKS.get(func)
+    if check is not None:
+        check(args, kwargs)
+
+
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # The kernel takes the number of keys for that of values.
+    key, value = _given(args, kwargs, 1, "key"), _given(args, kwargs, 2, "value")
+    if key.dim() < 2 or value.dim() < 2 or key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"attention over {list(key.shape)} keys and {list(value.shape)} values")
+
+
+def _weight_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # The kernel for the first and the last dim takes as many magnitudes as there are rows; others broadcast.
+    v, g = _given(args, kwargs, 0, "v"), _given(args, kwargs, 1, "g")
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    if dim in (0, v.dim() - 1) and g.numel() != v.shape[dim]:
+        raise ValueError(f"a weight norm of {v.shape[dim]} rows with {g.numel()} magnitudes")
+
+
+def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Labels are looked up among the classes as they are.
+    log_probs, targets = _given(args, kwargs, 0, "log_probs"), _given(args, kwargs, 1, "targets")
+    if targets.numel() and int(targets.max()) >= log_probs.shape[-1]:
+        raise ValueError(f"a CTC loss of label {int(targets.max())} among {log_probs.shape[-1]} classes")
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Tensor:
+    return args[place] if len(args) > place else kwargs[name]
+
+
+_CHECKS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], None]] = {
+    F.scaled_dot_product_attention: _attention,
+    WEIGHT_NORM: _weight_norm,
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
+}

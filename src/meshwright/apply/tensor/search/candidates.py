@@ -1,0 +1,390 @@
+"""The ways in which a pair of products might be cut, and in which order they are tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Generator, Iterator
+
+from torch import Tensor
+
+from meshwright.apply.tensor.search.pairs import Names, Pair
+from meshwright.apply.tensor.search.trace import Product, Trace
+from meshwright.apply.tensor.tensor_layout import Cut, Region, Role
+from meshwright.layout import even_ranges
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+_MAX_COMBINATIONS = 12
+_SUMS = {"add", "radd", "iadd", "linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"}
+_MAX_CHANGES = 3
+"""Things that are changed at once [count]."""
+
+
+class Options:
+    """The ways in which a pair might be cut, likelier ones first.
+
+    Args:
+        pair: The products.
+        trace: What was seen.
+        names: The names.
+        num_parts: Ranks [count].
+    """
+
+    def __init__(self, pair: Pair, trace: Trace, names: Names, num_parts: int) -> None:
+        self.pair = pair
+        self.trace = trace
+        self.names = names
+        self.num_parts = num_parts
+        self.scope = pair.scope(names)
+        self._row_size = self._shape(pair.row)[pair.row.in_dim]
+        self._keys = {column.parameter for column in pair.columns}
+
+    def _shape(self, product: Product) -> tuple[int, ...]:
+        return tuple(self.names.parameters[product.parameter].shape)
+
+    def _width(self, product: Product) -> int:
+        return self._shape(product)[product.out_dim]
+
+    # -- groups and units ---------------------------------------------------------------------------------------
+
+    def _groups_of(self, column: Product) -> list[tuple[int, ...]]:
+        width, seen = self._width(column), self.trace.sizes.get(column.parameter, set())
+        found: list[tuple[int, ...]] = sorted(
+            s for s in self.trace.splits.get(column.parameter, ()) if sum(s) == width and len(s) > 1
+        )
+        bounds = [0, *sorted(self.trace.slices.get(column.key, {}).get(width, ())), width]
+        if len(bounds) > 2:
+            found.append(tuple(end - start for start, end in itertools.pairwise(bounds)))
+        if width > self._row_size and width % self._row_size == 0:
+            found.append((self._row_size,) * (width // self._row_size))
+        found.append((width,))
+        if len(self.pair.columns) == 1:
+            found += [(width // parts,) * parts for parts in (3, 2) if parts in seen and width % parts == 0]
+        return list(dict.fromkeys(found))
+
+    def _unit_counts(self, groups: list[tuple[int, ...]]) -> list[int]:
+        seen = set().union(*(self.trace.sizes.get(key, set()) for key in self._keys)) | {self._row_size}
+        seen |= {value for _, _, value in self._integers()}
+        sizes = [self._row_size, *(size for group in groups for size in group)]
+        fitting = [num for num in seen if num > 1 and all(size % num == 0 for size in sizes)]
+        # Where a rank would have nothing, only if there is no other way.
+        return sorted(fitting, key=lambda num: (num < self.num_parts, -num))
+
+    def regions(self) -> Iterator[tuple[Region, list[Region]]]:
+        """Yield (region, the same region with one more thing changed)."""
+        per_column = [self._groups_of(column) for column in self.pair.columns]
+        combined = itertools.product(*(range(len(groups)) for groups in per_column))
+        for places in sorted(itertools.islice(combined, 256), key=sum)[:_MAX_COMBINATIONS]:
+            groups = tuple(own[place] for own, place in zip(per_column, places, strict=True))
+            for num_units in self._unit_counts(list(groups)):
+                region = self._region(groups, num_units)
+                yield region, self._changes(region)
+        yield from self._grouped()
+
+    def _region(
+        self, groups: tuple[tuple[int, ...], ...], num_units: int, shared: dict[str, int] | None = None
+    ) -> Region:
+        shared = shared or {}
+        cuts: dict[str, Cut] = {}
+        roles: dict[str, Role] = {}
+        pair, names = self.pair, self.names
+        is_layers = all(names.is_layer(product, self.trace) for product in (*pair.columns, pair.row))
+        for column, own in zip(pair.columns, groups, strict=True):
+            if names.owner(column) in shared:
+                continue
+            cut = Cut(dim=column.out_dim, groups=own)
+            cuts |= dict.fromkeys(names.of[column.parameter], cut)
+            cuts |= self._vectors(column, own)
+            if is_layers:
+                roles |= {name.rpartition(".")[0]: "column" for name in names.of[column.parameter]}
+        cuts |= dict.fromkeys(
+            names.of[pair.row.parameter], Cut(dim=pair.row.in_dim, groups=(self._row_size,), kind="row")
+        )
+        if is_layers:
+            roles |= {name.rpartition(".")[0]: "row" for name in names.of[pair.row.parameter]}
+        else:
+            roles[self.scope] = "sum"
+        return Region(
+            scope=self.scope,
+            num_units=num_units,
+            cuts=cuts,
+            roles=roles,
+            shared=shared,
+            integers=self._own_integers(cuts, num_units),
+            once=() if is_layers else self._after_row(),
+            drops=bool(self._keys & self.trace.drops),
+        )
+
+    def _vectors(self, column: Product, groups: tuple[int, ...]) -> dict[str, Cut]:
+        """Return the cuts of biases, scales and running statistics that have one entry for each of the column's."""
+        width = sum(groups)
+        found: dict[str, Cut] = {}
+        for key in self.trace.met.get(column.key, ()):
+            for name in self.names.of[key]:
+                found |= _along(name, self.names.parameters[key], width, groups, self._row_size)
+                path = name.rpartition(".")[0]
+                if name in found:
+                    for buffer_name, buffer in self.names.module.get_submodule(path).named_buffers(path, recurse=False):
+                        found |= _along(buffer_name, buffer, width, groups, self._row_size)
+        return found
+
+    def _after_row(self) -> tuple[str, ...]:
+        """Return the parameters of the scope that are added to the row's result: a bias."""
+        width = self._width(self.pair.row)
+        found = []
+        for key in self.trace.met.get(self.pair.row.key, ()):
+            uses = {use.strip("_") for use in self.trace.other_uses.get(key, ())}
+            if uses <= _SUMS and self.names.parameters[key].shape[-1] == width:
+                found += [name for name in self.names.of[key] if not self.scope or name.startswith(f"{self.scope}.")]
+        return tuple(found)
+
+    # -- what else may have to change ---------------------------------------------------------------------------
+
+    def _integers(self) -> list[tuple[str, str, int]]:
+        """Return (module, attribute, value) of the integers that modules of the scope keep."""
+        found = []
+        own = self._keys | self._met() | {self.pair.row.parameter}
+        for name, child in self.names.module.get_submodule(self.scope).named_modules():
+            path = ".".join(part for part in (self.scope, name) if part)
+            parameters = {id(parameter) for parameter in child.parameters()}
+            is_another = parameters and not parameters & own and not any(True for _ in child.children())
+            if path in self.trace.calls and not is_another:
+                found += [(path, key, value) for key, value in vars(child).items() if type(value) is int and value > 1]
+        return found
+
+    def _layers(self) -> set[str]:
+        """Return the names of the modules that are a product or a norm and nothing else."""
+        found = {name.rpartition(".")[0] for key in self._met() for name in self.names.of[key]}
+        products = [
+            product for product in (*self.pair.columns, self.pair.row) if self.names.is_layer(product, self.trace)
+        ]
+        found |= {name.rpartition(".")[0] for product in products for name in self.names.of[product.parameter]}
+        return {name for name in found if not any(True for _ in self.names.module.get_submodule(name).children())}
+
+    def _met(self) -> set[int]:
+        return set().union(*(self.trace.met.get(key, set()) for key in self._keys))
+
+    def _own_integers(self, cuts: dict[str, Cut], num_units: int) -> tuple[tuple[str, str], ...]:
+        """Return the integers that say how large a cut tensor is, at the layer that owns it: `nf`, `num_groups`."""
+        owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - {self.names.owner(self.pair.row)}
+        sizes = {size for cut in cuts.values() for size in (sum(cut.groups), *cut.groups)} | {num_units}
+        counts = Region(scope="", num_units=num_units, cuts={}, roles={})
+        return tuple(
+            (path, name)
+            for path, name, value in self._integers()
+            if path in owners
+            and counts.shares(value, self.num_parts) is not None
+            and (value in sizes or "groups" in name)
+            and not name.startswith("in_")
+        )
+
+    def _changes(self, region: Region) -> list[Region]:
+        """Return the region with single things changed; changes may be combined (`search._merge`)."""
+        layers = self._layers()
+        changes = [
+            region.replace(integers=(*region.integers, (path, name)))
+            for path, name, value in self._integers()
+            if path not in layers
+            and (region.shares(value, self.num_parts) is not None or self._is_ratio(value, region))
+        ]
+        side_cuts = {
+            name: Cut(dim=product.out_dim, groups=(self._width(product),))
+            for product in self.pair.sides
+            for name in self.names.of[product.parameter]
+            if name.startswith(f"{self.scope}.") and self._width(product) % region.num_units == 0
+        }
+        if side_cuts:
+            changes.append(region.replace(cuts={**region.cuts, **side_cuts}))
+        changes += [region.replace(inputs=inputs) for inputs in self._sliced_inputs(region)]
+        vectors = {name for name in region.cuts if not self._is_product(name) and not name.endswith("bias")}
+        if vectors:
+            changes.append(region.replace(cuts={name: cut for name, cut in region.cuts.items() if name not in vectors}))
+        changes += self._inner(region, {name.rpartition(".")[0] for name in vectors} - set(region.roles))
+        per_unit = self._per_unit(region)
+        if per_unit:
+            changes.append(region.replace(cuts={**region.cuts, **per_unit}))
+        if self.scope not in region.roles and not region.shared:
+            changes.append(region.replace(roles={self.scope: "sum"}, once=self._after_row()))
+        return changes
+
+    def _inner(self, region: Region, norms: set[str]) -> Iterator[Region]:
+        """Yield the region with norms that see all entries of what is cut."""
+        if norms and all(name in self.trace.calls and name != self.scope for name in norms):
+            cuts = {name: cut for name, cut in region.cuts.items() if name.rpartition(".")[0] not in norms}
+            roles: dict[str, Role] = dict.fromkeys(sorted(norms), "inner")
+            yield region.replace(cuts=cuts, roles={**region.roles, **roles})
+
+    def _per_unit(self, region: Region) -> dict[str, Cut]:
+        """Return cuts of vectors with one entry for each unit: slopes, sinks, temperatures of heads."""
+        scope = self.names.module.get_submodule(self.scope)
+        tensors = [
+            (name, tensor)
+            for name, tensor in scope.named_parameters(self.scope)
+            if id(tensor) in self.trace.other_uses and id(tensor) not in self.trace.products
+        ]
+        tensors += [(name, tensor) for name, tensor in scope.named_buffers(self.scope) if tensor is not None]
+        return {
+            name: Cut(dim=list(tensor.shape).index(region.num_units), groups=(region.num_units,))
+            for name, tensor in tensors
+            if name not in region.cuts and tensor.numel() == region.num_units > 1 and region.num_units in tensor.shape
+        }
+
+    def _is_product(self, name: str) -> bool:
+        keys = [*self._keys, self.pair.row.parameter]
+        return any(name in self.names.of[key] for key in keys)
+
+    def _is_ratio(self, value: int, region: Region) -> bool:
+        return bool(region.shared) and value * min(region.shared.values()) == region.num_units
+
+    def _sliced_inputs(self, region: Region) -> list[tuple[tuple[int, int], ...]]:
+        call = self.trace.calls[self.scope]
+        tensors = list(tensors_in((call.args, call.kwargs)))
+        columns = {column.data for column in self.pair.columns}
+        found = []
+        for dim, is_multiple in ((1, False), (0, False), (2, False), (0, True)):
+            matching = tuple(
+                (index, dim)
+                for index, tensor in enumerate(tensors)
+                if tensor.dim() > 2
+                and id(tensor) not in columns
+                and (
+                    tensor.shape[dim] > region.num_units and tensor.shape[dim] % region.num_units == 0
+                    if is_multiple
+                    else tensor.shape[dim] == region.num_units
+                )
+            )
+            if matching:
+                found.append(matching)
+        return found
+
+    # -- fewer keys than ranks ----------------------------------------------------------------------------------
+
+    def _grouped(self) -> Iterator[tuple[Region, list[Region]]]:
+        """Yield regions that cut by query heads, where several of them use one key head and these are too few to be cut."""
+        widths = [self._width(column) for column in self.pair.columns]
+        if len(set(widths)) < 2:
+            return
+        groups = tuple((width,) for width in widths)
+        counts = set().union(*(self.trace.sizes.get(key, set()) for key in self._keys))
+        for num_units in sorted(counts, reverse=True):
+            if num_units < 2 or self._row_size % num_units or max(widths) % num_units:
+                continue
+            unit = max(widths) // num_units
+            shared = {
+                self.names.owner(column): width // unit
+                for column, width in zip(self.pair.columns, widths, strict=True)
+                if width < max(widths) and width % unit == 0
+            }
+            if shared and all(self._shares_evenly(num_units, full) for full in shared.values()):
+                region = self._region(groups, num_units, shared)
+                yield region, self._changes(region)
+
+    def _shares_evenly(self, num_units: int, full: int) -> bool:
+        if not full or num_units % full:
+            return False
+        ratio = num_units // full
+        for first, last in even_ranges(num_units, self.num_parts):
+            counts = [sum(unit // ratio == key for unit in range(first, last)) for key in range(full)]
+            if len({count for count in counts if count}) > 1:
+                return False
+        return True
+
+
+def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_size: int) -> dict[str, Cut]:
+    """Return the cut of a tensor that has one entry for each of a column's (or a row's) along some dim."""
+    for size, own in ((width, groups), (row_size, (row_size,))):
+        for dim, have in enumerate(tensor.shape):
+            if have == size:
+                return {name: Cut(dim=dim, groups=own)}
+    return {}
+
+
+# -- the order in which they are tried ----------------------------------------------------------------------------
+
+
+def candidates(options: Options) -> Generator[Region, str, None]:
+    """Yield regions and take the reason why each failed: as they stand, with changes, last with sizes translated at run time.
+
+    A change that leaves the reason as it was does not touch what stands in the way, so nothing is built on it.
+    """
+    trials = _Trials(options.num_parts)
+    found = list(options.regions())
+    for resizes in (False, True):
+        level: list[tuple[Region, Region, str, list[Region]]] = []  # base, candidate, its reason, changes of the base
+        for base, changes in found:
+            region = base.replace(resizes=resizes)
+            reason = trials.known(region) or (yield from trials.run(region))
+            level.append((region, region, reason, [change.replace(resizes=resizes) for change in changes]))
+        for _ in range(_MAX_CHANGES):
+            following: list[tuple[Region, Region, str, list[Region]]] = []
+            for base, region, before, changes in level:
+                for change in changes:
+                    merged = _merge(base, region, change)
+                    if not _may_help(before, base, change):
+                        continue
+                    reason = trials.known(merged) or (yield from trials.run(merged))
+                    if reason != before:
+                        following.append((base, merged, reason, changes))
+            level = following
+
+
+class _Trials:
+    """What has been tried, and why it failed.
+
+    Args:
+        num_parts: Ranks [count].
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._reasons: dict[str, str] = {}
+
+    def run(self, region: Region) -> Generator[Region, str, str]:
+        """Yield a region, and keep and return why it failed."""
+        reason = yield region
+        self._reasons[self._key(region)] = reason
+        if reason.startswith("on shards: RuntimeError"):
+            self._reasons[self._key_of_sizes(region)] = reason
+        return reason
+
+    def known(self, region: Region) -> str:
+        """Return why a region failed that for these ranks is the same, or whose tensors have the same sizes; or nothing."""
+        return self._reasons.get(self._key(region)) or self._reasons.get(self._key_of_sizes(region)) or ""
+
+    def _key(self, region: Region) -> str:
+        if region.resizes or region.shared or region.inputs:
+            return repr(region)
+        shares = [(last - first) / region.num_units for first, last in even_ranges(region.num_units, self._num_parts)]
+        return repr((shares, region.replace(num_units=1)))
+
+    def _key_of_sizes(self, region: Region) -> str:
+        sizes = {name: Cut(dim=cut.dim, groups=(sum(cut.groups),)) for name, cut in region.cuts.items()}
+        return f"sizes {self._key(region.replace(cuts=sizes))}"
+
+
+def _may_help(reason: str, base: Region, change: Region) -> bool:
+    """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
+    if change.roles == base.roles:
+        return reason.startswith("on shards") or change.integers == base.integers
+    if "inner" in change.roles.values():
+        return not reason.startswith("the gradient")
+    return reason.startswith("the gradient") and "differs" in reason
+
+
+def _merge(base: Region, into: Region, change: Region) -> Region:
+    """Return a region with what a change has differently from its base."""
+    fields = {
+        field.name: getattr(change, field.name)
+        for field in dataclasses.fields(base)
+        if getattr(change, field.name) != getattr(base, field.name)
+    }
+    if "integers" in fields:
+        fields["integers"] = tuple(dict.fromkeys((*into.integers, *change.integers)))
+    if "cuts" in fields:
+        dropped = base.cuts.keys() - change.cuts.keys()
+        fields["cuts"] = {name: cut for name, cut in {**into.cuts, **change.cuts}.items() if name not in dropped}
+    if "roles" in fields and len(change.roles) > len(base.roles):
+        fields["roles"] = {**into.roles, **change.roles}
+    return into.replace(**fields)

@@ -1,0 +1,233 @@
+"""Finding a region that is right: proposals are tried one after the other, and each scope is proven for itself.
+
+What was found for one block is the first thing that is tried for the next of its structure. It is proven there as well: blocks of
+one class may hold another activation, or ask for their number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable
+from typing import Any
+
+from torch import nn
+
+from meshwright.apply.tensor.cutting import find_tensor
+from meshwright.apply.tensor.guards.described import digest
+from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
+from meshwright.apply.tensor.proof.conditions import Conditions
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.search.pairs import Names
+from meshwright.apply.tensor.search.trace import Trace
+from meshwright.apply.tensor.tensor_layout import Region
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+MAX_TRIALS = 120
+"""Proofs of one region before it is given up [count]."""
+
+MAX_TRIALS_AGAIN = 12
+"""The same where all failed for a scope that differs in nothing but where it stands [count]."""
+
+MAX_ALL_TRIALS = 4000
+"""Proofs of all regions; what is not proven by then stays whole, on a slow machine as on a quick one [count]."""
+
+MAX_SECONDS = 280.0
+"""The search ends with an error by then: the other ranks wait meanwhile, for 300 s by default [s]."""
+
+
+class SurroundedError(DisprovedError):
+    """A region is right by itself, and not where it stands: something else is cut or used there."""
+
+
+class Proving:
+    """Proves regions of one model.
+
+    Args:
+        model: The copy that was traced.
+        trace: What was seen.
+        names: The names.
+        regions: What is cut so far; others add to it.
+        num_parts: Ranks [count].
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_parts: int) -> None:
+        self._model = model
+        self._trace = trace
+        self._names = names
+        self._regions = regions
+        self._num_parts = num_parts
+        self._deadline = time.monotonic() + MAX_SECONDS
+        self._num_trials = 0
+        self._found: dict[str, list[tuple[str, Region]]] = {}  # what was found for scopes of this structure before
+        self._failed: dict[str, dict[str, str]] = {}  # by structure, and by where modules stand
+        self._last: tuple[str, Conditions] | None = None
+
+    def find(
+        self, scope: str, tries: Iterable[Region], keys: set[int], kind: str, accept: Region | None
+    ) -> tuple[Region | None, str]:
+        """Return the first of the regions that is proven, or why there is none.
+
+        Args:
+            scope: The module in which they lie.
+            tries: The regions, likelier ones first.
+            keys: The parameters that they are about.
+            kind: What stands for the way in which they were proposed.
+            accept: Where a region is one of several that hold the same tensors: all of them together.
+        """
+        shape = digest((kind, self._shape_of(scope, keys)))
+        places = digest(places_of(self._model.get_submodule(scope)))
+        failed = self._failed.setdefault(shape, {})
+        if places in failed:
+            return None, failed[places]
+        proven, error = self._proven_as_another(scope, shape, accept), ""
+        if proven is None:
+            try:
+                proven, error = self._first_proven(scope, tries, accept, MAX_TRIALS_AGAIN if failed else MAX_TRIALS)
+            except SurroundedError as surrounded:
+                return None, surrounded.message  # which says nothing about others of this structure
+            if proven is not None:
+                self._found.setdefault(shape, []).append((scope, proven))
+            else:
+                failed[places] = error
+        return proven, error
+
+    def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> Region | None:
+        """Return what another scope of this structure was cut into, where it is right here, too."""
+        for other, region in self._found.get(shape, ()):
+            here = region.below(other).above(scope)
+            if not self._fits(here):
+                continue
+            try:
+                return self._prove_apart(scope, here, accept)
+            except DisprovedError:
+                continue
+        return None
+
+    def _first_proven(
+        self, scope: str, tries: Iterable[Region], accept: Region | None, most: int
+    ) -> tuple[Region | None, str]:
+        """Return the first region that is proven, or the reason that is told: why the likeliest one was not.
+
+        Raises:
+            SurroundedError: None is, and what stands around was why for one of them.
+        """
+        first, reason = "", ""
+        surrounded: SurroundedError | None = None
+        source = iter(tries)
+        for count in range(most):
+            if self._num_trials >= MAX_ALL_TRIALS:
+                return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
+            try:
+                # A generator learns why its last one failed.
+                region = source.send(reason) if count and isinstance(source, Generator) else next(source)
+            except StopIteration:
+                break
+            except Exception as error:  # noqa: BLE001 - a proposal that cannot be made is none
+                return None, first or f"no way to cut it was found: {type(error).__name__}: {error}"
+            try:
+                return self._prove_apart(scope, region, accept), ""
+            except SurroundedError as error:
+                reason, surrounded = error.message, surrounded or error
+            except DisprovedError as disproved:
+                reason = disproved.message
+            first = first or reason
+        if surrounded is not None:
+            raise surrounded
+        return None, first or "it offers nothing that could be cut"
+
+    def _prove_apart(self, scope: str, region: Region, accept: Region | None) -> Region:
+        """Prove a region that takes nothing from others that are cut already."""
+        proven = self.prove(scope, region)
+        if not self._is_apart(proven):
+            raise SurroundedError("it holds something that is cut by itself")
+        if accept is None:
+            self._refuse_uses_elsewhere(proven)
+        else:
+            self.prove_each(accept)
+        return proven
+
+    def prove(self, scope: str, region: Region) -> Region:
+        """Return a region of this scope as it is proven, under all calls and modes.
+
+        Raises:
+            DisprovedError: It is not right, or cannot be tried.
+            ApplyError: The search has taken too long.
+        """
+        self._num_trials += 1
+        if time.monotonic() > self._deadline:
+            raise ApplyError(
+                f"the search for what can be cut took more than {MAX_SECONDS:.0f} s, after {self._num_trials} proofs; what it "
+                "would find by a certain time depends on the machine",
+                fix="say in the plan what stays whole: layouts={'the name of a parameter': 'whole'}, or use tp=1",
+            )
+        try:
+            return self._conditions(scope).prove(region.below(scope)).above(scope)
+        except DisprovedError:
+            raise
+        except Exception as error:  # a trial that cannot be made proves nothing
+            raise DisprovedError(f"the trial failed: {type(error).__name__}: {error}") from error
+
+    def _refuse_uses_elsewhere(self, region: Region) -> None:
+        """Refuse to cut, or to have terms of a gradient of, what other code uses as well.
+
+        Raises:
+            SurroundedError: Something outside of the region uses one of its tensors.
+        """
+        alone = set(region.roles.values()) <= {"vocabulary", "head", "gathered"}
+        places = set(region.roles) if alone else {region.scope}
+        modules = {id(self._model.get_submodule(name)) for name in places}
+        around = {name for name in self._trace.calls if id(self._model.get_submodule(name)) in modules}
+        for name in (*region.cuts, *region.partial):
+            for path, functions in self._trace.uses.get(id(find_tensor(self._model, name)), {}).items():
+                if around.isdisjoint(path):
+                    raise SurroundedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
+
+    def _conditions(self, scope: str) -> Conditions:
+        if self._last is None or self._last[0] != scope:
+            try:
+                calls = list(self._trace.distinct[scope].values())
+                conditions = Conditions(self._model.get_submodule(scope), calls, self._num_parts)
+            except DisprovedError:
+                raise
+            except Exception as error:  # whatever the user's code raises when it is run by itself
+                raise DisprovedError(f"'{scope}' cannot be run by itself: {type(error).__name__}: {error}") from error
+            self._last = (scope, conditions)
+        return self._last[1]
+
+    def _shape_of(self, scope: str, keys: set[int]) -> Any:
+        """Return what two scopes share that are likely to be cut alike, which is proven for each: structure, calls, place."""
+        prefix = len(scope) + 1 if scope else 0
+        own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
+        return describe_likeness(self._model.get_submodule(scope)), own, list(self._trace.distinct[scope])
+
+    def _fits(self, region: Region) -> bool:
+        names = {name for names in self._names.of.values() for name in names}
+        buffers = {name for name, _ in self._model.named_buffers()}
+        return all(name in names or name in buffers for name in region.cuts)
+
+    def _is_apart(self, region: Region) -> bool:
+        """Tell whether nothing is cut yet that the proof of a region took as whole, with other gradients on each rank."""
+        cut = {name for other in self._regions for name in other.cuts}
+        return not cut & self.held(region)
+
+    def held(self, region: Region) -> set[str]:
+        """Return the parameters that are whole inside a region, of which each rank has a term of the gradient."""
+        inside = f"{region.scope}." if region.scope else ""
+        held = set(region.partial)
+        if region.roles.get(region.scope) == "sum":
+            held |= {name for names in self._names.of.values() for name in names if name.startswith(inside)}
+        return held - set(region.cuts)
+
+    def prove_each(self, region: Region) -> None:
+        """Prove modules that hold the same tensors and stand apart, each by itself."""
+        for name, role in region.roles.items():
+            if name in self._trace.calls:
+                own = {path: cut for path, cut in region.cuts.items() if path.rpartition(".")[0] == name}
+                self.prove(name, region.replace(scope=name, cuts=own, roles={name: role}))
+        self._refuse_uses_elsewhere(region)
+
+
+def _where(path: tuple[str, ...]) -> str:
+    return f"in '{path[-1] or 'the model'}'" if path else "outside the model's forward"

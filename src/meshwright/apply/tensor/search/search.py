@@ -1,0 +1,349 @@
+"""From a model and one batch to a layout: trace, propose, prove. What is not proven stays whole, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.modules.copies import copy_module
+from meshwright.apply.tensor.attention import attention_region
+from meshwright.apply.tensor.copied_attributes import Mirror
+from meshwright.apply.tensor.guards.described import digest
+from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.search.candidates import Options, candidates
+from meshwright.apply.tensor.search.pairs import Names, Pair, feeds_only_the_output, pair_of
+from meshwright.apply.tensor.search.regions import Proving
+from meshwright.apply.tensor.search.sequences import find_chains
+from meshwright.apply.tensor.search.trace import Call, Product, Trace
+from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, Role, TensorLayout
+
+__all__: list[str] = []
+
+SMALL_SHARE = 0.01
+"""A layer that stands alone is cut only where it holds at least this share of the parameters: to cut it costs an exchange."""
+
+
+class Search:
+    """The search for a layout.
+
+    Args:
+        module: The whole model; it is not changed.
+        num_parts: Ranks that share it [count].
+        run: Runs a copy of the model, with its loss, on a small batch, and returns the model's outputs.
+        wanted: FQN -> "whole", "column" or "row", where the plan says so.
+    """
+
+    def __init__(
+        self, module: nn.Module, num_parts: int, run: Callable[[nn.Module], Any], wanted: dict[str, str] | None = None
+    ) -> None:
+        self.num_parts = num_parts
+        self._wanted = wanted or {}
+        self._reasons: dict[int, str] = {}
+        self._regions: list[Region] = []
+        self._taken: set[int] = set()
+        try:
+            self._follow(module, run, trainable=True)
+        except Exception:  # noqa: BLE001 - code that writes into frozen parameters; the user's own errors come again
+            self._follow(module, run, trainable=False)
+
+    def _follow(self, module: nn.Module, run: Callable[[nn.Module], Any], *, trainable: bool) -> None:
+        """Run a copy of the model and watch it, in training mode and with every parameter trainable: both may come later."""
+        # Tensors that forward writes into are buffers, which the copy has of its own. Parameters share their memory, and are
+        # other objects: autograd remembers a parameter's shape for as long as a graph that used it lives.
+        self._model = copy_module(
+            module,
+            lambda tensor: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone(),
+            trainable=trainable,
+        )
+        if not self._model.training:
+            self._model.train()
+        self._names = Names.read(self._model)
+        theirs = [*module.parameters(), *module.buffers()]
+        own = [*self._model.parameters(), *self._model.buffers()]
+        originals = {id(one): id(other) for one, other in zip(theirs, own, strict=True)}
+        self._trace = Trace(self._model, originals)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), Mirror(module, self._model), self._trace:
+            self._trace.finish(run(self._model))
+        self._trace.stop()
+        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_parts)
+
+    def layout(self, *, on_slices: bool = True) -> TensorLayout:
+        """Return what can be cut, and why the rest is not; `on_slices` lets layers run on slices of the sequence."""
+        for key in self._by_wish("whole"):
+            self._taken.add(key)
+            self._reasons[key] = "the plan says so"
+        self._leave_what_the_loss_reads()
+        self._attention()
+        self._vocabularies()
+        self._pairs()
+        self._lone_layers()
+        chains: tuple[Chain, ...] = ()
+        if on_slices:
+            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
+        layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+        return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
+
+    def _proven_calls(self, name: str) -> tuple[str, ...]:
+        """Return digests of the structures and calls of a module under which what is cut in it was proven (`conditions.py`)."""
+        module = self._model.get_submodule(name)
+        flags = [child.training for child in module.modules()]
+        found: dict[str, None] = {}
+        structures: set[str] = set()
+        for mode in (None, True, False):
+            if mode is not None:
+                module.train(mode)
+            structure = digest(describe_structure(module))
+            if structure in structures:
+                continue  # as it was when it was seen
+            structures.add(structure)
+            for call in self._trace.distinct.get(name, {}).values():
+                kind, is_same = self._kind_of(module, call)
+                found |= dict.fromkeys(
+                    proven_digests(
+                        structure,
+                        call.args,
+                        call.kwargs,
+                        kind=kind,
+                        ambient=call.ambient,
+                        without_gradients=is_same,
+                    )
+                )
+        for child, flag in zip(module.modules(), flags, strict=True):
+            child.training = flag
+        return tuple(found)
+
+    def _kind_of(self, module: nn.Module, call: Call) -> tuple[Kind, bool]:
+        """Return which other sizes and numbers may run other code, and whether none does without gradients."""
+        names = names_of_sizes(call.args, call.kwargs)
+        try:
+            asked = Experiment(module, call, self.num_parts).asks()
+        except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
+            return (tuple(names.values()), 2), False
+        return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
+
+    def _by_wish(self, wish: str) -> list[int]:
+        return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]
+
+    def _leave_what_the_loss_reads(self) -> None:
+        """Keep whole what code outside of the model's own forward uses: of a shard it would compute something else."""
+        for key, uses in self._trace.uses.items():
+            if () in uses and key in self._names.of:
+                self._taken.add(key)
+                self._reasons.setdefault(
+                    key, f"code outside the model's forward reads it ({', '.join(sorted(uses[()]))})"
+                )
+
+    # -- kinds of regions ---------------------------------------------------------------------------------------
+
+    def _attention(self) -> None:
+        for name, child in self._model.named_modules():
+            if isinstance(child, nn.MultiheadAttention) and name in self._trace.calls:
+                region = attention_region(child).above(name)
+                keys = self._keys(region)
+                if not keys & self._taken:
+                    self._try(name, [region], keys, "attention")
+
+    def _vocabularies(self) -> None:
+        """Cut embeddings by their tokens, and with them the heads that share their weight."""
+        for embedding, looked_up in self._trace.products.items():
+            key = -embedding
+            if embedding > 0 or key in self._taken or not self._is_large(key) or self._is_side(looked_up[0]):
+                continue
+            calls = [*looked_up, *self._trace.products.get(key, ())]
+            if self._trace.other_uses.get(key) or not all(self._names.is_layer(call, self._trace) for call in calls):
+                self._reasons[key] = "it is used outside its own module's forward"
+            elif key in self._trace.counting and not all(self._is_embedding(name) for name in self._lookers(looked_up)):
+                self._reasons[key] = "its look-ups shorten vectors (max_norm) or count ids (scale_grad_by_freq)"
+            else:
+                self._cut_vocabulary(key, calls)
+
+    def _lookers(self, calls: list[Product]) -> set[str]:
+        return {self._names.owner(call) for call in calls}
+
+    def _is_embedding(self, name: str) -> bool:
+        return isinstance(self._model.get_submodule(name), nn.Embedding)
+
+    def _is_side(self, call: Product) -> bool:
+        """Tell whether an embedding is looked up inside a pair's scope: one value for each head, which the pair takes along."""
+        for key in self._trace.products:
+            pair = pair_of(key, self._trace, set()) if key > 0 else None
+            scope = pair.scope(self._names) if pair else ""
+            if pair and scope and call in pair.sides and scope in call.path:
+                return True
+        return False
+
+    def _cut_vocabulary(self, key: int, calls: list[Product]) -> None:
+        embedding = next(call for call in calls if call.kind == "embedding")
+        num_tokens = self._names.parameters[key].shape[embedding.in_dim]
+        roles: dict[str, Role] = {}
+        cuts = dict.fromkeys(self._names.of[key], Cut(dim=embedding.in_dim, groups=(num_tokens,), kind="vocabulary"))
+        for call in calls:
+            name = self._names.owner(call)
+            if call.kind != "embedding" and call.out_dim != embedding.in_dim:
+                self._reasons[key] = "it is an embedding and, turned round, a layer"
+                return
+            roles[name] = "vocabulary" if call.kind == "embedding" else self._head_role(call)
+        for other in self._trace.met.get(key, ()):  # a head's bias
+            if tuple(self._names.parameters[other].shape) == (num_tokens,):
+                cuts |= dict.fromkeys(self._names.of[other], Cut(dim=0, groups=(num_tokens,)))
+        try:
+            roles |= self._roles_of_idle(cuts, roles)
+            region = Region(scope="", num_units=num_tokens, cuts=cuts, roles=roles)
+            self._proving.prove_each(region)
+        except DisprovedError as error:
+            self._reasons[key] = error.message
+            return
+        self._accept(region, self._keys(region))
+
+    def _roles_of_idle(self, cuts: dict[str, Cut], roles: dict[str, Role]) -> dict[str, Role]:
+        """Return roles of modules that hold what is cut, and that the first batch did not call: torch's own need no proof.
+
+        Raises:
+            DisprovedError: It is another module, and what it would do with a shard is not known.
+        """
+        # Of those that were called it is known what they do with it.
+        known = {id(self._model.get_submodule(name)) for name in (*roles, *self._trace.calls)}
+        found: dict[str, Role] = {}
+        for name in dict.fromkeys(path.rpartition(".")[0] for path in cuts):
+            module = self._model.get_submodule(name)
+            if id(module) in known:
+                continue
+            if type(module) not in (nn.Embedding, nn.Linear):
+                raise DisprovedError(f"'{name}' holds it, too, and was not called with the first batch")
+            found[name] = "vocabulary" if type(module) is nn.Embedding else "gathered"
+        return found
+
+    def _head_role(self, call: Product) -> Role:
+        in_slices = feeds_only_the_output(call.key, self._trace) and call.key in self._trace.into_cross_entropy
+        return "head" if in_slices else "gathered"
+
+    def _pairs(self) -> None:
+        for key in self._in_order():
+            pair = pair_of(key, self._trace, self._taken)
+            if pair is None or not self._may_be_paired(pair):
+                continue
+            keys = {key, *(column.parameter for column in pair.columns)}
+            options = Options(pair, self._trace, self._names, self.num_parts)
+            if options.scope not in self._trace.calls:
+                continue
+            self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
+
+    def _in_order(self) -> list[int]:
+        """Return the keys of products; late ones are the row of a pair, and a column of a larger one in the same module."""
+        pairs = [pair for key in self._trace.products if (pair := pair_of(key, self._trace, set())) is not None]
+        scopes = [pair.scope(self._names) for pair in pairs]
+        late = {
+            pair.row.key
+            for pair, scope in zip(pairs, scopes, strict=True)
+            for other, around in zip(pairs, scopes, strict=True)
+            if scope == around and pair.row in other.columns and len(other.columns) > len(pair.columns)
+        }
+        return sorted(self._trace.products, key=lambda key: key in late)
+
+    def _may_be_paired(self, pair: Pair) -> bool:
+        members = [pair.row, *pair.columns]
+        if any(self._trace.other_uses.get(member.parameter) for member in members):
+            return False
+        wishes = [self._wanted.get(name) for column in pair.columns for name in self._names.of[column.parameter]]
+        row = [self._wanted.get(name) for name in self._names.of[pair.row.parameter]]
+        return "row" not in wishes and "column" not in row
+
+    def _lone_layers(self) -> None:
+        for key, calls in self._trace.products.items():
+            call = calls[0]
+            is_free = key > 0 and key not in self._taken and not self._trace.other_uses.get(key)
+            wished = key in self._by_wish("column")
+            if not is_free or not (wished or self._is_large(key)):
+                continue
+            if not all(self._names.is_layer(other, self._trace) for other in calls):
+                continue
+            width = self._names.parameters[key].shape[call.out_dim]
+            if width < self.num_parts:
+                self._reasons[key] = f"it has {width} outputs for {self.num_parts} ranks"
+                continue
+            if key in self._reasons and not (wished or feeds_only_the_output(key, self._trace)):
+                continue  # part of something that could not be cut: exchanges of its own would cost more than it saves
+            cuts = dict.fromkeys(self._names.of[key], Cut(dim=call.out_dim, groups=(width,)))
+            for other in self._trace.met.get(key, ()):
+                if tuple(self._names.parameters[other].shape) == (width,):
+                    mine = [n for n in self._names.of[other] if n.rpartition(".")[0] == self._names.owner(call)]
+                    cuts |= dict.fromkeys(self._names.of[other] if mine else [], Cut(dim=0, groups=(width,)))
+            roles: dict[str, Role] = {self._names.owner(one): self._head_role(one) for one in calls}
+            try:
+                roles |= self._roles_of_idle(cuts, roles)
+            except DisprovedError as error:
+                self._reasons[key] = error.message
+                continue
+            scope = self._names.owner(call)
+            region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
+            own = {n: c for n, c in cuts.items() if n.rpartition(".")[0] == scope}
+            alone = region.replace(cuts=own, roles={scope: roles[scope]})
+            self._try(scope, [alone], {key}, "layer", accept=region)
+
+    # -- proving ------------------------------------------------------------------------------------------------
+
+    def _try(
+        self,
+        scope: str,
+        tries: Iterable[Region],
+        keys: set[int],
+        kind: str,
+        *,
+        may_retry: int | None = None,
+        accept: Region | None = None,
+    ) -> None:
+        proven, error = self._proving.find(scope, tries, keys, kind, accept)
+        if proven is not None:
+            final = accept or proven
+            self._accept(final, self._keys(final))
+            return
+        for key in keys:
+            if key != may_retry:
+                self._taken.add(key)
+            self._reasons[key] = error
+
+    def _accept(self, region: Region, keys: set[int]) -> None:
+        self._regions.append(region)
+        self._taken |= keys
+        held = self._proving.held(region)
+        for key, names in self._names.of.items():
+            if not held.isdisjoint(names):
+                self._taken.add(key)
+                self._reasons.setdefault(key, "every rank computes with all of it, inside something that is cut")
+
+    def _keys(self, region: Region) -> set[int]:
+        keys = {key for key, names in self._names.of.items() if any(name in region.cuts for name in names)}
+        for path in region.shared:
+            for parameter in self._model.get_submodule(path).parameters():
+                keys.add(id(parameter))
+                self._reasons[id(parameter)] = "fewer keys than ranks: each rank uses its part of all"
+        return keys
+
+    def _is_large(self, key: int) -> bool:
+        total = sum(parameter.numel() for parameter in self._names.parameters.values())
+        return self._names.parameters[key].numel() >= SMALL_SHARE * total
+
+    def _whole(self) -> dict[str, str]:
+        cut = {name for region in self._regions for name in region.cuts}
+        found = {}
+        for key, names in self._names.of.items():
+            if names[0] in cut:
+                continue
+            found[names[0]] = self._reasons.get(key) or self._why_untouched(key)
+        return found
+
+    def _why_untouched(self, key: int) -> str:
+        parameter = self._names.parameters[key]
+        if key in self._trace.products or -key in self._trace.products:
+            if self._trace.other_uses.get(key):
+                return f"it is also used by {', '.join(sorted(self._trace.other_uses[key]))}"
+            return "it stands alone and is small"
+        if sum(size > 1 for size in parameter.shape) <= 1:
+            return "a vector outside what is cut"
+        uses = self._trace.other_uses.get(key)
+        return f"it is used by {', '.join(sorted(uses))}, which mixes its entries" if uses else "it was not used"

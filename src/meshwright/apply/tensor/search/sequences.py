@@ -1,0 +1,261 @@
+"""Which layers run on slices of the sequence between their regions, found by trying.
+
+What stands between regions (norms, dropout, sums) every rank would compute alike; on slices each computes its own part, and the
+all-reduce after a region becomes a reduce-scatter, with an all-gather before the next. That is right where it computes each
+position by itself, which the proof finds out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from meshwright.apply.modules.copies import repeat_call
+from meshwright.apply.tensor.cutting import find_tensor
+from meshwright.apply.tensor.proof.conditions import Conditions
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.roles import is_stream
+from meshwright.apply.tensor.search.trace import Call, Trace
+from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+MAX_TRIALS = 32
+"""Places of entry that are tried for one layer [count]."""
+
+
+def find_chains(
+    model: nn.Module, trace: Trace, regions: Sequence[Region], num_parts: int
+) -> tuple[tuple[Chain, ...], list[Region]]:
+    """Return the chains of layers that may run on slices, and the regions with the places where they then take tensors in.
+
+    Args:
+        model: The model that was traced.
+        trace: What was seen.
+        regions: What is cut.
+        num_parts: Ranks [count].
+    """
+    chains: list[Chain] = []
+    found = list(regions)
+    for layers in _runs(model, trace):
+        in_slices = [outer for chain in chains for outer in chain.layers]
+        is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
+        if is_within or not all(_inside(layer, found) for layer in layers):
+            continue
+        chain, changed = _try_run(model, trace, layers, found, num_parts)
+        if chain is not None:
+            chains.append(chain)
+            found = [changed.get(id(region), region) for region in found]
+    return tuple(chains), found
+
+
+def _inside(layer: str, regions: Sequence[Region]) -> list[Region]:
+    return [
+        region for region in regions if is_inside(region.scope, layer) and "vocabulary" not in region.roles.values()
+    ]
+
+
+def _runs(model: nn.Module, trace: Trace) -> Iterator[list[str]]:
+    """Yield names of neighbours in a list of modules, each of which was called with what the one before returned."""
+    for name, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        run: list[str] = []
+        for child, _ in container.named_children():
+            path = f"{name}.{child}" if name else child
+            is_next = bool(run) and _hands_on(run[-1], path, trace)
+            if run and not is_next:
+                yield run
+            run = [*run, path] if is_next else ([path] if _stream(path, trace) is not None else [])
+        if run:
+            yield run
+
+
+def _stream(layer: str, trace: Trace) -> Tensor | None:
+    """Return the tensor that a layer was called with and whose like it returned."""
+    call = trace.calls.get(layer)
+    if call is None or not call.results or trace.num_calls[layer] > 1:
+        return None
+    given = next((tensor for tensor in tensors_in((call.args, call.kwargs)) if is_stream(tensor)), None)
+    return given if given is not None and given.requires_grad and given.shape[1] > 1 else None
+
+
+def _hands_on(layer: str, following: str, trace: Trace) -> bool:
+    given = _stream(following, trace)
+    return given is not None and id(given) in trace.calls[layer].results
+
+
+def _try_run(
+    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_parts: int
+) -> tuple[Chain | None, dict[int, Region]]:
+    changed: dict[int, Region] = {}
+    partial: list[str] = []
+    whole_inputs: list[str] = []
+    ways: dict[str, tuple[Region, ...]] = {}
+    dims: tuple[int, ...] = (0, 1)
+    for layer in layers:
+        inside = _inside(layer, regions)
+        shape = repr([region.below(layer) for region in inside])
+        whole = _whole_inputs(layer, inside, trace)
+        alone = Chain(
+            layers=("",),
+            whole_inputs=tuple(_below(layer, name) for name in whole),
+            drops=layer in trace.drawing,
+        )
+        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_parts)
+        for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
+            dims_here, own = trial.check(way, dims)
+            if dims_here and not _used_elsewhere(layer, own, model, trace):
+                break
+        else:
+            return None, {}
+        ways[shape], dims = way, dims_here
+        for region, new in zip(inside, way, strict=True):
+            changed[id(region)] = region.replace(
+                entry=None if new.entry is None else new.above(layer).entry, entered=new.entered
+            )
+        partial += [f"{layer}.{name}" for name in own]
+        whole_inputs += whole
+    drops = any(layer in trace.drawing for layer in layers)
+    made = Chain(layers=tuple(layers), partial=tuple(partial), whole_inputs=tuple(whole_inputs), drops=drops, dims=dims)
+    return made, changed
+
+
+def _known_first(known: tuple[Region, ...] | None, ways: Iterator[tuple[Region, ...]]) -> Iterator[tuple[Region, ...]]:
+    """Yield the way of another layer that looks alike first; it is proven for this one, too."""
+    if known is not None:
+        yield known
+    yield from (way for way in itertools.islice(ways, MAX_TRIALS) if way != known)
+
+
+def _used_elsewhere(layer: str, partial: Sequence[str], model: nn.Module, trace: Trace) -> bool:
+    """Tell whether a parameter whose gradients have to be added up has uses outside, whose gradients every rank has whole."""
+    found = (trace.uses.get(id(find_tensor(model, f"{layer}.{name}")), {}) for name in partial)
+    return any(layer not in path for uses in found for path in uses)
+
+
+class _LayerTrial:
+    """A layer, ready to be run on slices.
+
+    Every slice is to have two positions, or two samples, at least: one that holds everything proves that a layer which mixes
+    them is right, too. Where the first batch was smaller, what the layer was called with is repeated.
+
+    Args:
+        layer: The module.
+        call: What it was called with.
+        stream: The tensor among it that is to lie in slices.
+        chain: The layer as a chain of one.
+        num_parts: Ranks [count].
+    """
+
+    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_parts: int) -> None:
+        self._layer = layer
+        self._chain = chain
+        self._call = call
+        self._stream = stream
+        self._num_parts = num_parts
+        self._made: dict[int, Conditions | None] = {}
+
+    def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be added up)."""
+        right: list[int] = []
+        partial: dict[str, None] = {}
+        for dim in reversed(dims):  # the sequence first: what is wrong is found there
+            chain = self._chain.replace(dims=(dim,))
+            conditions = self._conditions(dim)
+            if conditions is None:
+                continue
+            try:
+                own = conditions.check(TensorLayout(regions=way, chains=(chain,)), on_slices=True)
+            except DisprovedError:
+                if dim == 1:
+                    break
+                continue
+            right.append(dim)
+            partial |= dict.fromkeys(own)
+        return tuple(sorted(right)), tuple(partial)
+
+    def _conditions(self, dim: int) -> Conditions | None:
+        """Return what has to hold for slices along a dim; None where that cannot be tried."""
+        if dim not in self._made:
+            try:
+                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_parts)
+            except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
+                self._made[dim] = None
+        return self._made[dim]
+
+    def _calls(self, dim: int) -> list[Call]:
+        """Return what the layer is called with in the trial: as it was, and where that was small also larger along both dims."""
+        args, kwargs = self._call.args, self._call.kwargs
+        shape = (0, 0) if self._stream is None else self._stream.shape
+        # Along the other dim two are enough: of one alone a layer that takes a mean out leaves zeros, and no gradients.
+        for other, least in ((dim, 2 * self._num_parts), (1 - dim, 2)):
+            have = shape[other]
+            if 0 < have < least:
+                args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
+        if args is self._call.args:
+            return [self._call]
+        return [dataclasses.replace(self._call, args=args, kwargs=kwargs), self._call]
+
+
+def _below(layer: str, name: str) -> str:
+    return name[len(layer) + 1 :]
+
+
+def _columns(region: Region) -> list[str]:
+    return [*(name for name, role in region.roles.items() if role == "column"), *region.shared]
+
+
+def _whole_inputs(layer: str, regions: Sequence[Region], trace: Trace) -> list[str]:
+    """Return the columns whose input the layer was called with beside the stream."""
+    call = trace.calls[layer]
+    stream = _stream(layer, trace)
+    beside = {id(tensor) for tensor in tensors_in((call.args, call.kwargs)) if tensor is not stream}
+    found = []
+    for name in (name for region in regions for name in _columns(region)):
+        own = trace.calls.get(name)
+        if own is not None and any(id(tensor) in beside for tensor in tensors_in((own.args, own.kwargs))):
+            found.append(name)
+    return found
+
+
+def _ways(layer: str, regions: Sequence[Region], trace: Trace) -> Iterator[tuple[Region, ...]]:
+    """Yield the regions, with names below the layer, for each choice of the modules at which they take the sequence in."""
+    whole = set(_whole_inputs(layer, regions, trace))
+    per_region = [[region, *_entries(layer, region, whole, trace)] for region in regions]
+    choices = itertools.product(*(range(len(options)) for options in per_region))
+    for places in sorted(itertools.islice(choices, 256), key=sum):
+        yield tuple(options[place].below(layer) for options, place in zip(per_region, places, strict=True))
+
+
+def _entries(layer: str, region: Region, whole_inputs: set[str], trace: Trace) -> Iterator[Region]:
+    """Yield the region with an entry at each module around its columns that was called with what they take."""
+    taken: set[int] = set()
+    columns = _columns(region)
+    for name in set(columns) - whole_inputs:
+        call = trace.calls.get(name)
+        if call is not None:
+            taken |= {id(tensor) for tensor in tensors_in((call.args, call.kwargs))}
+    for name in _around(columns, layer):
+        call = trace.calls.get(name)
+        if call is None:
+            continue
+        tensors = list(tensors_in((call.args, call.kwargs)))
+        entered = tuple(index for index, tensor in enumerate(tensors) if id(tensor) in taken and is_stream(tensor))
+        if entered:
+            yield region.replace(entry=name, entered=entered)
+
+
+def _around(columns: Sequence[str], layer: str) -> Iterator[str]:
+    """Yield the names of the modules that hold all columns, innermost first, up to the layer and without it."""
+    if not columns:
+        return
+    parts = [name.split(".")[:-1] for name in columns]
+    common = [words[0] for words in itertools.takewhile(lambda w: len(set(w)) == 1, zip(*parts, strict=False))]
+    while len(common) > len(layer.split(".")):
+        yield ".".join(common)
+        common.pop()

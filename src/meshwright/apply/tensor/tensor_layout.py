@@ -1,0 +1,258 @@
+"""What is cut, as a value: regions of a model, found once (`search.py`), sent to every rank, applied by each (`cutting.py`).
+
+A region is what runs on shards between an exchange where whole tensors enter and one where whole tensors leave. It is cut into
+`num_units` that stay together (attention heads, channels, columns of a feed-forward layer); rank r of n holds the units that
+`even_ranges` gives it, in every parameter of the region. Free of torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+from meshwright.layout import Interval, ShardLayout, even_ranges
+from meshwright.values import FrozenMap, Value
+
+__all__: list[str] = []
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Tell whether a module's name is another's, or that of one inside it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner"]
+"""What a module of a region does at its edge, beside computing with its shards:
+
+column      takes a whole tensor; backward adds the ranks' gradients of it
+row         gives a term of a sum: adds it over the ranks, then its bias
+gathered    a column whose result is put together again
+sum         a column and a row in one module: what enters is whole, what it returns is a term
+vocabulary  an embedding of some tokens: zeros for others, added over the ranks
+head        a column whose result stays in slices until somebody wants all of it
+attention   torch's nn.MultiheadAttention with some of its heads
+inner       inside a region, takes all of what lies in slices along the last dim, and gives a slice: a norm over all heads
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(Value):
+    """How one tensor is cut: `groups` lie one after the other along `dim`, and each is cut by the region's units."""
+
+    FORMAT: ClassVar[str] = "cut"
+
+    dim: int
+    groups: tuple[int, ...]
+    kind: Literal["column", "row", "vocabulary"] = "column"
+    """Whether `dim` is that of a layer's results, the one that it sums over, or that of tokens."""
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+    def layout(self, shape: tuple[int, ...], num_units: int, num_parts: int, part: int) -> ShardLayout:
+        """Return the part of a full tensor that a rank holds."""
+        units = tuple(size // num_units for size in self.groups)
+        return ShardLayout.cut(shape, self.dim, self.groups, num_parts, part, units=units)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Value):
+    """How the i-th tensor that the region's scope returns differs on shards: it is a term of a sum, or in slices along a dim."""
+
+    FORMAT: ClassVar[str] = "result"
+
+    index: int
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Region(Value):
+    """One region.
+
+    Args:
+        scope: Name of the innermost module that holds all of it.
+        num_units: What the ranks share out [count].
+        cuts: FQN of a parameter or buffer -> how it is cut.
+        roles: Name of a module -> what it does at the region's edge.
+        integers: (module, attribute) of integers that count what the shard has, in place of what the model has.
+        resizes: Whether sizes that the code computes from full ones are translated as it runs (`sizes.py`).
+        shared: Modules (grouped keys and values) that are whole and use the part that this rank's units need; FQN -> full units.
+        partial: FQNs of parameters that every rank has whole, with the gradient of its own units only.
+        once: FQNs of parameters that rank 0's term of a sum has alone: a bias after the row, inside the scope.
+        inputs: (i, dim): the i-th tensor that the scope is called with is sliced along the dim, too.
+        results: Tensors that the scope returns and that are not whole.
+        drops: Whether dropout draws inside.
+        entry: In a layer that runs on slices of the sequence, the module at which it is gathered; None is at the columns.
+        entered: Which of the tensors that this module is called with.
+    """
+
+    FORMAT: ClassVar[str] = "region"
+
+    scope: str
+    num_units: int
+    cuts: Mapping[str, Cut]
+    roles: Mapping[str, Role]
+    integers: tuple[tuple[str, str], ...] = ()
+    resizes: bool = False
+    shared: Mapping[str, int] = dataclasses.field(default_factory=FrozenMap[int])
+    partial: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+    inputs: tuple[tuple[int, int], ...] = ()
+    results: tuple[Result, ...] = ()
+    drops: bool = False
+    entry: str | None = None
+    entered: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each of its modules is proven by itself: it takes and gives whole tensors, or slices that look whole."""
+        return set(self.roles.values()) <= {"vocabulary", "head", "gathered"}
+
+    def by_module(self) -> list[tuple[str, Region]]:
+        """Return (name, region) for each module with a role, with the cuts of that module's own tensors."""
+        return [
+            (
+                name,
+                self.replace(
+                    scope=name,
+                    roles={name: role},
+                    cuts={path: cut for path, cut in self.cuts.items() if path.rpartition(".")[0] == name},
+                ),
+            )
+            for name, role in self.roles.items()
+        ]
+
+    def units(self, num_parts: int, part: int) -> Interval:
+        """Return the units of a rank, (first, one past the last)."""
+        return even_ranges(self.num_units, num_parts)[part]
+
+    def shares(self, full: int, num_parts: int) -> tuple[int, ...] | None:
+        """Return every rank's share of a size that is shared out as the units are; None where a share is not whole."""
+        counts = [last - first for first, last in even_ranges(self.num_units, num_parts)]
+        if any(full * count % self.num_units for count in counts):
+            return None
+        return tuple(full * count // self.num_units for count in counts)
+
+    def local_integer(self, full: int, num_parts: int, part: int) -> int | None:
+        """Return what an integer of the model is on a rank, None where it cannot be told.
+
+        It counts units, or larger or smaller things that are shared out with them; or the query heads of each shared key head.
+        """
+        first, last = self.units(num_parts, part)
+        if self.shared and full * min(self.shared.values()) == self.num_units:
+            return (last - first) // len({unit // full for unit in range(first, last)} or {0})
+        shares = self.shares(full, num_parts)
+        return None if shares is None else shares[part]
+
+    def below(self, name: str) -> Region:
+        """Return the region with names that start at the module of this name, instead of at the model."""
+        prefix = f"{name}." if name else ""
+        cut = len(prefix)
+
+        def inner(path: str) -> str:
+            return "" if path == name else path[cut:]
+
+        return self._renamed(inner)
+
+    def above(self, name: str) -> Region:
+        """Return the region with names that start at the model, where they start at the module of this name."""
+
+        def outer(path: str) -> str:
+            return ".".join(part for part in (name, path) if part)
+
+        return self._renamed(outer)
+
+    def _renamed(self, rename: Callable[[str], str]) -> Region:
+        return self.replace(
+            scope=rename(self.scope),
+            cuts={rename(path): cut for path, cut in self.cuts.items()},
+            roles={rename(path): role for path, role in self.roles.items()},
+            integers=tuple((rename(path), attribute) for path, attribute in self.integers),
+            shared={rename(path): units for path, units in self.shared.items()},
+            partial=tuple(rename(path) for path in self.partial),
+            once=tuple(rename(path) for path in self.once),
+            entry=None if self.entry is None else rename(self.entry),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chain(Value):
+    """Layers that run one after the other, between their regions on slices of the sequence (Korthikanti et al. 2022).
+
+    Args:
+        layers: Their names, in the order in which they run.
+        partial: FQNs of parameters that every rank has whole, with the gradient of its own slice only.
+        whole_inputs: Names of columns that take something else than the sequence: another model's states.
+        drops: Whether dropout draws inside.
+        dims: The dims of [batch, sequence, width] along which slices may lie: the first that the ranks divide is taken, else
+            the last.
+    """
+
+    FORMAT: ClassVar[str] = "chain"
+
+    layers: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+    whole_inputs: tuple[str, ...] = ()
+    drops: bool = False
+    dims: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout(Value):
+    """All regions of a model, and what was left whole."""
+
+    FORMAT: ClassVar[str] = "tensor layout"
+
+    regions: tuple[Region, ...] = ()
+    chains: tuple[Chain, ...] = ()
+    whole: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str])
+    """FQN of a parameter that every rank holds whole -> why."""
+    proven: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[str, ...]])
+    """Name of a part (`parts_of`) -> digests of the structures and calls with which it was proven."""
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+    def parts(self) -> dict[str, TensorLayout]:
+        """Return the parts that are proven by themselves: name of a module -> its layout, with names that start there.
+
+        A layer of a chain with all regions in it; the scope of each other region; each embedding and head of a vocabulary.
+        """
+        layers = [(chain, layer) for chain in self.chains for layer in chain.layers]
+        found = {layer: self._of_layer(chain, layer) for chain, layer in layers}
+        for region in self.regions:
+            if any(is_inside(region.scope, layer) for _, layer in layers) and "vocabulary" not in region.roles.values():
+                continue
+            for name, own in region.by_module() if region.is_apart else [(region.scope, region)]:
+                before = found.get(name, TensorLayout())
+                found[name] = before.replace(regions=(*before.regions, own.below(name)))
+        return {name: part.replace(proven={"": self.proven.get(name, ())}) for name, part in found.items()}
+
+    def _of_layer(self, chain: Chain, layer: str) -> TensorLayout:
+        inside = [r for r in self.regions if is_inside(r.scope, layer) and "vocabulary" not in r.roles.values()]
+        own = chain.replace(
+            layers=("",),
+            partial=tuple(name[len(layer) + 1 :] for name in chain.partial if is_inside(name, layer)),
+            whole_inputs=tuple(name[len(layer) + 1 :] for name in chain.whole_inputs if is_inside(name, layer)),
+        )
+        return TensorLayout(regions=tuple(region.below(layer) for region in inside), chains=(own,))
+
+    @property
+    def cuts(self) -> dict[str, tuple[Region, Cut]]:
+        """FQN -> (region, how it is cut) of all that is."""
+        return {name: (region, cut) for region in self.regions for name, cut in region.cuts.items()}
+
+    @property
+    def partial(self) -> set[str]:
+        """FQNs of the parameters that every rank has whole, and whose gradients have to be added up."""
+        return {name for part in (*self.regions, *self.chains) for name in part.partial}

@@ -1,0 +1,372 @@
+"""What a comparison of plans is: raw samples of each run, a row of numbers for each, tables, and a conclusion.
+
+    Trial  ->  ComparisonRow  ->  Comparison
+    samples    medians, ratios    rows, conclusion, JSON
+
+Runs are made by `compare/run_plans.py`; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from meshwright.compare.conclusion import draw_conclusion
+from meshwright.compare.formulas import (
+    amdahl_parallel_fraction,
+    relative_difference,
+    speedup,
+    spread,
+)
+from meshwright.units import format_bytes, format_seconds
+from meshwright.values import FrozenMap, Problems, Value
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial(Value):
+    """One run of one plan, as raw samples; warm-up steps are left out everywhere but in ``losses``.
+
+    Args:
+        name: What the user called the plan.
+        plan: The plan's canonical line.
+        mode: The plan's mode: "ranks", "data_parallel" or "model_parallel".
+        num_devices: Devices of the plan [count].
+        num_ranks: Processes that it ran in [count].
+        threads: Threads that one device computes with [count].
+        device: "cpu", or the GPU's name; empty where the run failed before it was known.
+        step_seconds: Wall time of each step on the slowest rank, reading of data left out [s].
+        num_samples: Samples of each step, over all ranks [count].
+        num_tokens: Tokens of each step, over all ranks; the samples where the data has no tokens [count].
+        losses: Loss of each step, from the first warm-up step on; None where it was not finite.
+        sent_bytes: By step and rank: what the ledger counted [bytes].
+        wait_seconds: By step and rank: how long the computing thread stood still for exchanges [s]; empty where that
+            cannot be seen from the host.
+        formula_bytes: What one rank should send in a step [bytes]; None where there is no formula for the plan.
+        peak_memory_bytes: By rank, or by device where one process has several [bytes].
+        other_cores: Cores that others on the machine kept busy during the measured steps [count]; None: not known.
+        error: Why there are no samples.
+        is_baseline: The run was added to compare with, nobody asked for it.
+
+    Raises:
+        ConfigError: A number is out of range, or the samples differ in number.
+    """
+
+    FORMAT: ClassVar[str] = "trial"
+
+    name: str
+    plan: str
+    mode: str = "ranks"
+    num_devices: int = 1
+    num_ranks: int = 1
+    threads: int = 1
+    device: str = ""
+    step_seconds: tuple[float, ...] = ()
+    num_samples: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    sent_bytes: tuple[tuple[float, ...], ...] = ()
+    wait_seconds: tuple[tuple[float, ...], ...] = ()
+    formula_bytes: float | None = None
+    peak_memory_bytes: tuple[int, ...] = ()
+    other_cores: float | None = None
+    error: str | None = None
+    is_baseline: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"trial of '{self.name}'")
+        for name in ("num_devices", "num_ranks", "threads"):
+            problems.require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} (rule: at least 1)")
+        for index, seconds in enumerate(self.step_seconds):
+            problems.require(seconds > 0, f"step_seconds[{index}]={seconds} (rule: a step takes time)")
+        steps = len(self.step_seconds)
+        problems.require(steps > 0 or self.error is not None, "no step and no error (rule: one of them)")
+        for name in ("num_samples", "num_tokens", "sent_bytes"):
+            length = len(getattr(self, name))
+            problems.require(length == steps, f"{name} has {length} entries for {steps} steps")
+        problems.require(len(self.wait_seconds) in (0, steps), f"wait_seconds has {len(self.wait_seconds)} entries")
+        problems.check()
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether it computed on CPU cores."""
+        return self.device == "cpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow(Value):
+    """One run in numbers; None is "not known", and everything is None where the run failed.
+
+    Args:
+        trial: The samples that all of it comes from.
+        step_s: Median step [s].
+        low_s: First quartile of the steps [s].
+        high_s: Third quartile of the steps [s].
+        samples_per_s: Samples of a step over the median step [1/s].
+        tokens_per_s: Tokens of a step over the median step [1/s]; None where the data has no tokens.
+        speedup_same_cores: Times as fast as ``single`` on all the cores of the comparison [ratio].
+        speedup: S: times as fast as ``single`` on what one device of this plan computes with [ratio].
+        efficiency: S over the number of devices [fraction].
+        parallel_fraction: Amdahl's p that S amounts to, not clipped [fraction]; None for one device.
+        peak_memory_bytes: The most that a rank (or GPU) held [bytes].
+        sent_bytes: What a rank sent in a step by the ledger's count, mean over ranks and steps [bytes].
+        sent_ratio: That over the formula's bytes [ratio]; None where the formula says 0 or there is none.
+        exposed_s: Time in a step for which ranks stood still for exchanges, mean over ranks, median over steps [s].
+        exposed_fraction: That as a share of its step, median over steps [fraction].
+        loss_difference: Largest relative difference of a step's loss to that of ``single`` [fraction].
+    """
+
+    FORMAT: ClassVar[str] = "comparison_row"
+
+    trial: Trial
+    step_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    speedup_same_cores: float | None = None
+    speedup: float | None = None
+    efficiency: float | None = None
+    parallel_fraction: float | None = None
+    peak_memory_bytes: int | None = None
+    sent_bytes: float | None = None
+    sent_ratio: float | None = None
+    exposed_s: float | None = None
+    exposed_fraction: float | None = None
+    loss_difference: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Value):
+    """Several plans on the same model, data and seed. ``str()`` is the table.
+
+    Args:
+        name: The configuration's name.
+        cores: The cores that every plan of the comparison shares, and that ``single`` has for itself [count].
+        rows: The plans in the order given, then the runs that were added to compare with.
+        conclusion: What the numbers say, in words.
+        num_warm_up: Steps before the measured ones [count].
+        global_batch_size: Samples in a step [count].
+        notes: What the user should know of how it was done.
+        config: The configuration, as plain JSON data.
+        environment: Versions, host and processor, as plain JSON data.
+    """
+
+    FORMAT: ClassVar[str] = "comparison"
+
+    name: str
+    cores: int
+    rows: tuple[ComparisonRow, ...]
+    conclusion: str = ""
+    num_warm_up: int = 0
+    global_batch_size: int = 1
+    notes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = dataclasses.field(default_factory=FrozenMap[Any])
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=FrozenMap[Any])
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+    def __str__(self) -> str:
+        blocks = ["\n".join(_align(block)) for block in self.tables()]
+        return "\n\n".join([self.title, *blocks, "\n".join(self.legend()), self.conclusion])
+
+    @property
+    def title(self) -> str:
+        """One line that says what was compared."""
+        steps = max((len(row.trial.step_seconds) for row in self.rows), default=0)
+        return (
+            f"{self.name}: {steps} steps of {self.global_batch_size} samples after {self.num_warm_up} of warm-up, "
+            f"{self.cores} {'core' if self.cores == 1 else 'cores'}"
+        )
+
+    def tables(self) -> list[list[list[str]]]:
+        """Return the two tables, time and cost, as rows of cells; the first row of each is its head."""
+        times = [["plan", "step", "quartiles", "samples/s", "tokens/s", "x single", "S", "S/n", "p"]]
+        costs = [
+            [
+                "plan",
+                "runs as",
+                "peak memory",
+                "sent/step",
+                "formula",
+                "ratio",
+                "exposed",
+                "of step",
+                "loss diff.",
+                "others",
+            ]
+        ]
+        for row in self.rows:
+            times.append([_name(row), *_time_cells(row)])
+            costs.append([_name(row), _runs_as(row.trial), *_cost_cells(row)])
+        return [times, costs]
+
+    def legend(self) -> list[str]:
+        """Return what the columns mean, and the notes."""
+        return [*_LEGEND, *(f"note: {note}" for note in self.notes)]
+
+
+_LEGEND = (
+    "step: median of the slowest rank's wall time, reading of data left out; quartiles: the middle half of the steps.",
+    "x single: against single on all cores of this comparison. S: against single on what one device of the plan has",
+    "  (its threads, or one GPU), S/n: efficiency over n devices, p: Amdahl's parallel fraction that S amounts to, as",
+    "  measured: above 1 or below 0 says that the law's premises do not hold here.",
+    "peak memory: of the rank (or GPU) that held most; resident set on the CPU, Python and torch in it; allocator on GPUs.",
+    "sent: by the ledger, mean of the ranks; formula: 2(n-1)/n of the gradients, as they are sent, for distributed; exchanges of",
+    "  each region for tp; for pp what stages take of each other, and its gradients; C = sum(s_i x b) x 2 over the cuts for",
+    "  model_parallel (between CPU devices counted, not copied). What ranks agree on comes on top, some 100 bytes a step.",
+    "exposed: time in a step for which ranks stood still for exchanges, waiting for a slower rank or an earlier stage included;",
+    "  of step: its share.",
+    "loss diff.: largest relative difference to single's loss at the same step. others: cores that other work on this",
+    "  machine kept busy meanwhile; what is not near 0 makes the times of that row too long.",
+)
+
+
+def make_comparison(
+    trials: Sequence[Trial], *, baseline: str, cores: int, machine_cores: int | None = None, **fields: Any
+) -> Comparison:
+    """Work out the rows and the conclusion of some runs.
+
+    Args:
+        trials: The runs, those that were added to compare with among them.
+        baseline: The canonical line of the plan that is compared with, "single" with the configuration's precision.
+        cores: The cores of the comparison [count].
+        machine_cores: The cores that this process may use, by which other work is judged; None: `cores` [count].
+        **fields: The other fields of `Comparison`.
+    """
+    rows = tuple(_make_row(trial, trials, baseline, cores) for trial in trials)
+    conclusion = draw_conclusion(rows, baseline, cores, machine_cores)
+    return Comparison(rows=rows, cores=cores, conclusion=conclusion, **fields)
+
+
+def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) -> ComparisonRow:
+    if trial.error is not None:
+        return ComparisonRow(trial=trial)
+    steps = spread(trial.step_seconds)
+    whole = _find_baseline(trial, trials, baseline, cores)
+    one = _find_baseline(trial, trials, baseline, trial.threads)
+    over_one = speedup(_median(one), steps.median) if one is not None else None
+    sent = statistics.fmean(statistics.fmean(ranks) for ranks in trial.sent_bytes)
+    exposed = [statistics.fmean(ranks) for ranks in trial.wait_seconds]
+    has_tokens = trial.num_tokens != trial.num_samples
+    return ComparisonRow(
+        trial=trial,
+        step_s=steps.median,
+        low_s=steps.low,
+        high_s=steps.high,
+        samples_per_s=statistics.fmean(trial.num_samples) / steps.median,
+        tokens_per_s=statistics.fmean(trial.num_tokens) / steps.median if has_tokens else None,
+        speedup_same_cores=speedup(_median(whole), steps.median) if whole is not None else None,
+        speedup=over_one,
+        efficiency=over_one / trial.num_devices if over_one is not None else None,
+        parallel_fraction=amdahl_parallel_fraction(over_one, trial.num_devices) if over_one is not None else None,
+        peak_memory_bytes=max(trial.peak_memory_bytes, default=None),
+        sent_bytes=sent,
+        sent_ratio=sent / trial.formula_bytes if trial.formula_bytes else None,
+        exposed_s=statistics.median(exposed) if exposed else None,
+        exposed_fraction=_exposed_fraction(trial, exposed) if exposed else None,
+        loss_difference=_loss_difference(trial, whole or one),
+    )
+
+
+def _find_baseline(trial: Trial, trials: Sequence[Trial], baseline: str, threads: int) -> Trial | None:
+    """Return the run of the baseline on the same kind of device, with this many threads where that is the CPU."""
+    for other in trials:
+        fits = other.plan == baseline and other.device == trial.device and other.error is None
+        if fits and (other.threads == threads or not trial.is_on_cpu):
+            return other
+    return None
+
+
+def _median(trial: Trial) -> float:
+    return statistics.median(trial.step_seconds)
+
+
+def _exposed_fraction(trial: Trial, exposed: Sequence[float]) -> float:
+    return statistics.median(wait / seconds for wait, seconds in zip(exposed, trial.step_seconds, strict=True))
+
+
+def _loss_difference(trial: Trial, reference: Trial | None) -> float | None:
+    if reference is None:
+        return None
+    pairs = [(a, b) for a, b in zip(trial.losses, reference.losses, strict=False) if a is not None and b is not None]
+    differences = [relative_difference(a, b) for a, b in pairs]
+    largest = max(differences, default=None)
+    return None if largest is None or largest == float("inf") else largest
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _name(row: ComparisonRow) -> str:
+    return f"({row.trial.name})" if row.trial.is_baseline else row.trial.name
+
+
+def _runs_as(trial: Trial) -> str:
+    if trial.device and not trial.is_on_cpu:
+        return f"{trial.num_devices} GPU{'' if trial.num_devices == 1 else 's'}"
+    threads = f"{trial.threads} thread{'' if trial.threads == 1 else 's'}"
+    if trial.mode == "data_parallel":
+        return f"1 process, {trial.num_devices} x {threads}"
+    if trial.mode == "model_parallel":
+        return f"1 process, {trial.num_devices} stages, {threads}"
+    return f"{trial.num_ranks} process{'' if trial.num_ranks == 1 else 'es'} x {threads}"
+
+
+def _time_cells(row: ComparisonRow) -> list[str]:
+    if row.step_s is None or row.low_s is None or row.high_s is None:
+        return ["failed", *["-"] * 7]
+    return [
+        format_seconds(row.step_s),
+        f"{format_seconds(row.low_s)} .. {format_seconds(row.high_s)}",
+        _number(row.samples_per_s, ",.0f" if (row.samples_per_s or 0) >= 100 else ".1f"),
+        _number(row.tokens_per_s, ",.0f"),
+        _number(row.speedup_same_cores, ".2f"),
+        _number(row.speedup, ".2f"),
+        _number(row.efficiency, ".0%"),
+        _number(row.parallel_fraction, ".2f"),
+    ]
+
+
+def _cost_cells(row: ComparisonRow) -> list[str]:
+    formula = row.trial.formula_bytes
+    return [
+        _bytes(row.peak_memory_bytes),
+        _bytes(row.sent_bytes),
+        _bytes(formula if row.step_s is not None else None),
+        _number(row.sent_ratio, ".4f"),
+        "-" if row.exposed_s is None else format_seconds(row.exposed_s),
+        _number(row.exposed_fraction, ".1%"),
+        _number(row.loss_difference, ".1e"),
+        _number(row.trial.other_cores, ".1f"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _bytes(value: float | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _align(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines in which columns stand under each other: words to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.ljust(width) if head in ("plan", "runs as") else cell.rjust(width)
+            for cell, width, head in zip(row, widths, cells[0], strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return [lines[0], rule, *lines[1:]]

@@ -1,0 +1,377 @@
+"""`meshwright compare` and `compare_plans`: the same training under several plans, one after another.
+
+Every plan runs in processes of its own, so that a peak of memory is that plan's alone. All plans share the same cores: a
+plan over n devices computes with 1/n of them on each. Imports torch only to refuse
+plans that cannot be applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.compare.comparison import Comparison, Trial, make_comparison
+from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest, StorageError, exit_code_of
+from meshwright.host import usable_cores
+from meshwright.ranks.environment import read_place
+from meshwright.ranks.launch import launch
+from meshwright.spec.plan import Plan
+from meshwright.train.config.checks import check_config, resolve_plan
+from meshwright.train.config.deepspeed import require_same_training, show_rows
+from meshwright.train.config.types import TrainConfig, load_config
+from meshwright.train.launcher import environment, one_line
+from meshwright.train.progress import ProgressView, clean
+
+if TYPE_CHECKING:
+    from meshwright.compare.trial import RankSamples
+
+__all__: list[str] = []
+
+WARM_UP_STEPS = 3
+"""Steps that are not counted [count]: the first ones allocate, choose kernels, and order gradient buckets."""
+
+MOST_STEPS = 100
+"""A run of up to this many steps is measured whole [count]."""
+
+DEFAULT_STEPS = 30
+"""Measured steps of a longer run [count]."""
+
+
+def compare_plans(
+    config: str | Path | TrainConfig,
+    plans: Sequence[str],
+    *,
+    steps: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Comparison:
+    """Train under several plans, one after another, on the same data, and compare them.
+
+    Runs of ``single`` that a comparison needs and nobody asked for are added: with all the cores, and on the CPU with
+    what one device of each plan computes with. A plan that fails becomes a row that says so.
+
+    Args:
+        config: A TOML file, or a checked configuration.
+        plans: One-line plans; a preset is spread over the configuration's devices.
+        steps: Measured steps of each plan; None: all of the configuration's up to 100, else 30 [count].
+        overrides: "section.key=value", each replacing what the file says.
+
+    Returns:
+        The comparison; ``str()`` of it is the table.
+
+    Raises:
+        ConfigError: The configuration or a plan is wrong, before anything has started.
+        ApplyError: A plan asks for what this version cannot do.
+        StoppedOnRequest: A signal asked to stop.
+        Exception: What the first plan raised, where none of them ran.
+
+    Example:
+        >>> print(mw.compare_plans("examples/mlp_classic.toml", ["single", "model_parallel"]))  # doctest: +SKIP
+    """
+    if not isinstance(config, TrainConfig):
+        config = load_config(config, overrides)
+    elif overrides:
+        raise ConfigError("overrides are for a configuration file, this configuration has been checked already")
+    comparison, errors = _Runs(config, plans, steps, None).compare()
+    if len(errors) == sum(not row.trial.is_baseline for row in comparison.rows):
+        raise errors[0]
+    return comparison
+
+
+def run_comparison(
+    config_path: str | Path,
+    plans_text: str,
+    overrides: Sequence[str] = (),
+    json_path: str | Path | None = None,
+    steps: int | None = None,
+) -> int:
+    """Compare plans and show the table on the standard output, progress on the standard error.
+
+    Args:
+        config_path: The TOML file.
+        plans_text: The plans, with ";" between them.
+        overrides: "section.key=value", each replacing what the file says.
+        json_path: Write the raw samples and the table's numbers there.
+        steps: Measured steps of each plan; None: see `compare_plans` [count].
+
+    Returns:
+        The exit code: 0, or that of the first plan that failed.
+
+    Raises:
+        ConfigError: The configuration or a plan is wrong.
+        StorageError: The JSON file cannot be written.
+    """
+    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_path}: there is no folder {Path(json_path).absolute().parent}")
+    config = load_config(config_path, overrides)
+    with ProgressView(sys.stderr) as progress:
+        comparison, errors = _Runs(config, split_plans(plans_text), steps, progress).compare()
+    show(comparison)
+    for error in errors:
+        _show_traceback(error)
+    if json_path is not None:
+        try:
+            Path(json_path).write_text(comparison.to_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"the comparison could not be written to {json_path}: {error.strerror}") from error
+    return exit_code_of(errors[0]) if errors else 0
+
+
+def split_plans(text: str) -> list[str]:
+    """Return the plans of a text that has ";" between them.
+
+    >>> split_plans("single; dp=2,micro_batches=2;")
+    ['single', 'dp=2,micro_batches=2']
+    """
+    return [part.strip() for part in text.split(";") if part.strip()]
+
+
+def show(comparison: Comparison) -> None:
+    """Write a comparison to the standard output: framed on a terminal that is wide enough, plain text elsewhere."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    widest = max(sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) for cells in comparison.tables())
+    if not console.is_terminal or widest + 1 > console.width:
+        sys.stdout.write(f"{comparison}\n")
+        return
+    console.print(f"[bold]{escape(comparison.title)}[/bold]")
+    for head, *lines in comparison.tables():
+        table = Table()
+        for name in head:
+            table.add_column(name, justify="left" if name in ("plan", "runs as") else "right", no_wrap=True)
+        for line in lines:
+            table.add_row(*(escape(cell) for cell in line))
+        console.print(table)
+    console.print(f"[dim]{escape(chr(10).join(comparison.legend()))}[/dim]\n")
+    console.print(escape(comparison.conclusion))
+
+
+def _in_a_line(error: Exception) -> str:
+    if not isinstance(error, MeshwrightError):
+        return one_line(error)
+    return clean(error.message).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _show_traceback(error: Exception) -> None:
+    """Write where the user's code raised to the standard error; what is ours is one line in the table's conclusion."""
+    trace = getattr(error, "traceback_text", "") or "\n".join(getattr(error, "__notes__", ()))
+    if trace:
+        sys.stderr.write(clean(f"{one_line(error)}\n{trace}".rstrip()) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One run to be made."""
+
+    name: str
+    config: TrainConfig
+    plan: Plan
+    threads: int
+    """Threads that one device computes with [count]."""
+    is_baseline: bool = False
+
+    @property
+    def rank_threads(self) -> int:
+        """Threads that a process starts with; data_parallel gives each of its own threads a share [count]."""
+        return self.threads * self.plan.num_devices if self.plan.mode == "data_parallel" else self.threads
+
+
+MANY_TICKS = 20
+"""Ticks of processor time that a run must take before its share of the machine is told from the rest's [count]."""
+
+
+class _Runs:
+    """The runs of one comparison."""
+
+    def __init__(self, config: TrainConfig, plans: Sequence[str], steps: int | None, view: ProgressView | None) -> None:
+        if not plans:
+            raise ConfigError("there is no plan to compare", fix='--plans "single; distributed"')
+        if steps is not None and steps < 1:
+            raise ConfigError(f"steps={steps} (rule: at least 1)")
+        place = read_place(os.environ)
+        if place.world_size > 1:
+            raise ConfigError(
+                f"compare starts the ranks of each plan itself, and this process is rank {place.rank} of a job "
+                f"({place.source})",
+                fix="run it outside of torchrun and srun",
+            )
+        self._config = config
+        self._view = view
+        # A bar on a terminal; elsewhere the line that names each run will do.
+        self._on_event = (lambda _rank, event: view.show(event)) if view is not None and sys.stderr.isatty() else None
+        total = config.train.steps
+        self._steps = steps or (total if total <= MOST_STEPS else DEFAULT_STEPS)
+        self._notes: list[str] = []
+        self._errors: list[Exception] = []
+        resolved = [(text, self._resolve(text)) for text in plans]
+        largest = max(plan.num_devices for _, (_, plan) in resolved)
+        self._cores = min(usable_cores(), largest * max(1, usable_cores() // largest))
+        self._jobs = [self._job(name, *made) for name, made in resolved]
+        self._single = self._resolve("single")
+
+    def compare(self) -> tuple[Comparison, list[Exception]]:
+        """Make the runs; also return the errors of the plans that failed."""
+        baseline = str(self._single[1])
+        trials = [self._run(job) for job in self._jobs]
+        for threads in self._missing_baselines(trials, baseline):
+            name = f"single, {threads} thread{'' if threads == 1 else 's'}"
+            trials.append(self._run(self._job(name, *self._single, threads=threads, is_baseline=True)))
+        if len({trial.device for trial in trials if trial.device}) > 1:
+            self._notes.append(
+                "the plans ran on different kinds of device; each is compared with single on its own kind"
+            )
+        comparison = make_comparison(
+            trials,
+            baseline=baseline,
+            cores=self._cores,
+            machine_cores=usable_cores(),
+            name=self._config.run_name,
+            num_warm_up=WARM_UP_STEPS,
+            global_batch_size=self._config.train.global_batch_size,
+            notes=tuple(dict.fromkeys(self._notes)),
+            config=json.loads(self._config.model_dump_json(exclude={"plan_json"})),
+            environment={**environment(), "processor": _processor_name(), "load_average": _load_average()},
+        )
+        return comparison, self._errors
+
+    def _resolve(self, text: str) -> tuple[TrainConfig, Plan]:
+        """Return the configuration under a plan, checked as `load_config` does."""
+        config = self._config
+        section = {**config.train.model_dump(), "plan": text}
+        try:
+            found = resolve_plan(
+                section,
+                config.train.devices,
+                Path(config.base_directory),
+                plan_from_command_line=True,
+                devices_from_command_line=False,
+                sections=config.model_dump(),
+            )
+            plan = Plan.from_json(found.plan_json)
+            aside = require_same_training(text, found.changes, config.model_dump())
+            if self._view is not None:
+                show_rows(found.plan_rows, sys.stderr)
+            self._notes += [aside] if aside is not None and aside not in self._notes else []
+            self._notes += [note for note in found.notes if note not in self._notes]
+            made = check_config(config.model_copy(update={"plan_json": found.plan_json}))
+        except ConfigError as error:
+            raise ConfigError(f"the plan '{text}': {error.message}", fix=error.fix) from error
+        return made, plan
+
+    def _job(
+        self, name: str, config: TrainConfig, plan: Plan, threads: int | None = None, *, is_baseline: bool = False
+    ) -> _Job:
+        if threads is None:
+            # model_parallel computes on one device at a time, each with all the cores there are.
+            shares = 1 if plan.mode == "model_parallel" else plan.num_devices
+            threads = max(1, self._cores // shares)
+        return _Job(name=name, config=config, plan=plan, threads=threads, is_baseline=is_baseline)
+
+    def _missing_baselines(self, trials: Sequence[Trial], baseline: str) -> list[int]:
+        """Return the numbers of threads with which single must still run: all the cores, and one device's share."""
+        there = {trial.threads for trial in trials if trial.plan == baseline}
+        on_cpu = any(trial.is_on_cpu for trial in trials)
+        wanted = {self._cores} | {trial.threads for trial in trials if trial.is_on_cpu}
+        if not any(trial.error is None for trial in trials):
+            return []
+        if not on_cpu:
+            return [] if there else [self._cores]
+        return sorted(wanted - there, reverse=True)
+
+    def _run(self, job: _Job) -> Trial:
+        plan = job.plan
+        known: dict[str, Any] = {
+            "name": job.name,
+            "plan": str(plan),
+            "mode": plan.mode,
+            "num_devices": plan.num_devices,
+            "num_ranks": plan.num_ranks,
+            "threads": job.threads,
+            "is_baseline": job.is_baseline,
+        }
+        if self._view is not None:
+            self._view.note(f"{job.name}: '{plan}', {WARM_UP_STEPS} + {self._steps} steps")
+        try:
+            ranks = launch(
+                run_on_rank,
+                plan.num_ranks,
+                job.config.model_dump_json(),
+                WARM_UP_STEPS,
+                self._steps,
+                threads_per_rank=job.rank_threads,
+                on_event=self._on_event,
+            )
+        except (StoppedOnRequest, ConfigError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a plan that fails is a result; the others still run
+            error.add_note(f"under the plan '{plan}'")
+            if not job.is_baseline:
+                self._errors.append(error)
+            return Trial(**known, error=_in_a_line(error))
+        finally:
+            if self._view is not None:
+                self._view.close()
+        return Trial(**known, **_merge(ranks))
+
+
+def run_on_rank(config_json: str, num_warm_up: int, num_steps: int) -> RankSamples:
+    """Run a trial on this rank; see `trial.run_trial`."""
+    from meshwright.compare.trial import run_trial
+
+    return run_trial(TrainConfig.model_validate_json(config_json), num_warm_up, num_steps)
+
+
+def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
+    """Return a trial's samples: the slowest rank's time, what all ranks agree on, and bytes and waiting by rank."""
+    first, skip = ranks[0], WARM_UP_STEPS
+    formulas = [rank.formula_bytes for rank in ranks if rank.formula_bytes is not None]
+    return {
+        "device": first.device,
+        "step_seconds": [max(seconds) for seconds in zip(*(rank.seconds[skip:] for rank in ranks), strict=True)],
+        "num_samples": first.num_samples[skip:],
+        "num_tokens": first.num_tokens[skip:],
+        "losses": first.losses,
+        "sent_bytes": list(zip(*(rank.sent_bytes[skip:] for rank in ranks), strict=True)),
+        "wait_seconds": list(zip(*(rank.wait_seconds[skip:] for rank in ranks), strict=True))
+        if first.sees_waiting
+        else [],
+        "formula_bytes": statistics.fmean(formulas) if formulas else None,
+        "other_cores": _other_cores(ranks),
+        "peak_memory_bytes": [peak for rank in ranks for peak in rank.peak_memory_bytes],
+    }
+
+
+def _other_cores(ranks: Sequence[RankSamples]) -> float | None:
+    """Return how many cores were kept busy by others than the ranks while these took their measured steps [count].
+
+    None where the steps were too short to tell: the kernel counts processor time in ticks, 10 ms each mostly.
+    """
+    if ranks[0].elapsed_s < MANY_TICKS / os.sysconf("SC_CLK_TCK"):
+        return None
+    others_s = ranks[0].machine_busy_s - sum(rank.own_busy_s for rank in ranks)
+    return max(0.0, others_s / ranks[0].elapsed_s)
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
+
+
+def _processor_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

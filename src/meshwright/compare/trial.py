@@ -1,0 +1,330 @@
+"""One plan of a comparison, as its ranks run it: the training of `session.py` without evaluations, timed step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from meshwright.apply.data.expected_bytes import data_formula_bytes, dense_gradients
+from meshwright.apply.one_process.model_parallel import LayersEngine
+from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.pipeline.expected_bytes import crossing_formula_bytes, part_formula_bytes
+from meshwright.apply.tensor.expected_bytes import TokenWatch, tensor_formula_bytes
+from meshwright.compare.formulas import cut_activation_bytes, replica_copy_bytes
+from meshwright.describe.batches import model_inputs
+from meshwright.describe.layers import describe_chain
+from meshwright.errors import ConfigError, StoppedOnRequest
+from meshwright.ranks.world import join_world
+from meshwright.run.assembly import choose_devices
+from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.spec.plan import Plan
+from meshwright.train.config.checks import resolve_loss
+from meshwright.train.config.imports import add_to_path
+from meshwright.train.config.types import TrainConfig
+from meshwright.train.data.loader import make_loader
+from meshwright.train.data.sources import load_data, make_collate
+from meshwright.train.losses import make_loss
+from meshwright.train.models import make_build_model
+from meshwright.train.optim import LRSchedule, OptimizerFactory
+from meshwright.train.session import peak_memory_bytes
+
+__all__: list[str] = []
+
+SHOW_EVERY_S = 0.5
+"""Least time between two events for the progress bar, which is drawn on the same cores [s]."""
+
+
+@dataclasses.dataclass(slots=True)
+class RankSamples:
+    """What one rank measured; lists have one entry per step, warm-up steps among them."""
+
+    device: str = "cpu"
+    """"cpu", or the GPU's name."""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    num_samples: list[int] = dataclasses.field(default_factory=list)
+    num_tokens: list[int] = dataclasses.field(default_factory=list)
+    losses: list[float | None] = dataclasses.field(default_factory=list)
+    sent_bytes: list[float] = dataclasses.field(default_factory=list)
+    wait_seconds: list[float] = dataclasses.field(default_factory=list)
+    sees_waiting: bool = True
+    """Whether the host stands still while devices exchange, so that `wait_seconds` mean something."""
+    peak_memory_bytes: list[int] = dataclasses.field(default_factory=list)
+    formula_bytes: float | None = None
+    """What this rank should send in a step; where all send alike, only the first one says so [bytes]."""
+    elapsed_s: float = 0.0
+    """Wall time of the measured steps, reading of data included [s]."""
+    own_busy_s: float = 0.0
+    """Processor time of this rank and its data workers meanwhile [s]."""
+    machine_busy_s: float = 0.0
+    """Processor time of the whole machine meanwhile, time stolen from a virtual one included [s]."""
+
+
+def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamples:
+    """Take some steps of the configuration's training under its plan; every rank of the plan calls this.
+
+    Args:
+        config: The configuration.
+        num_warm_up: Steps before the measured ones [count].
+        num_steps: Measured steps [count].
+
+    Raises:
+        ConfigError: The data or the model cannot be loaded.
+        StoppedOnRequest: A signal asked the ranks to stop.
+        Exception: Whatever the user's code raises.
+    """
+    world = join_world()
+    add_to_path(config.import_roots)
+    plan = Plan.from_json(config.plan_json)
+    devices = choose_devices(plan, None, world)
+    samples = RankSamples(device=_name_of(devices[0]))
+    # NCCL's wait() makes the stream wait, not the host; moves between devices of one process are not timed at all.
+    samples.sees_waiting = devices[0].type == "cpu"
+    model = apply_plan(
+        make_build_model(config),
+        plan,
+        loss_fn=make_loss(config),
+        optimizer=OptimizerFactory(config),
+        seed=config.train.seed,
+        max_grad_norm=config.train.max_grad_norm,
+        non_finite=config.train.non_finite,
+        sentinel_every=config.train.sentinel_every,
+        on_finding=config.train.on_finding,
+    )
+    with model:
+        watch = TokenWatch(model.module) if plan.tp > 1 else None
+        first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices, watch=watch)
+        samples.peak_memory_bytes = _peaks(devices)
+        per_step = sum(samples.num_samples[num_warm_up:]) / num_steps
+        # Of a loss of the user's own it is not known what it gathers over tp.
+        knows_loss = watch is None or resolve_loss(config) == "cross_entropy"
+        held = held_formula_bytes(model, first_batch, per_step, watch) if knows_loss else None
+    if world.stop_requested():  # since the last step began, which is when the ranks agree on it
+        raise StoppedOnRequest("stopped on request after the last step")
+    # After the peak was read, and with the hooks gone: describing a model copies its buffers.
+    samples.formula_bytes = formula_bytes(model, devices, first_batch, per_step, held)
+    return samples
+
+
+def _take_steps(
+    config: TrainConfig,
+    model: ParallelModel,
+    counts: tuple[int, int],
+    samples: RankSamples,
+    devices: Sequence[torch.device],
+    *,
+    watch: TokenWatch | None = None,
+) -> Any:
+    """Take the steps, so many to warm up and so many measured, and return the first batch; watch the first step's tokens."""
+    if model.optimizer is None:
+        raise ConfigError("the model has no optimizer")
+    schedule = LRSchedule(model.optimizer, config)
+    total = sum(counts)
+    first_batch: Any = None
+    own, machine, measured_from = 0.0, 0.0, 0.0
+    shown_at = began = time.perf_counter()
+    _show_start(model, config, total)
+    with contextlib.closing(_endless(config, model)) as batches:
+        for number in range(total):
+            model.world.report_progress(number, "load")
+            batch = next(batches)
+            first_batch = batch if number == 0 else first_batch
+            schedule.set_step(number)
+            if number == counts[0]:
+                own, machine, measured_from = _own_busy_s(), _machine_busy_s(), time.perf_counter()
+            sent, waited = model.ledger.sent_bytes, model.ledger.wait_s
+            start = time.perf_counter()
+            result = model.step(batch)
+            _finish(devices)
+            if watch is not None and number == 0:
+                watch.close()
+            now = time.perf_counter()
+            samples.seconds.append(now - start)
+            samples.num_samples.append(result.num_samples)
+            samples.num_tokens.append(result.num_tokens)
+            samples.losses.append(result.loss if math.isfinite(result.loss) else None)
+            samples.sent_bytes.append(model.ledger.sent_bytes - sent)
+            samples.wait_seconds.append(model.ledger.wait_s - waited)
+            if model.stop_requested:
+                raise StoppedOnRequest(f"stopped on request in step {number + 1} of {total}")
+            if now - shown_at >= SHOW_EVERY_S or number == total - 1:
+                shown_at = now
+                _show_step(model, samples, total, now - began)
+        samples.elapsed_s = time.perf_counter() - measured_from
+        samples.own_busy_s = _own_busy_s() - own
+        samples.machine_busy_s = _machine_busy_s() - machine
+    return first_batch
+
+
+def _show_start(model: ParallelModel, config: TrainConfig, total: int) -> None:
+    if model.world.rank == 0:
+        model.world.emit(
+            {
+                "event": "run_started",
+                "name": config.run_name,
+                "plan": str(model.plan),
+                "num_ranks": model.world.world_size,
+                "device": str(model.world.device),
+                "threads": torch.get_num_threads(),
+                "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "steps": total,
+                "global_batch_size": config.train.global_batch_size,
+            }
+        )
+
+
+def _show_step(model: ParallelModel, samples: RankSamples, total: int, elapsed: float) -> None:
+    if model.world.rank == 0:
+        done, seconds = len(samples.seconds), samples.seconds[-1]
+        model.world.emit(
+            {
+                "event": "step",
+                "step": done,
+                "steps": total,
+                "loss": samples.losses[-1] if samples.losses[-1] is not None else math.nan,
+                "skipped": False,
+                "num_samples": samples.num_samples[-1],
+                "num_tokens": samples.num_tokens[-1],
+                "seconds": seconds,
+                "samples_per_s": samples.num_samples[-1] / seconds,
+                "tokens_per_s": samples.num_tokens[-1] / seconds,
+                "peak_memory_bytes": peak_memory_bytes(model.world.device),
+                "eta_s": elapsed / done * (total - done),
+            }
+        )
+
+
+def _endless(config: TrainConfig, model: ParallelModel) -> Generator[Any, None, None]:
+    """Yield this rank's shares, one epoch after the other: the global batches are the same under every plan."""
+    loader = make_loader(
+        load_data(config, "train"),
+        model,
+        seed=config.train.seed,
+        global_batch_size=config.train.global_batch_size,
+        shuffle=config.data.shuffle,
+        drop_last=config.data.drop_last,
+        num_workers=config.data.num_workers,
+        prefetch=config.data.prefetch,
+        collate_fn=make_collate(config),
+        sample_rng=config.data.sample_rng,
+    )
+    for _ in itertools.count():
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise ConfigError(f"data.source = {config.data.source!r} gave no batch in an epoch")
+
+
+def _own_busy_s() -> float:
+    """Return the processor time that this process and the children it has now have used [s]."""
+    process = psutil.Process()
+    total = 0.0
+    for member in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = member.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _machine_busy_s() -> float:
+    """Return the processor time that everything on this machine has used, or lost to other machines on the host [s]."""
+    times = psutil.cpu_times()._asdict()
+    return sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+
+
+def _finish(devices: Sequence[torch.device]) -> None:
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _peaks(devices: Sequence[torch.device]) -> list[int]:
+    if devices[0].type == "cuda":
+        return [peak_memory_bytes(device) for device in dict.fromkeys(devices)]
+    return [peak_memory_bytes(devices[0])]
+
+
+# -- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def held_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, watch: TokenWatch | None) -> float | None:
+    """Return what of `formula_bytes` must be worked out while the plan is in force: what a rank of a pipeline holds, or a shard.
+
+    Args:
+        model: The applied model after a step, not closed yet.
+        batch: A batch as this rank gets it.
+        num_samples: Samples in a step over all ranks, on average [count].
+        watch: What counted the tokens of the step that took this batch, where there is tp.
+    """
+    if isinstance(model.engine, PipelineEngine):
+        with (
+            model.engine.switch.plain()
+        ):  # what this rank holds; user code would see the whole model's parameters listed
+            return part_formula_bytes(model, batch, num_samples, watch)
+    if watch is None or model.world.rank > 0:
+        return None
+    return tensor_formula_bytes(model, batch, num_samples, watch)
+
+
+def formula_bytes(
+    model: ParallelModel, devices: Sequence[torch.device], batch: Any, num_samples: float, held: float | None = None
+) -> float | None:
+    """Return what this rank of the plan should send in a step, worked out from the model alone.
+
+    Args:
+        model: The applied model, closed.
+        devices: This process's devices.
+        batch: A batch as this rank gets it.
+        num_samples: Samples in a step over all ranks, on average [count].
+        held: What `held_formula_bytes` gave.
+
+    Returns:
+        The bytes [bytes]; None for a plan without a formula, or a model that does not run on shapes, and where another rank
+        speaks for all.
+    """
+    if isinstance(model.engine, PipelineEngine):
+        crossing = None if held is None else crossing_formula_bytes(model, batch, num_samples)
+        return None if held is None or crossing is None else held + crossing
+    if model.plan.tp > 1:
+        return held
+    if model.plan.num_ranks > 1 and model.world.rank > 0:
+        return None
+    plan, module = model.plan, model.module
+    if isinstance(model.engine, LayersEngine):
+        per_batch = _cut_bytes(module, model.engine.stage_of, batch)
+        return None if per_batch is None else per_batch * num_samples / model.splitter.count(batch)
+    if plan.mode == "data_parallel":
+        others = sum(device != devices[0] for device in devices)
+        parameters = sum(parameter.nbytes for parameter in module.parameters())
+        gradients = sum(parameter.nbytes for parameter in dense_gradients(module).values())
+        return float(replica_copy_bytes(parameters, gradients, others))
+    return data_formula_bytes(module, model.engine, plan) if (plan.tp, plan.pp, plan.cp) == (1, 1, 1) else None
+
+
+def _cut_bytes(module: nn.Module, stage_of: dict[str, int], batch: Any) -> float | None:
+    args, kwargs = model_inputs(batch)
+    try:
+        chain = describe_chain(module, args, kwargs)
+    except Exception:  # noqa: BLE001 - any model may need real values, which the meta device has not
+        return None
+    names = [layer.name for layer in chain.layers]
+    returns: list[int | None] = [None] * len(names)
+    for before, fqn in chain.outside_uses:
+        owner = next((name for name in names if fqn.startswith(f"{name}.")), None)
+        returns[names.index(before)] = stage_of[owner] if owner is not None else 0
+    outputs = [layer.output_bytes for layer in chain.layers]  # of the whole batch: b = 1 batch
+    return cut_activation_bytes(outputs, [stage_of[name] for name in names], 1, returns)

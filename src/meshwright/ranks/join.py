@@ -1,0 +1,315 @@
+"""Find the other ranks: those of our own launch, or those that torchrun, srun or Kubernetes started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+# Documented as torch.distributed's own, though its stubs do not say so.
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from meshwright._torch_private import default_store, keep_forever
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.shm.backend import register_shm
+from meshwright.errors import ConfigError, LostPeerError
+from meshwright.ranks.allocator import keep_freed_memory
+from meshwright.ranks.environment import Place, choose_transport, read_place
+from meshwright.ranks.world import World
+
+if TYPE_CHECKING:
+    from meshwright.ranks.world import Link
+
+__all__: list[str] = []
+
+# The launching process names the ranks that hang at timeout_s; gloo's own limit is only behind that.
+_BEHIND_S = 30.0
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+DEVICE_VARIABLE = "MESHWRIGHT_DEVICE"
+
+
+def join_launched(start: Mapping[str, Any], link: Link) -> World:
+    """Join the ranks of the launch that started this process.
+
+    Args:
+        start: What the launching process said, see `supervisor.py`.
+        link: The connection to it.
+    """
+    rank, world_size = start["rank"], start["world_size"]
+    if start["threads"] is not None:
+        torch.set_num_threads(start["threads"])
+    device = _device_of(rank, world_size)
+    store = FileStore(start["store"], world_size)
+    limit = datetime.timedelta(seconds=start["start_timeout_s"] + _BEHIND_S)
+    store.set_timeout(limit)
+    return _make_world(
+        Place("launch", rank, world_size, rank, world_size),
+        store,
+        device,
+        timeout_s=start["timeout_s"],
+        group_timeout_s=start["timeout_s"] + _BEHIND_S,
+        link=link,
+    )
+
+
+def _device_of(local_rank: int, local_size: int) -> torch.device:
+    """Return the GPU of a local rank where every local rank has one, else the CPU; MESHWRIGHT_DEVICE decides it."""
+    wanted = os.environ.get(DEVICE_VARIABLE, "")
+    if wanted:
+        try:
+            device = torch.device(wanted)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{DEVICE_VARIABLE} is {wanted!r}, which is no device", fix="set it to cpu or cuda"
+            ) from error
+        if device.type != "cuda":
+            return device
+    if wanted or (torch.cuda.is_available() and torch.cuda.device_count() >= local_size):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _make_world(
+    place: Place,
+    store: Store,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    group_timeout_s: float,
+    link: Link | None = None,
+) -> World:
+    """Make the default group over a store, and the world around it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    transport = choose_transport(os.environ)
+    if transport == "shm":
+        register_shm()
+    dist.init_process_group(
+        # Both where there is a GPU: plans and errors travel as CPU tensors.
+        f"cpu:{transport},cuda:nccl" if device.type == "cuda" else transport,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=datetime.timedelta(seconds=group_timeout_s),
+    )
+    world = _world_around(
+        dist.group.WORLD,
+        place,
+        device,
+        timeout_s=timeout_s,
+        group_timeout_s=group_timeout_s,
+        link=link,
+        store=store,
+    )
+    atexit.register(leave_group, world)
+    return world
+
+
+def _default_store() -> Store | None:
+    """Return the store of the default group that the caller has made, under a prefix of ours."""
+    store = default_store()
+    return None if store is None else PrefixStore("meshwright", store)
+
+
+def leave_group(world: World) -> None:
+    """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
+    if world.calls.has_given_up and world.default_group.looks_out:
+        # To end it would wait for an exchange that nobody comes to. It is never let go of; the process ends with its threads.
+        keep_forever(world.default_group.process_group, *(each.process_group for each in world.subgroups.values()))
+        return
+    world.default_group.release()
+    for communicator in world.subgroups.values():
+        communicator.release()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):  # peers may have left before
+            dist.destroy_process_group()
+
+
+def _world_around(
+    group: dist.ProcessGroup | None,
+    place: Place,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    group_timeout_s: float | None = None,
+    link: Link | None = None,
+    store: Store | None = None,
+) -> World:
+    ledger = Ledger()
+    communicator = Communicator(
+        group, ranks=range(place.world_size), rank=place.rank, ledger=ledger, timeout_s=timeout_s
+    )
+    return World(
+        communicator,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        device=device,
+        ledger=ledger,
+        timeout_s=timeout_s,
+        group_timeout_s=group_timeout_s,
+        link=link,
+        store=store,
+    )
+
+
+def join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float) -> World:
+    """Join a world that something else has started; see `world.join_world`."""
+    choose_transport(os.environ)  # a word that is wrong is told at once, on a rank alone too
+    if dist.is_initialized():
+        place = _place_of_default_group()
+        found = device or _device_of(place.local_rank, place.local_size)
+        return _world_around(dist.group.WORLD, place, found, timeout_s=timeout_s, store=_default_store())
+    place = read_place(os.environ)
+    found = device or _device_of(place.local_rank, place.local_size)
+    if place.address is None:
+        return _world_around(None, place, found, timeout_s=timeout_s)
+    if place.is_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = _open_store(place, join_timeout_s)
+    _await_all(store, place, join_timeout_s)
+    return _make_world(place, store, found, timeout_s=timeout_s, group_timeout_s=timeout_s)
+
+
+def _place_of_default_group() -> Place:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if local_rank.isdigit():
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Place("torch.distributed", rank, world_size, int(local_rank), max(local_size, int(local_rank) + 1))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Place("torch.distributed", rank, world_size, rank % num_gpus if num_gpus else rank, max(1, num_gpus))
+
+
+def _open_store(place: Place, join_timeout_s: float) -> Store:
+    """Open the store at the master's address; rank 0 hosts it unless torchrun's agent does."""
+    host, port = place.address or ("", 0)
+    deadline = time.monotonic() + join_timeout_s
+    listener = None
+    try:
+        if place.rank == 0 and not place.has_agent_store:
+            listener = _listen(host, port, one_host=place.is_one_host)
+        else:
+            _await_master(host, port, deadline)
+        store: Store = TCPStore(
+            "127.0.0.1" if listener is not None and place.is_one_host else host,
+            port,
+            place.world_size,
+            is_master=listener is not None,
+            timeout=datetime.timedelta(seconds=max(1.0, deadline - time.monotonic())),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except (RuntimeError, OSError) as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LostPeerError(
+            f"rank {place.rank} of {place.world_size} could not reach the master at {host}:{port} ({place.source}) "
+            f"within {join_timeout_s:g} s: {text}",
+            rank=place.rank,
+            peer=0,
+            fix="check that MASTER_ADDR names rank 0's host, that rank 0 has started, and that the port is open",
+        ) from error
+    prefix = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(prefix, store)
+
+
+def _await_master(host: str, port: int, deadline: float) -> None:
+    """Return once somebody listens at the master's address.
+
+    The store's own client would do, but it may take twice its timeout, and says neither "refused" nor "no such name".
+
+    Raises:
+        OSError: Nobody did until the deadline; the last reason.
+    """
+    pause = threading.Event()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(left, _CONNECT_S))).close()
+        except OSError:
+            if left < _RETRY_S:
+                raise
+            pause.wait(_RETRY_S)
+        else:
+            return
+
+
+def _listen(host: str, port: int, *, one_host: bool) -> socket.socket:
+    """Return a listening socket for the store; bound here, so that a taken port is seen at once and by name.
+
+    Raises:
+        ConfigError: Another process has the port.
+    """
+    family = socket.AF_INET if one_host or not socket.has_ipv6 else socket.AF_INET6
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("127.0.0.1" if one_host else "", port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"rank 0 cannot listen on port {port} of {host} (MASTER_PORT): {error.strerror}{_holder(port)}",
+            fix=f"choose another port, for example: export MASTER_PORT={_free_port()}",
+        ) from error
+    return listener
+
+
+def _holder(port: int) -> str:
+    """Return ", held by process 123 (python train.py)", or "" where that cannot be seen."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            is_it = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+            if is_it and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
+                return f", held by process {connection.pid} ({command})"
+    return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _await_all(store: Store, place: Place, join_timeout_s: float) -> None:
+    """Wait until every rank has come to the store.
+
+    Raises:
+        LostPeerError: Some did not; the message has their numbers.
+    """
+    keys = [f"here/{rank}" for rank in range(place.world_size)]
+    try:
+        store.set(keys[place.rank], socket.gethostname())
+        store.wait(keys, datetime.timedelta(seconds=join_timeout_s))
+    except RuntimeError as error:
+        missing = []
+        with contextlib.suppress(RuntimeError):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        raise LostPeerError(
+            f"rank {place.rank} of {place.world_size} ({place.source}): "
+            + (f"rank{'s' if len(missing) > 1 else ''} {names} did not come" if missing else "the master is gone")
+            + f" within {join_timeout_s:g} s",
+            rank=place.rank,
+            peer=missing[0] if len(missing) == 1 else None,
+            fix=place.start_hint,
+        ) from error

@@ -1,0 +1,101 @@
+"""Joined ranks have no launching process that sees them all: the guilty one leaves its error in the store for the others."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from meshwright.comm.communicator import is_lost_peer
+from meshwright.errors import LostPeerError, StoppedOnRequest
+from meshwright.ranks.error_transfer import describe_error
+from meshwright.ranks.join import leave_group
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+    from meshwright.ranks.world import World
+
+__all__: list[str] = []
+
+_KEY = "failure"
+_READERS_KEY = "failure readers"
+_NEWS_PATIENCE_S = 2.0
+_MAX_TEXT = 20_000
+
+
+@contextlib.contextmanager
+def sharing(world: World) -> Iterator[None]:
+    """Tell the other ranks of an error of this one, and this one's caller of theirs; see `World.sharing_failures`."""
+    try:
+        yield
+    except StoppedOnRequest:
+        raise
+    except Exception as error:
+        if world.store is None or world.is_launched or world.world_size == 1:
+            raise
+        description = describe_error(error)
+        if not description["secondary"]:
+            _publish(world, world.store, description)
+            raise
+        news = _news(world.store)
+        if news is None:
+            raise
+        raise _explained(world, error, news) from error
+
+
+def _publish(world: World, store: Store, description: dict[str, Any]) -> None:
+    """Leave the error in the store, then break the connections, so that the others stop waiting and look."""
+    text = json.dumps(
+        {
+            "rank": world.rank,
+            "type": description["type"],
+            "text": description["text"][:_MAX_TEXT],
+            "traceback": description["traceback"][-_MAX_TEXT:],
+        }
+    )
+    with contextlib.suppress(RuntimeError):
+        store.compare_set(_KEY, "", text)  # the first one counts
+    # With exchanges of other threads under way this may wait for them; the process is about to end, so it need not end.
+    breaker = threading.Thread(target=_break_connections, args=(world,), daemon=True)
+    breaker.start()
+    breaker.join(_NEWS_PATIENCE_S)
+    if world.rank == 0:
+        _linger(store, world.world_size - 1)
+
+
+def _break_connections(world: World) -> None:
+    leave_group(world)
+
+
+def _linger(store: Store, num_readers: int) -> None:
+    """Stay until the others have read: rank 0 may host the store, which ends with it."""
+    done = [f"{_READERS_KEY} {count}" for count in range(1, num_readers + 1)]
+    with contextlib.suppress(RuntimeError):
+        store.wait(done, datetime.timedelta(seconds=_NEWS_PATIENCE_S))
+
+
+def _news(store: Store) -> dict[str, Any] | None:
+    """Return the guilty rank's error, None where nobody leaves one in time."""
+    try:
+        store.wait([_KEY], datetime.timedelta(seconds=_NEWS_PATIENCE_S))
+        news = json.loads(store.get(_KEY))
+        store.set(f"{_READERS_KEY} {store.add(_READERS_KEY, 1)}", "read")
+    except (RuntimeError, ValueError):
+        return None
+    return news if isinstance(news, dict) and {"rank", "type", "text", "traceback"} <= set(news) else None
+
+
+def _explained(world: World, error: Exception, news: dict[str, Any]) -> LostPeerError:
+    what = str(error).splitlines()[0] if is_lost_peer(error) else type(error).__name__
+    told = LostPeerError(
+        f"rank {news['rank']} of {world.world_size} raised {news['type']}: {news['text']}\n"
+        f"(rank {world.rank} noticed by: {what})",
+        rank=world.rank,
+        peer=news["rank"],
+    )
+    told.add_note(f"rank {news['rank']}; its traceback:\n{news['traceback']}")
+    return told

@@ -1,0 +1,234 @@
+"""What runs in a rank that `launch` started: ``python -m meshwright.ranks.worker DESCRIPTOR RANK/RANKS``, or template.py's fork.
+
+The main thread does the user's calls. One thread reads the channel, another watches the main thread. Messages come as
+("start", ...), ("call", payload, main, stop), ("stop",), ("exit",); they go as ("ready",), ("result", value),
+("error", ...), ("event", ...), ("stop", signal or None).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import io
+import multiprocessing.spawn
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from meshwright.errors import ConfigError, MeshwrightError, UserCodeError
+from meshwright.ranks.channel import RankEnd
+from meshwright.ranks.error_transfer import describe_error, users_part
+from meshwright.ranks.heartbeat import Board, Pulse
+from meshwright.ranks.signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from meshwright.ranks.world import World
+
+__all__: list[str] = []
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankLink:
+    """The rank's connection to its launching process, as `World` uses it."""
+
+    def __init__(self, channel: RankEnd, pulse: Pulse) -> None:
+        self._channel = channel
+        self._pulse = pulse
+        self.stop = False
+        self.signal_name: str | None = None
+        """The stop signal that this rank itself got; the watchdog passes it on."""
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Hand an event to the launching process."""
+        self._channel.send(("event", event))
+
+    def progress(self, step: int, phase: str) -> None:
+        """Note what the rank is doing."""
+        self._pulse.progress(step, phase)
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks told to stop."""
+        self._channel.send(("stop", None))
+
+    def note_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        """Note a stop signal. Nothing is sent here: the handler may have interrupted a send."""
+        self.stop = True
+        self.signal_name = signal.Signals(number).name
+
+
+def die_with_parent(parent_pid: int, *, die_with_thread: bool) -> None:
+    """Have the kernel kill this process when its parent ends; leave at once where the parent is gone already."""
+    if sys.platform == "linux" and die_with_thread:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+class Rank:
+    """One rank's life: join, serve calls, leave."""
+
+    def __init__(self, channel: RankEnd, start: dict[str, Any]) -> None:
+        self._channel = channel
+        self._start = start
+        self._calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._board = Board(start["board"], start["world_size"])
+        self._pulse = Pulse(self._board, start["rank"])
+        self._link = RankLink(channel, self._pulse)
+        self._pid = os.getpid()
+
+    def prepare(self) -> None:
+        """Install what must be there before anything can go wrong: signals, stack dumps, the threads that watch."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True, write_through=False)  # ranks share them: whole lines at a time
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._link.note_signal)
+        if "signal_mask" in self._start:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._start["signal_mask"])
+        os.register_at_fork(after_in_child=self._become_stranger)
+        faulthandler.enable(all_threads=False)
+        faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"], all_threads=False)
+        sys.path[:] = self._start["sys_path"]
+        sys.argv[:] = self._start[
+            "sys_argv"
+        ]  # a script that reads its arguments at module level does so in the ranks, too
+        threading.Thread(target=self._listen, name="meshwright-channel", daemon=True).start()
+
+    def _become_stranger(self) -> None:
+        """In a forked child (a DataLoader's): the channel and the record are the rank's, and signals mean what they do."""
+        self._channel.muted = True
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    def _listen(self) -> None:
+        """Take messages until the channel ends, which it does when the launching process does."""
+        while (message := self._channel.receive()) is not None:
+            if message[0] == "stop":
+                self._link.stop = True
+            else:
+                self._calls.put(message)
+        os.killpg(os.getpgid(self._pid), signal.SIGKILL)
+
+    def join(self) -> World:
+        """Find the other ranks."""
+        self._pulse.progress(-1, "import")
+        from meshwright.ranks import join, watchdog
+        from meshwright.ranks.world import set_current_world
+
+        self._pulse.progress(-1, "join")
+        world = join.join_launched(self._start, self._link)
+        world.default_group.on_enter = self._pulse.enter
+        world.default_group.on_exit = self._pulse.leave
+        set_current_world(world)
+        watchdog.start(self._channel, self._link, self._board, self._pulse, world.rank)
+        return world
+
+    def serve(self) -> None:
+        """Do the calls that come, until told to leave."""
+        while True:
+            message = self._calls.get()
+            if message[0] == "exit":
+                return
+            _, payload, main, stop = message
+            self._link.stop = self._link.stop or stop
+            self._pulse.progress(-1, "run")
+            self.attempt(lambda payload=payload, main=main: self._call(payload, main))
+            self._pulse.progress(-1, "idle")
+
+    def attempt(self, work: Any) -> bool:
+        """Do something; what it raises goes to the launching process. Returns whether it went well."""
+        try:
+            work()
+        except MeshwrightError as error:
+            self._channel.send(("error", describe_error(error)))
+        except (SystemExit, KeyboardInterrupt) as error:
+            self._channel.send(("error", describe_error(self._as_user_error(error), shown=error)))
+        except BaseException as error:  # noqa: BLE001 - everything that a call can raise must be told
+            self._channel.send(("error", describe_error(error)))
+        else:
+            return True
+        return False
+
+    def _call(self, payload: bytes, main: str | None) -> None:
+        function, args = self._unpack(payload, main)
+        result = function(*args)
+        try:
+            self._channel.send(("result", result))
+        except Exception as error:  # noqa: BLE001 - pickling runs the result's own code
+            raise UserCodeError(
+                f"rank {self._start['rank']} returned a {type(result).__qualname__} that cannot be sent back: {error}",
+                rank=self._start["rank"],
+                fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
+            ) from None  # its text says all; its traceback is ours
+
+    def _unpack(self, payload: bytes, main: str | None) -> tuple[Any, Any]:
+        if main is not None:
+            kind, _, name = main.partition(":")
+            # What multiprocessing does for its own children: the script is run under another name, and known as
+            # `__main__` afterwards, so that its main guard holds and pickles of its classes work both ways.
+            multiprocessing.spawn.prepare({"init_main_from_name" if kind == "module" else "init_main_from_path": name})
+        try:
+            return pickle.loads(payload)  # noqa: S301 - from the launching process, over the private channel
+        except (AttributeError, ImportError) as error:
+            raise ConfigError(
+                f"rank {self._start['rank']} cannot import what it is to call: {error}",
+                fix="use a function at the top level of a module that `import` finds from here",
+            ) from error
+
+    def _as_user_error(self, error: BaseException) -> BaseException:
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
+        rank, size = self._start["rank"], self._start["world_size"]
+        return UserCodeError(
+            f"rank {rank} of {size} {what} before its work was done",
+            rank=rank,
+            traceback_text="".join(traceback.format_exception(type(error), error, users_part(error))),
+        )
+
+
+def be_rank(channel: RankEnd, own: dict[str, Any]) -> None:
+    """Be a rank.
+
+    Args:
+        channel: Its end of the channel, on which the first message says where it stands.
+        own: What holds in this process instead of what that message says.
+    """
+    message = channel.receive()
+    if message is None:
+        return
+    start = {**message[1], **own}
+    die_with_parent(start["parent_pid"], die_with_thread=start["die_with_thread"])
+    rank = Rank(channel, start)
+    rank.prepare()
+    if rank.attempt(rank.join):
+        channel.send(("ready",))
+        rank.serve()
+        _end()
+    else:
+        threading.Event().wait()  # until the launching process, which has been told, ends this one
+
+
+def _end() -> NoReturn:
+    """Leave as a process of multiprocessing does: exit functions run (one ends the process group), with no teardown after.
+
+    Tearing down runs C++ destructors while threads of gloo, autograd or a prefetching loader may still live, and then the
+    process aborts ("terminate called without an active exception") although its work is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or a full pipe that nobody reads
+            stream.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    be_rank(RankEnd(socket.socket(fileno=int(sys.argv[1]))), {})

@@ -1,0 +1,170 @@
+"""Losses with exact weights: a sum and a weight, however the batch is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.apply.state.outside import Outside
+from meshwright.errors import ApplyError
+from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Guard, find_uneven_labels, label_paths
+from meshwright.trees import BatchSplitter
+
+__all__: list[str] = ["IGNORED_LABEL"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as a sum over whatever is counted, tokens for example, and that count.
+
+    Return it from `loss_fn` where micro-batches or ranks may hold different counts: the step's loss and gradients are
+    ``sum of sums / sum of weights``, which is what one device computes on the whole batch.
+
+    Args:
+        sum: The sum of the losses, a scalar tensor with its graph.
+        weight: How much was summed: a number, or a scalar tensor. Zero is allowed.
+
+    >>> Loss(torch.tensor(6.0), 3).weight
+    3
+    """
+
+    sum: torch.Tensor
+    weight: float | torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossTerm:
+    """What one micro-batch contributes."""
+
+    value: torch.Tensor
+    """The scalar to run backward from."""
+    weight: float | torch.Tensor
+    """Its weight."""
+    is_mean: bool
+    """True: `value` is a mean over `weight` items. False: it is their sum."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Of the outputs, and of the loss; the same for all micro-batches of all ranks."""
+
+    def total(self) -> torch.Tensor:
+        """Return the sum over the items, without its graph, in float64."""
+        value = self.value.detach().double()
+        return value * self.weight if self.is_mean else value
+
+
+class LossRule:
+    """Turns what the user's loss returns into a LossTerm.
+
+    What a mean is taken over is tried out on the first batch (`meshwright.run.losses.settle`); until then, and where that showed
+    nothing, a loss of the user's counts samples, and a model's own counts its labels, shifted where its class says so.
+
+    Args:
+        loss_fn: ``(outputs, batch)`` -> a scalar mean over the samples, or a Loss; None takes the model's own ``.loss``.
+        module: The model, whose own loss may count shifted labels.
+        splitter: Counts samples.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any] | None, module: nn.Module, splitter: BatchSplitter) -> None:
+        self._loss_fn = loss_fn
+        self._outside: Outside | None = None
+        self._splitter = splitter
+        kinds = " ".join(type(child).__name__ for child in module.modules())
+        self._seems_shifted = "CausalLM" in kinds or "LMHeadModel" in kinds
+        self._counted: Counted | None = Counted() if loss_fn is not None else None
+        self._guards: tuple[Guard, ...] = ()
+        self.is_settled = False
+        """Whether the first batch has been tried."""
+        self.refuses = True
+        """Whether a loss that parts of the batch do not give is an error; else it is a reason."""
+        self.reasons: tuple[str, ...] = ()
+        """What is to be known of the loss, for people."""
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], Any] | None:
+        """The user's loss, or None for the model's own."""
+        return self._loss_fn
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the loss is the user's, not the model's own."""
+        return self._loss_fn is not None
+
+    def settle(self, counted: Counted | None, *, guards: Sequence[Guard] = (), reasons: Sequence[str] = ()) -> None:
+        """Take note of what the mean is taken over; None leaves it as it was assumed."""
+        self._counted = counted or self._counted
+        self._guards, self.reasons, self.is_settled = tuple(guards), tuple(reasons), True
+
+    def find_uneven(self, parts: Sequence[Any]) -> ApplyError | None:
+        """Return the error where the labels of these micro-batches are not such as the weights hold for."""
+        return find_uneven_labels(self._guards, parts, self._splitter) if self._guards else None
+
+    def known_weight(self, batch: Any) -> float:
+        """Return the weight of a mean over this micro-batch, before the model has run."""
+        counted = self._counted
+        if counted is None:
+            paths = label_paths(batch, self._splitter.count(batch)) if isinstance(batch, Mapping) else []
+            counted = Counted(("labels",), self._seems_shifted) if ("labels",) in paths else Counted()
+        return counted.weigh(batch, self._splitter)
+
+    def term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
+        """Return the contribution of a micro-batch whose outputs are there; `weight` is its `known_weight`."""
+        loss = _own_loss(outputs) if self._loss_fn is None else self._loss_fn(outputs, batch)
+        if isinstance(loss, Loss):
+            return LossTerm(_scalar(loss.sum), _usable(loss.weight), is_mean=False)
+        return LossTerm(_scalar(loss), weight, is_mean=True)
+
+    def try_term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
+        """Return what `term` does, on trial: a count of calls, say, that loss_fn keeps beside the model is put back."""
+        if self._loss_fn is None:
+            return self.term(outputs, batch, weight)
+        with without_function_modes(), without_dispatch_modes():
+            self._outside = self._outside or Outside(None, [self._loss_fn])
+            before = self._outside.take()
+        try:
+            return self.term(outputs, batch, weight)
+        finally:
+            with without_function_modes(), without_dispatch_modes():
+                before.restore()
+
+
+def _usable(weight: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a weight; NaN where it is negative, and infinity where it has a graph: these make the step fail on every rank."""
+    if not isinstance(weight, torch.Tensor):
+        return weight if weight >= 0 else float("nan")
+    if weight.numel() != 1:
+        raise ApplyError(
+            f"the weight of a meshwright.Loss must be one number, it is a tensor of shape {tuple(weight.shape)}",
+            fix="pass how much was summed, mask.sum() for example",
+        )
+    if weight.requires_grad:
+        return float("inf")
+    weight = weight.reshape(())
+    return torch.where(weight >= 0, weight, torch.nan)  # on its device: to read it would wait for the GPU
+
+
+def _own_loss(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise ApplyError(
+            f"no loss_fn was given, and the model returned no loss of its own (its output is a {type(outputs).__name__})",
+            fix="pass loss_fn=(outputs, batch) -> scalar to apply_plan, or put 'labels' into the batch",
+        )
+    return loss
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise ApplyError(
+            f"loss_fn must return a scalar tensor or meshwright.Loss, it returned a {type(loss).__name__}",
+            fix="return the mean over the samples, or meshwright.Loss(sum, weight)",
+        )
+    if loss.numel() != 1:
+        raise ApplyError(
+            f"loss_fn must return one number, it returned a tensor of shape {tuple(loss.shape)}",
+            fix="take .mean() over the samples, or return meshwright.Loss(loss.sum(), loss.numel())",
+        )
+    return loss.reshape(())

@@ -1,0 +1,355 @@
+"""What a loss counts, decided once, on the first batch, by all ranks together; a loss that cannot be cut is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.one_process.model_parallel import LayersEngine
+from meshwright.apply.pipeline.engine import PipelineEngine
+from meshwright.apply.state.attributes import OF_TORCH
+from meshwright.describe.batches import model_inputs
+from meshwright.errors import ApplyError
+from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.pipeline_trials import run_in_pipeline
+from meshwright.run.losses.trial_runs import run_alone, run_in_lockstep
+from meshwright.run.losses.trial_writes import refusal_of
+from meshwright.run.losses.trials import Evidence, examine, second_sample
+from meshwright.run.losses.weights import Counted, Guard
+from meshwright.trees import BatchSplitter, map_tensors, move_to, tensors_in
+
+__all__: list[str] = []
+
+_FEW = 2
+_NUMBERS = frozenset({int, float, bool, str})
+_MAX_CHANGES = 16
+"""Changes of an attribute after which it is taken for a counter, and the model tried at each doubling alone [count]."""
+_ALIKE = 8.0
+"""What fits this many times worse than the best is another thing [ratio]."""
+_FIX = (
+    "return meshwright.Loss(sum, weight) from loss_fn, where the loss is a sum over whatever it counts; a loss that compares "
+    "the samples of a batch with each other needs the batch whole: dp=1 and micro_batches=1"
+)
+_BRANCHES = (
+    "loss: the model's forward branches on values of its batch, and each rank and micro-batch decides by its own samples: what "
+    "one device would decide by all of them may differ"
+)
+
+
+def settle_loss(
+    rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any], *, micro_batches: int | None
+) -> bool:
+    """Find out what the loss is a mean over, by forwards of the first batch and of parts of it; every rank calls this.
+
+    Args:
+        rule: The loss; takes note of the answer.
+        engine: The strategy, before it looks at the model.
+        splitter: How batches are counted and cut.
+        parts: This rank's micro-batches, perhaps none.
+        micro_batches: Parts that a share is cut into; None: as many as its size asks for [count].
+
+    Returns:
+        Whether batches are cut, and a loss that parts do not give is refused.
+
+    Raises:
+        ApplyError: On every rank: steps would add up losses of parts of a batch, and those do not give the loss of the whole.
+    """
+    is_cut = engine.group.size * engine.num_replicas * (micro_batches or _FEW) > 1
+    if rule.is_settled:
+        return is_cut and rule.refuses
+    if not is_cut and rule.is_given:
+        rule.settle(None)
+        return False
+    if isinstance(engine, LayersEngine) and parts:
+        engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
+    with engine.group.ledger.of_checks():
+        evidence = _look(rule, engine, splitter, parts)
+    told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
+    seen = [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
+    written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
+    if written is not None and is_cut:
+        raise written
+    decision = _decide(seen, is_given=rule.is_given)
+    if decision.error is not None and is_cut and rule.refuses:
+        raise decision.error
+    reasons = (*decision.reasons, *([decision.error.message] if decision.error is not None else []))
+    rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
+    return is_cut and rule.refuses
+
+
+class ModelWatch:
+    """Tries the model on parts of a batch again where somebody has changed a number or a flag of one of its modules.
+
+    Ranks whose forward takes several of them do it together, where any of them has noticed a change.
+
+    Args:
+        rule: The loss.
+        engine: The strategy.
+        splitter: How batches are counted and cut.
+    """
+
+    def __init__(self, rule: LossRule, engine: Engine, splitter: BatchSplitter) -> None:
+        self._rule = rule
+        self._engine = engine
+        self._splitter = splitter
+        self._slots: list[tuple[dict[str, Any], list[str]]] = []
+        self._sizes: list[int] = []
+        self._values: list[Any] = []
+        self._num_changes: Counter[int] = Counter()
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether a forward takes several ranks, so that none of them can try the model alone."""
+        engine = self._engine
+        return engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine)
+
+    def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
+        """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
+        engine = self._engine
+        if self.is_joint or not self.has_changed():
+            return None
+        evidence = _look(self._rule, engine, self._splitter, parts)
+        return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
+
+    def refuse_mixing(self, parts: Sequence[Any]) -> None:
+        """Try a model whose forward takes several ranks; every rank calls it.
+
+        Raises:
+            ApplyError: On every rank: the model, as it is now, mixes the samples of this batch.
+        """
+        engine = self._engine
+        with engine.group.ledger.of_checks():
+            evidence = _look(self._rule, engine, self._splitter, parts)
+            told = engine.everyone.all_gather_json(
+                None if evidence is None else _to_json(evidence), device=engine.device
+            )
+        seen = [
+            (engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None
+        ]
+        error = self._error_of(seen)
+        if error is not None:
+            raise error
+
+    def _error_of(self, seen: Sequence[tuple[int, Evidence]]) -> ApplyError | None:
+        written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
+        if written is not None or all(evidence.obstacle is not None for _, evidence in seen):
+            return written
+        error = _decide(seen, is_given=self._rule.is_given).error
+        return (
+            None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
+        )
+
+    def has_changed(self) -> bool:
+        """Tell whether a number or a flag of a module is another than when this was asked before."""
+        sizes = [len(own) for own, _ in self._slots]
+        is_first = not self._slots
+        if is_first or sizes != self._sizes:
+            left_out = OF_TORCH | {"training"}
+            own = [vars(child) for child in self._engine.module.modules() if not _is_plain(child)]
+            self._slots = [(held, [name for name in held if name not in left_out]) for held in own] or [({}, [])]
+            self._sizes, self._values = [len(held) for held, _ in self._slots], self._read()
+            return not is_first
+        values, before = self._read(), self._values
+        if values == before:
+            return False
+        self._values = values
+        changed = [index for index, pair in enumerate(zip(values, before, strict=True)) if pair[0] != pair[1]]
+        self._num_changes.update(changed)
+        return any(_is_due(self._num_changes[index]) for index in changed)
+
+    def _read(self) -> list[Any]:
+        values = [own.get(name) for own, names in self._slots for name in names]
+        return [value if type(value) in _NUMBERS else None for value in values]
+
+
+def _is_due(num_changes: int) -> bool:
+    return num_changes <= _MAX_CHANGES or num_changes.bit_count() == 1
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+# -- the trials -----------------------------------------------------------------------------------------------------------
+
+
+def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any]) -> Evidence | None:
+    """Return what this rank's share shows; None where it has no sample."""
+    share = _enough(parts, splitter)
+    module = _uncompiled(engine.module)
+
+    def term(outputs: Any, batch: Any) -> LossTerm:
+        first = next(tensors_in(outputs), None)
+        if first is not None and first.device != engine.device:
+            batch = move_to(batch, first.device)
+        return rule.try_term(outputs, batch, 1.0)
+
+    trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
+    is_noted = not engine.buffers_changed()
+    if isinstance(engine, PipelineEngine) and engine.is_prepared:
+        found = run_in_pipeline(engine, module, trials, term)
+    elif engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
+        found = run_in_lockstep(engine, module, trials, term)
+    else:
+        found = run_alone(engine, module, trials, term)
+    if is_noted:
+        engine.note_buffers()  # trials have put them back
+    if found is None and parts:
+        return Evidence(obstacle="the first share has one sample only, and split= cuts batches")
+    return found
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
+
+
+def _enough(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
+    """Return at least two samples of this rank's share, or None."""
+    if not parts:
+        return None
+    if splitter.count(parts[0]) >= _FEW:
+        return parts[0]
+    if not splitter.splits_by_row:
+        return None
+    samples = parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])]
+    columns = list(zip(*(tensors_in(sample) for sample in samples), strict=False))
+    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
+        return None
+    joined = iter([torch.cat(column) if column[0].dim() > 0 else column[0] for column in columns])
+    return map_tensors(samples[0], lambda _: next(joined))
+
+
+# -- the decision ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Decision:
+    counted: Counted | None = None
+    guards: tuple[Guard, ...] = ()
+    reasons: tuple[str, ...] = ()
+    error: ApplyError | None = None
+
+
+def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision:
+    """Return what the loss counts by all ranks' evidence, which every rank has; so all decide alike."""
+    able = [(rank, evidence) for rank, evidence in seen if evidence.obstacle is None]
+    if not able:
+        why = next((evidence.obstacle for _, evidence in seen), "no rank has a sample")
+        return _Decision(
+            reasons=(f"loss: whether it is a mean over samples could not be tried out on the first batch: {why}",)
+        )
+    if any(evidence.is_sum for _, evidence in able):
+        return _Decision()
+    tolerance = max(evidence.tolerance for _, evidence in able)
+    candidates = _merge(able)
+    plain = {counted: gaps[0] for counted, gaps in candidates.items()}
+    fitting = [counted for counted in candidates if plain[counted] <= tolerance]
+    failing = [evidence for _, evidence in able if all(gap > tolerance for _, gap, _ in evidence.gaps)]
+    if not fitting and failing and all(evidence.culprit == "branches" for evidence in failing):
+        return _Decision(reasons=(_BRANCHES,))
+    if not fitting:
+        return _Decision(error=_refusal(able, is_given=is_given))
+    proven = {counted: max(candidates[counted]) for counted in fitting if max(candidates[counted]) <= tolerance}
+    weighted = next(((rank, evidence) for rank, evidence in able if evidence.has_class_weights), None)
+    if weighted is not None and is_given:
+        return _Decision(error=_class_weights(weighted[0]))
+    if proven:
+        best = min(proven.values())
+        alike = [counted for counted, gap in proven.items() if gap <= max(_ALIKE * best, tolerance / 100)]
+        counted = min(alike, key=lambda counted: _preference(counted, is_given=is_given))
+        by_labels = counted.path is not None and is_given
+        reason = f"loss: a mean over the {counted}, found by trying the first batch in parts" if by_labels else ""
+        return _Decision(counted=counted, reasons=(reason,) if reason else (), guards=_guards(able, only_untried=True))
+    counted = min(fitting, key=lambda counted: _preference(counted, is_given=is_given))
+    return _Decision(counted=counted, guards=_guards(able, only_untried=False))
+
+
+def _preference(counted: Counted, *, is_given: bool) -> tuple[bool, bool]:
+    # Of what fits alike: a user's mean is one over samples, a model's own one over labels.
+    return (counted.path is None) is not is_given, counted.shifted
+
+
+def _merge(able: Sequence[tuple[int, Evidence]]) -> dict[Counted, list[float]]:
+    """Return the largest gaps over the ranks, of each candidate that all have: as it is, then with ignored labels."""
+    merged: dict[Counted, list[float]] = {}
+    for counted, _, _ in able[0][1].gaps:
+        rows = [row for _, evidence in able for row in evidence.gaps if row[0] == counted]
+        if len(rows) == len(able):
+            tried = [gap for _, _, gaps in rows for gap in gaps if gap is not None]
+            merged[counted] = [max(gap for _, gap, _ in rows), *tried]
+    return merged
+
+
+def _guards(able: Sequence[tuple[int, Evidence]], *, only_untried: bool) -> tuple[Guard, ...]:
+    """Return (path, ignored label, how many of a sample) of labels whose number must stay as it was in the first batch."""
+    return tuple(
+        (path, value, each) for path, value, each, is_safe in able[0][1].masked if not (only_untried and is_safe)
+    )
+
+
+def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyError:
+    def worst(evidence: Evidence) -> float:
+        return min((gap for _, gap, _ in evidence.gaps), default=math.inf)
+
+    rank, evidence = max(able, key=lambda entry: worst(entry[1]))
+    whose = "what loss_fn returned" if is_given else "the model's own loss"
+    if evidence.is_total:
+        return ApplyError(
+            f"{whose} is a sum over samples, not their mean: it is {evidence.numbers} (rank {rank}), and this plan takes it "
+            "part by part",
+            fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean",
+        )
+    if evidence.culprit == "model":
+        return ApplyError(
+            f"the model's forward mixes the samples of a batch: the loss is {evidence.numbers} (rank {rank}), so that the parts "
+            "which this plan takes do not give one device's loss",
+            fix="leave the batch whole: dp=1 and micro_batches=1 (tp and pp do); or have the model treat each sample by itself",
+        )
+    return ApplyError(
+        f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "
+        "takes do not give one device's loss",
+        fix=_FIX if is_given else f"pass loss_fn=: {_FIX}",
+    )
+
+
+def _class_weights(rank: int) -> ApplyError:
+    return ApplyError(
+        f"the loss is a cross-entropy with weights of its classes (rank {rank}), which torch divides by the sum of the "
+        "weights of the labels that are there, not by the samples",
+        fix="return meshwright.Loss(F.cross_entropy(..., weight=w, reduction='sum'), w[labels].sum()) from loss_fn",
+    )
+
+
+# -- what travels ---------------------------------------------------------------------------------------------------------
+
+_LARGEST = 1e300
+"""What stands for infinity, which JSON does not have."""
+
+
+def _to_json(evidence: Evidence) -> dict[str, Any]:
+    def number(gap: float | None) -> float | None:
+        return None if gap is None else min(gap, _LARGEST)
+
+    fields = {field.name: getattr(evidence, field.name) for field in dataclasses.fields(evidence)}
+    fields["gaps"] = [
+        [[None if c.path is None else list(c.path), c.shifted, c.ignored], number(gap), [number(g) for g in gaps]]
+        for c, gap, gaps in evidence.gaps
+    ]
+    fields["masked"] = [[list(path), value, each, is_safe] for path, value, each, is_safe in evidence.masked]
+    return fields
+
+
+def _from_json(fields: dict[str, Any]) -> Evidence:
+    def counted(row: list[Any]) -> Counted:
+        return Counted(None if row[0] is None else tuple(row[0]), row[1], row[2])
+
+    gaps = [(counted(row), gap, masked) for row, gap, masked in fields["gaps"]]
+    masked = [(tuple(path), value, each, is_safe) for path, value, each, is_safe in fields["masked"]]
+    return Evidence(**{**fields, "gaps": gaps, "masked": masked})

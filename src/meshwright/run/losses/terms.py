@@ -1,0 +1,98 @@
+"""The loss of one micro-batch as a term of the step's, and what backward is run from so that terms add up to one device's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.describe.batches import call_model
+from meshwright.run.agreement import Agreement
+from meshwright.run.autocast import Autocast
+from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.watch import LossWatch
+from meshwright.trees import BatchSplitter, move_to, tensors_in
+
+__all__: list[str] = []
+
+_NUM_LOOKED_AT = 2
+"""Outputs among which those are that all ranks have in one dtype: a loss of the model's own may come before [count]."""
+_FEW_SAMPLES = 2
+"""Samples with which a strategy looks at the model before it starts [samples]."""
+
+
+class LossTerms:
+    """Computes losses of micro-batches.
+
+    Args:
+        engine: The strategy.
+        rule: How losses are read.
+        autocast: The dtype that forward runs in, or None for the model's own.
+        splitter: Counts and cuts batches.
+    """
+
+    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None, splitter: BatchSplitter) -> None:
+        self.watch = LossWatch(rule, splitter, engine.device, is_threaded=engine.num_replicas > 1)
+        """What looks at losses of new kinds of batches."""
+        self._engine = engine
+        self._rule = rule
+        self._splitter = splitter
+        self.casts = Autocast(engine.device.type, autocast)
+        """The dtype of forwards and losses."""
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context that forward and loss run in."""
+        return self.casts.in_forward()
+
+    def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
+        """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
+        with self._engine.switch.user_code(), self.autocast():
+            outputs = call_model(module, part)
+            if self._engine.owes_nothing_to_the_loss:
+                return None
+            few = list(itertools.islice(tensors_in(outputs), _NUM_LOOKED_AT))
+            first = next(iter(few), None)
+            if first is not None and first.device != self._engine.device:
+                part = move_to(part, first.device)  # the last layers may live on another device
+            term = self._rule.term(outputs, part, weight)
+            with self._engine.group.ledger.of_checks():
+                self.watch.look(outputs, part)
+            shown = [each.dtype for each in few if each.dim() and each.is_floating_point()][:1]
+            return dataclasses.replace(term, dtypes=(*shown, term.value.dtype))
+
+    def try_out(self, module: nn.Module, part: Any) -> Any:
+        """Run a module and its loss on a few samples; return its outputs."""
+        num_samples = self._splitter.count(part)
+        few = self._splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
+        with self.autocast():
+            outputs = call_model(module, few)
+            self._rule.try_term(outputs, few, self._rule.known_weight(few))
+        return outputs
+
+    def of_any(self, module: nn.Module, part: Any) -> LossTerm | None:
+        """Return the loss of a part of a batch; None also where nothing in it counts."""
+        # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
+        weight = self._rule.known_weight(part)
+        return self.of(module, part, weight) if weight else None
+
+    @staticmethod
+    def root(term: LossTerm, agreement: Agreement, *, alone: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return what backward is run from, and the gradient there; None where this micro-batch used frozen parameters only.
+
+        Args:
+            term: The loss.
+            agreement: What all ranks bring.
+            alone: Whether it is the only term of the step.
+        """
+        if not term.value.requires_grad:
+            return None
+        if term.is_mean:
+            share = float(term.weight) / agreement.known_weight
+        else:
+            share = 1.0 / float(term.weight) if alone and term.weight else 1.0
+        return term.value, None if share == 1.0 else torch.full_like(term.value, share)

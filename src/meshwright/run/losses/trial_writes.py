@@ -1,0 +1,46 @@
+"""Parameters that a forward sets by its batch: parts of the batch would set them otherwise than the whole does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.apply.state.kept_parameters import is_kept
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+def find_dependent(first: Sequence[tuple[str, torch.Tensor]], other: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the FQN of a parameter that two forwards set otherwise, or None.
+
+    Args:
+        first: (FQN, value) of what was set by one batch.
+        other: The same of another one.
+    """
+    others = dict(other)
+    for name, value in first:
+        there = others.get(name)
+        if there is None and not is_kept(value):
+            continue  # it is as the first forward left it
+        if there is None or not torch.allclose(value, there, rtol=1e-6, atol=0.0, equal_nan=True):
+            return name
+    return None
+
+
+def refusal_of(names: Sequence[tuple[int, str | None]]) -> ApplyError | None:
+    """Return why the batch cannot be cut, where a rank has seen a parameter that is set by it.
+
+    Args:
+        names: (rank, FQN or None).
+    """
+    for rank, name in names:
+        if name is not None:
+            return ApplyError(
+                f"the model's forward sets its parameter '{name}' by the batch that it is given (rank {rank}), as an "
+                "initialisation by the first batch does, and this plan gives it parts of the batch",
+                fix="run the model once on the whole first batch before apply_plan, on every rank alike, so that it is "
+                "initialised then; or leave the batch whole: dp=1 and micro_batches=1",
+            )
+    return None

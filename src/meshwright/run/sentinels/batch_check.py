@@ -1,0 +1,76 @@
+"""Ranks that share layers and were given different batches: which, and in what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError
+from meshwright.mesh import MeshSpec
+from meshwright.run.sentinels.circles import circles_of
+from meshwright.run.sentinels.digest import digest_rows, digest_tensor, named_tensors
+
+__all__: list[str] = []
+
+_MOST_ROWS = 10_000
+
+
+def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, device: torch.device) -> None:
+    """Raise ApplyError on every rank where ranks that share layers hold different batches; every rank calls it.
+
+    Args:
+        group: All ranks.
+        mesh: Their places.
+        batch: This rank's share, or None.
+        device: Where exchanges happen.
+    """
+    rows = [[name, str(tuple(t.shape)), str(t.dtype), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
+    everyone = group.all_gather_json(None if batch is None else rows, device=device)
+    for circle in circles_of(mesh, "pp", "cp", "tp"):
+        first = circle.ranks[0]
+        for other in circle.ranks[1:]:
+            difference = _first_difference(everyone[first], everyone[other])
+            if difference is None:
+                continue
+            name, what = difference
+            row = _first_row(group, batch, name, (first, other), device)
+            raise ApplyError(
+                f"ranks {list(circle.ranks)} share the model's layers and must step on the same share of the batch: on ranks "
+                f"{first} and {other} {what}{row}",
+                fix="share data out by model.dp_rank and model.dp_size, as make_loader and split_batch do, not by rank",
+            )
+
+
+def _first_difference(mine: Any, theirs: Any) -> tuple[str | None, str] | None:
+    """Return (the tensor that differs in its values, what differs), or None."""
+    if mine is None or theirs is None:
+        return (
+            None if mine is theirs else (None, f"{'one is' if mine or theirs else 'the batch is'} None, an empty share")
+        )
+    names, other_names = [row[0] for row in mine], [row[0] for row in theirs]
+    if names != other_names:
+        return None, f"it holds other tensors: {', '.join(names)}, and {', '.join(other_names)}"
+    for (name, shape, dtype, digest), (_, other_shape, other_dtype, other_digest) in zip(mine, theirs, strict=True):
+        if shape != other_shape:
+            return None, f"{name} has other shapes: {shape} and {other_shape}"
+        if dtype != other_dtype:
+            return None, f"{name} has other dtypes: {dtype} and {other_dtype}"
+        if digest != other_digest:
+            return name, f"{name} has other values"
+    return None
+
+
+def _first_row(group: Communicator, batch: Any, name: str | None, pair: tuple[int, int], device: torch.device) -> str:
+    """Return from which row on two ranks' tensors differ, as text; every rank comes here for the same tensor."""
+    tensor = None if name is None or batch is None else dict(named_tensors(batch)).get(name)
+    short = tensor is not None and tensor.dim() > 0 and 1 < tensor.shape[0] <= _MOST_ROWS
+    found = group.all_gather_json(
+        [f"{digest:x}" for digest in digest_rows(tensor)] if tensor is not None and short else [], device=device
+    )
+    digests = [found[rank] for rank in pair]
+    rows = [row for row, (mine, theirs) in enumerate(zip(*digests, strict=False)) if mine != theirs]
+    if not rows:
+        return ""
+    return f" in {len(rows)} of {len(digests[0])} rows, row {rows[0]} first"

@@ -1,0 +1,377 @@
+"""Sentinels: what ranks must have alike is compared while they train, and parts of a strategy with one device.
+
+    every step, in the agreement that the ranks make anyway     the batch of ranks that share layers, their generators,
+                                                                learning rates, the last step's loss and norm, and which
+                                                                parameters were written to since
+    every `sentinel_every` steps, before forward                digests of all that several ranks hold whole: parameters,
+                                                                buffers, what the optimizer keeps; all settings; and what
+                                                                one rank holds, as it was when the step before ended
+    ... around forward and backward                             one part of the strategy, in turn, beside one device
+    ... before the optimizer                                    the loss and the norm of this very step
+
+A difference is a finding: on every rank it raises before the optimizer, or is logged and returned in the step's result.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.finding import Finding
+from meshwright.apply.recompute.checkpointing import Recompute
+from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.random_states import PythonState
+from meshwright.errors import ConfigError, CorruptionError
+from meshwright.mesh import MeshSpec
+from meshwright.run.agreement import Saying
+from meshwright.run.diagnose import RandomState
+from meshwright.run.sentinels import settings
+from meshwright.run.sentinels.batch_check import raise_different_batches
+from meshwright.run.sentinels.circles import Circle
+from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
+from meshwright.run.sentinels.digest import digest_batch, digest_rng, digest_text
+from meshwright.run.sentinels.writes import StateWatch
+
+__all__: list[str] = []
+
+DEFAULT_EVERY = 100
+"""Steps between two sentinels [count]: with those of the benchmark below 1 % of the time of the shortest steps."""
+
+_LOG = logging.getLogger("meshwright")
+
+
+class Sentinels:
+    """What watches the steps of one applied model.
+
+    Args:
+        engine: The strategy.
+        optimizer: What updates the parameters, or None.
+        place: The ranks' mesh, and this rank.
+        every: Steps between two sentinels; 0 turns all of this off but the generators of ranks that share layers [count].
+        on_finding: "stop" raises CorruptionError, "warn" logs a line for each finding and goes on.
+        rows: Gives the settings that may change between steps.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        place: tuple[MeshSpec, int],
+        every: int,
+        on_finding: Literal["stop", "warn"],
+        rows: Callable[[], settings.Rows],
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._every = every
+        self._on_finding = on_finding
+        self._rows = rows
+        mesh, rank = place
+        self._sharing = Circle.over(mesh, rank, "pp", "cp", "tp")
+        self._drawing = Circle.over(mesh, rank, "tp")
+        self._holding = Circle.over(mesh, rank, "dp", "cp", "tp")
+        self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
+        self._mesh = mesh
+        self._watch = StateWatch(engine, optimizer)
+        self._step = -1
+        self._num_inspections = 0
+        self._part: str | None = None
+        self._outcome = (math.nan, math.nan)
+        self._compares_outcome = True
+        self._batch: Any = None
+        self._found: list[str] = []
+        self._has_warned_of_draws = False
+        self._autocast = ""
+        # To read their states takes longer than torch's: only where the model's code can draw from them.
+        self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
+        self.recompute: Recompute | None = None
+        """The layers that run again in backward, which are inspected as well."""
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether there are other ranks to compare with, and it is wanted."""
+        return self._every > 0 and not self._everyone.is_alone
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step under way is one at which everything is compared."""
+        return self.is_watching and self._step % self._every == 0
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether this step is one of those at which something is looked at again, be there other ranks or not."""
+        return self._every > 0 and self._step % self._every == 0
+
+    @property
+    def needs_agreement_first(self) -> bool:
+        """Whether the ranks must have agreed before forward begins: another batch would have them wait for each other in it."""
+        return not self._sharing.is_alone or self.is_due
+
+    # -- the agreement ----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Take note that a step begins."""
+        self._step += 1
+        self._part = None
+        self._found = []
+
+    def sayings(self, batch: Any, autocast: torch.dtype | None = None) -> list[Saying]:
+        """Return what ranks must say alike about a batch and about themselves; topics in one order on every rank.
+
+        Args:
+            batch: This rank's share.
+            autocast: What forwards are cast to; None for the model's own dtype.
+        """
+        self._autocast = repr(autocast)
+        found: list[Saying] = []
+        if not self._drawing.is_alone:
+            state = RandomState.read(self._engine.device)
+            found.append(Saying("draws", self._drawing, digest_rng(state.cpu, state.cuda)))
+        if self._draws_python:
+            found.append(Saying("python", self._sharing, digest_text(repr(PythonState().to_json()))))
+        if not self.is_watching:
+            return found
+        self._batch = batch
+        if not self._sharing.is_alone:
+            found.append(Saying("batch", self._sharing, digest_batch(batch, whole=self.is_due)))
+        if not self._holding.is_alone:
+            names = [*self._watch.written(), *self._watch.changed()]
+            found.append(Saying("written", self._holding, digest_text(",".join(names))))
+        else:  # what nobody else holds changes on one rank alone where a script changes it, too: `compare` tells
+            found.append(Saying("written", self._everyone, digest_text(",".join(self._watch.changed()))))
+        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast)
+        if self._compares_outcome:
+            common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
+                _bits(self._outcome[1]), "little"
+            )
+        found.append(Saying("common", self._everyone, common & 2**63 - 1))
+        return found
+
+    def explain(self, topics: Sequence[str]) -> None:
+        """Find out in what the ranks differ; called on every rank.
+
+        Raises:
+            ApplyError: Batches or settings differ.
+            CorruptionError: Something else does.
+        """
+        engine = self._engine
+        if "batch" in topics:
+            raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
+        if "common" in topics:
+            rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
+            settings.raise_different(engine.everyone, rows, engine.device)
+            findings = self._compare_outcome(*self._outcome, step=self._step - 1)
+            self._report(
+                [*compare_copies(engine, self._optimizer), *findings]
+            )  # what the loss was computed with says more
+            self._compares_outcome = (
+                False  # at sentinels alone from here: known to differ in the order of additions, or told
+            )
+        if "written" in topics:
+            self._report(self._watch.compare(engine.everyone, self._mesh))
+        if "draws" in topics:
+            self._draw_together()
+        if "python" in topics:
+            self._draw_python_together()
+
+    def _draw_together(self) -> None:
+        """Have ranks that share layers go on with the random numbers of the first of them."""
+        engine = self._engine
+        state = RandomState.read(engine.device)
+        parts = [state.cpu] if state.cuda is None else [state.cpu, state.cuda]
+        own = torch.cat(parts)
+        states = [part.cpu() for part in engine.everyone.all_gather(own.to(engine.device))]
+        leader = states[self._drawing.ranks[0]]
+        if not self._has_warned_of_draws and not torch.equal(leader, own):
+            self._has_warned_of_draws = True
+            _LOG.warning(
+                "step %d: torch's generator on rank %d stands elsewhere than on rank %d, with which it shares layers: one of "
+                "them has drawn numbers that the other has not. It goes on with those of rank %d, here and in later steps",
+                *(self._step, self._drawing.rank, self._drawing.ranks[0], self._drawing.ranks[0]),
+            )
+        cpu, cuda = leader[: state.cpu.numel()], leader[state.cpu.numel() :]
+        RandomState(cpu, None if state.cuda is None else cuda).restore(engine.device)
+
+    def _draw_python_together(self) -> None:
+        """Have ranks that share a batch go on with Python's and NumPy's random numbers of the first of them."""
+        told = self._engine.everyone.all_gather_json(PythonState().to_json(), device=self._engine.device)
+        leader, own = self._sharing.ranks[0], told[self._sharing.rank]
+        if not self._has_warned_of_draws and told[leader] != own:
+            self._has_warned_of_draws = True
+            _LOG.warning(
+                "step %d: Python's or NumPy's generator on rank %d stands elsewhere than on rank %d, with which it shares a "
+                "batch. It goes on with the numbers of rank %d, here and in later steps",
+                *(self._step, self._sharing.rank, leader, leader),
+            )
+        PythonState.from_json(told[leader]).restore()
+
+    # -- a sentinel -------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Where a sentinel is due: compare settings and state, and have a part inspected in the forward that follows.
+
+        Raises:
+            ApplyError: Settings differ.
+            CorruptionError: State differs.
+        """
+        if not self.is_due:
+            return
+        engine = self._engine
+        settings.require_equal_settings(engine.everyone, self._rows(), engine.device)
+        self._report(
+            [*compare_copies(engine, self._optimizer), *self._watch.compare_imprint(engine.everyone, self._mesh)]
+        )
+        self._part = engine.begin_inspection(self._num_inspections)
+        if self.recompute is not None:
+            self.recompute.begin_inspection(self._num_inspections)
+        self._num_inspections += 1
+
+    def end_backward(self, loss: float, norm: float) -> None:
+        """Before the optimizer: report what the inspection has found, and compare this step's loss and norm.
+
+        Raises:
+            CorruptionError: There is a finding.
+        """
+        if not self.is_due:
+            return
+        findings = list(self._engine.end_inspection()) if self._part is not None else []
+        findings += [] if self.recompute is None else self.recompute.end_inspection()
+        self._report([*findings, *self._compare_outcome(loss, norm, step=self._step)])
+
+    def end_step(self, loss: float, norm: float) -> list[str]:
+        """Take note of how a step ended; return what was found in it, one text for each finding."""
+        if self.is_watching:
+            self._outcome = (loss, norm)
+            self._watch.note(keeps_imprint=(self._step + 1) % self._every == 0)
+        self._batch = None
+        return self._found
+
+    @property
+    def _roundings(self) -> float:
+        """What a few roundings move a loss by, relative; in the coarsest dtype of the parameters."""
+        if self._engine.copies == 1:
+            return 0.0
+        dtypes = [parameter.dtype for parameter in self._engine.parameters if parameter.is_floating_point()]
+        return 64 * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+    def _compare_outcome(self, loss: float, norm: float, *, step: int) -> list[Finding]:
+        """Return a finding where this rank's loss or norm is not that of the first rank; every rank calls it."""
+        engine = self._engine
+        mine = torch.tensor([loss, norm], dtype=torch.float64, device=engine.device)
+        first = engine.everyone.all_gather(mine)[0].tolist()
+        # Where ranks that share layers each compute the loss, they may add up in another order: a few roundings.
+        tolerance = max(allowed_difference(engine.device, torch.float32), self._roundings)
+        findings = []
+        for part, value, usual in (("loss", loss, first[0]), ("gradient norm", norm, first[1])):
+            difference = abs(value - usual) / max(abs(usual), 1e-300)
+            if _bits(value) != _bits(usual) and not difference <= tolerance:
+                text = f"the {part} of step {step} is {value!r}, and {usual!r} on rank {engine.everyone.ranks[0]}"
+                findings.append(Finding(part=part, difference=difference, tolerance=tolerance, text=text))
+        return findings
+
+    # -- findings ---------------------------------------------------------------------------------------------------
+
+    def _report(self, findings: Sequence[Finding]) -> None:
+        """Tell every rank what any rank has found; every rank calls it.
+
+        Raises:
+            CorruptionError: Something was found, and `on_finding` is "stop".
+        """
+        everyone, device = self._engine.everyone, self._engine.device
+        count = torch.tensor([len(findings)], dtype=torch.float64, device=device)
+        everyone.all_reduce(count)
+        if not count.item():
+            return
+        mine = [[f.part, f.difference, f.tolerance, f.text] for f in findings]
+        rows = [
+            (everyone.ranks[place], Finding(part=part, difference=difference, tolerance=tolerance, text=text))
+            for place, theirs in enumerate(everyone.all_gather_json(mine, device=device))
+            for part, difference, tolerance, text in theirs
+        ]
+        texts = [_text(self._step, rank, finding) for rank, finding in rows]
+        if self._on_finding == "stop":
+            rank, finding = rows[0]
+            more = f"; and {len(rows) - 1} more: {'; '.join(texts[1:4])}" if len(rows) > 1 else ""
+            raise CorruptionError(
+                texts[0] + more,
+                rank=rank,
+                step=self._step,
+                part=finding.part,
+                fix="start again from a checkpoint of before, and run `meshwright verify` on the plan; on_finding='warn' goes on",
+            )
+        self._found += texts
+        if everyone.group_rank == 0:
+            for text in texts:
+                _LOG.warning("%s", text)
+
+
+def check_sentinels(every: Any, on_finding: Any) -> None:
+    """Raise ConfigError for options that make no sense."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+        raise ConfigError(
+            f"sentinel_every must be a number of steps, or 0, it is {every!r}",
+            fix=f"pass sentinel_every={DEFAULT_EVERY}",
+        )
+    if on_finding not in ("stop", "warn"):
+        raise ConfigError(f"on_finding must be 'stop' or 'warn', it is {on_finding!r}", fix="pass on_finding='stop'")
+
+
+def make_sentinels(
+    engine: Engine,
+    place: tuple[MeshSpec, int],
+    optimizer: torch.optim.Optimizer | None,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    options: Mapping[str, Any],
+) -> Sentinels:
+    """Compare the ranks' settings, and return what watches the steps.
+
+    Args:
+        engine: The strategy, before it has been given the optimizer.
+        place: The ranks' mesh, and this rank.
+        optimizer: The optimizer, as it was built.
+        loss_fn: As for `apply_plan`.
+        options: Further options of `apply_plan` that ranks must have alike, by name.
+
+    Raises:
+        ApplyError: Ranks have different settings.
+    """
+
+    def rows() -> settings.Rows:
+        return [
+            *settings.of_options(optimizer),
+            *settings.of_torch(engine.device),
+            *settings.of_modes(engine.module),
+        ]
+
+    if engine.everyone.size > 1:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        at_start = [(f"{name}=", repr(value)) for name, value in options.items()]
+        at_start += [*settings.of_loss(loss_fn), *settings.of_modules(engine.module)]
+        at_start += [*settings.of_optimizer(optimizer, names), *settings.of_torch(engine.device)]
+        settings.require_equal_settings(engine.everyone, at_start, engine.device)
+    return Sentinels(
+        engine,
+        optimizer,
+        place=place,
+        every=options["sentinel_every"],
+        on_finding=options["on_finding"],
+        rows=rows,
+    )
+
+
+def _text(step: int, rank: int, finding: Finding) -> str:
+    found = f"step {step}, rank {rank}, '{finding.part}': {finding.text}"
+    if math.isnan(finding.difference):
+        return found
+    return f"{found} (largest difference {finding.difference:.2g} of the largest entry, allowed are {finding.tolerance:.1g})"
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)

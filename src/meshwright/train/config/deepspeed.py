@@ -1,0 +1,202 @@
+"""Where a DeepSpeed configuration meets the training's own: what "auto" may take, who wins, and the table for people.
+
+Of a key that both say, the DeepSpeed file's value holds, since it was asked for: the table names what it replaces. Only `--set`
+says as much; where the two disagree that is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright.errors import ConfigError
+from meshwright.plan.deepspeed.reader import COLUMNS, Resolution, Settings, read_deepspeed
+from meshwright.ranks.environment import read_place
+from meshwright.train.progress import clean
+
+__all__: list[str] = []
+
+PlanRow = tuple[str, str, str, str]
+"""Key, given, resolved, why."""
+
+
+def resolve_deepspeed(
+    entries: Mapping[str, Any],
+    name: str,
+    sections: Mapping[str, Any],
+    base: Path,
+    *,
+    num_devices: int | None,
+    available: int,
+    devices_from: str,
+) -> Resolution:
+    """Read a DeepSpeed configuration for a training.
+
+    Args:
+        entries: The file's object.
+        name: The file's name.
+        sections: The training's configuration as it was read, not checked yet.
+        base: Folder of relative paths.
+        num_devices: The devices that must be used, or None [count].
+        available: The devices that there are [count].
+        devices_from: Where the number of devices comes from.
+
+    Raises:
+        ConfigError: It cannot be honoured.
+    """
+    return read_deepspeed(
+        entries,
+        name=name,
+        settings=_settings(sections, base),
+        num_devices=num_devices,
+        available=available,
+        devices_from=devices_from,
+    )
+
+
+def rows_of(resolution: Resolution, sections: Mapping[str, Any]) -> tuple[PlanRow, ...]:
+    """Return the table's rows, with what the file replaces in the configuration."""
+    rows: list[PlanRow] = [(row.key, row.given, row.resolved, row.why) for row in resolution.rows]
+    for section, entries in resolution.changes.items():
+        for key, value in entries.items():
+            before = _table(sections, section).get(key)
+            if before is not None and _differs(before, value):
+                rows.append((f"{section}.{key}", "-", _show(value), f"replaces {_show(before)} of the configuration"))
+    return tuple(rows)
+
+
+def apply_changes(
+    tables: dict[str, Any], changes: Mapping[str, Mapping[str, Any]], overrides: Sequence[str], name: str
+) -> None:
+    """Put what a DeepSpeed configuration says into the training's tables.
+
+    Raises:
+        ConfigError: `--set` says otherwise.
+    """
+    set_keys = {override.partition("=")[0].strip() for override in overrides}
+    for section, entries in changes.items():
+        table = tables.setdefault(section, {})
+        if not isinstance(table, dict):
+            continue  # the type is about to be complained about
+        for key, value in entries.items():
+            dotted = f"{section}.{key}"
+            was_set = [key for key in set_keys if key == dotted or key.startswith(f"{dotted}.")]
+            if was_set and _differs(table.get(key), value):
+                raise ConfigError(
+                    f"{name} says {dotted} = {_show(value)}, and --set says {_show(table.get(key))} (rule: one of them)",
+                    fix=f"leave out --set {was_set[0]}",
+                )
+            table[key] = value
+
+
+def require_same_training(
+    name: str, changes: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Any]
+) -> str | None:
+    """Check that a plan of a comparison leaves the training as it is: all of its plans train the same.
+
+    Returns:
+        A line on what the DeepSpeed configuration says otherwise and is left aside, or None.
+
+    Raises:
+        ConfigError: It is for another global batch, without which its plan is another one.
+    """
+    others: list[str] = []
+    for section, entries in changes.items():
+        for key, value in entries.items():
+            here = _table(sections, section).get(key)
+            if not _differs(here, value) or key == "print_every":
+                continue
+            if key == "global_batch_size":
+                raise ConfigError(
+                    f"{name} is for train.global_batch_size = {value}, the configuration says {here} (rule: a comparison trains "
+                    "the same under every plan)",
+                    fix=f"--set train.{key}={value}",
+                )
+            others.append(f"{section}.{key} = {_show(value)}")
+    if not others:
+        return None
+    return f"warning: every plan trains as the configuration says; {name} would set {', '.join(others)}"
+
+
+def show_rows(rows: Sequence[PlanRow], stream: TextIO) -> None:
+    """Show the table: framed on a terminal, a line for each key elsewhere. Only a job's first rank shows it."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not rows or read_place(os.environ).rank != 0:
+        return
+    cells = [tuple(clean(cell) for cell in row) for row in rows]
+    console = Console(file=stream, highlight=False)
+    if console.is_terminal:
+        table = Table(*COLUMNS)
+        for row in cells:
+            style = "yellow" if row[-1].startswith("warning:") else None
+            table.add_row(*(escape(cell) for cell in row), style=style)
+        console.print(table)
+        return
+    widths = [max(len(line[column]) for line in (COLUMNS, *cells)) for column in range(len(COLUMNS) - 1)]
+    for line in (COLUMNS, *cells):
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        stream.write("  ".join([*padded, line[-1]]) + "\n")
+    stream.flush()
+
+
+def _settings(sections: Mapping[str, Any], base: Path) -> Settings:
+    train, optimizer = _table(sections, "train"), _table(sections, "optimizer")
+    betas = optimizer.get("betas")
+    numbers = isinstance(betas, (list, tuple)) and all(isinstance(beta, float) for beta in betas)
+    precision = train.get("precision")
+    return Settings(
+        global_batch_size=_whole(train.get("global_batch_size")),
+        micro_batches=_whole(train.get("micro_batches")),
+        max_grad_norm=_number(train.get("max_grad_norm")),
+        precision=precision if precision in ("fp32", "bf16") else None,
+        lr=_number(optimizer.get("lr")),
+        weight_decay=_number(optimizer.get("weight_decay")),
+        betas=tuple(betas) if numbers and betas else None,
+        steps=_whole(train.get("steps")),
+        warmup_steps=_whole(_table(sections, "schedule").get("warmup_steps")),
+        hidden_size=_hidden_size(_table(sections, "model"), base),
+    )
+
+
+def _hidden_size(model: Mapping[str, Any], base: Path) -> int | None:
+    """Return the model's width, where it is named: in its arguments, or in its Hugging Face configuration."""
+    named = _whole(_table(model, "kwargs").get("hidden_size"))
+    target = model.get("target")
+    if named is not None or not isinstance(target, str) or not target.startswith("hf:"):
+        return named
+    path = base / target.removeprefix("hf:")
+    try:
+        config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # complained about with the model's own rule
+    sizes = config.get("hidden_sizes")
+    widest = max((size for size in sizes if isinstance(size, int)), default=None) if isinstance(sizes, list) else None
+    return _whole(config.get("hidden_size")) or widest
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = tables.get(name)
+    return table if isinstance(table, Mapping) else {}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _differs(before: Any, after: Any) -> bool:
+    return _show(before) != _show(after)
+
+
+def _show(value: Any) -> str:
+    # 1 and 1.0, and lists and tuples, are the same here.
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, default=str)

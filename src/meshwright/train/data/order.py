@@ -1,0 +1,63 @@
+"""Which samples make up which batch: pure functions of a seed, an epoch and a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from meshwright.trees import split_sizes
+
+__all__: list[str] = []
+
+
+def mix(*numbers: int) -> int:
+    """Return a 63-bit seed that depends on all numbers and on their order (splitmix64 over them).
+
+    Seeds made by adding would repeat: seed 0 in epoch 1 would be seed 1 in epoch 0.
+    """
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
+    """Return the sample indices of one epoch in order, [length]; no global random state is read or moved."""
+    if not shuffle:
+        return torch.arange(length)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(mix(seed, epoch)))
+
+
+def num_batches(length: int, global_batch_size: int, *, drop_last: bool) -> int:
+    """Return the global batches of one epoch [count]."""
+    return length // global_batch_size if drop_last else -(-length // global_batch_size)
+
+
+def share_bounds(num_samples: int, part: int, parts: int) -> tuple[int, int]:
+    """Return where a rank's contiguous share of a global batch starts and stops; shares differ by at most one.
+
+    >>> [share_bounds(5, part, 3) for part in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    sizes = split_sizes(num_samples, parts)
+    start = sum(sizes[:part])
+    return start, start + sizes[part]
+
+
+def rank_shares(
+    order: torch.Tensor, start: int, global_batch_size: int, part: int, parts: int, *, drop_last: bool
+) -> Iterator[tuple[int, tuple[int, list[int]]]]:
+    """Yield, for each global batch from sample `start` on, its size and this rank's share.
+
+    A share is where it begins in the order, and its sample indices, perhaps none.
+    """
+    for begin in range(start, order.numel(), global_batch_size):
+        batch = order[begin : begin + global_batch_size]
+        if drop_last and batch.numel() < global_batch_size:
+            return
+        low, high = share_bounds(batch.numel(), part, parts)
+        yield batch.numel(), (begin + low, batch[low:high].tolist())

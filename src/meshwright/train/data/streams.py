@@ -1,0 +1,244 @@
+"""Batches that come one after the other: iterable datasets, ready-made batches, and what each rank brings by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from meshwright._torch_private import set_worker_info
+from meshwright.describe.batches import split_batch
+from meshwright.errors import ConfigError
+from meshwright.train.data.fetch import (
+    OF_COLLATE,
+    OF_STREAM,
+    isolated_rng,
+    may_draw,
+    read_ahead,
+    seed_everything,
+    seeded_collate,
+    until_closed,
+    worker_generator,
+)
+from meshwright.train.data.order import mix, share_bounds
+from meshwright.trees import split_sizes
+
+__all__: list[str] = []
+
+_END = object()  # None is a batch: an empty share
+
+
+class EachOnce(IterableDataset[Any]):
+    """A stream that gives each sample once, however many workers read it: each gives every so many.
+
+    A dataset that asks `torch.utils.data.get_worker_info` for its own part, before its first sample, is left to that.
+
+    Args:
+        stream: The user's stream.
+    """
+
+    def __init__(self, stream: IterableDataset[Any]) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if info is None or info.num_workers == 1:
+            yield from self.stream
+            return
+        asked = _Asked(info)
+        set_worker_info(asked)  # for good: this process reads nothing else
+        shares_out = False
+        for place, sample in enumerate(self.stream):
+            if place == 0:
+                shares_out = asked.was_asked
+            elif asked.was_asked and not shares_out:
+                raise ConfigError(
+                    f"make_loader: the {type(self.stream).__name__} asked for its worker's number after its first sample, so "
+                    f"that it is not known which samples {info.num_workers} workers give (rule: each sample once)",
+                    fix="num_workers=1, or ask get_worker_info() at the start of __iter__",
+                )
+            if shares_out or place % info.num_workers == info.id:
+                yield sample
+
+
+class _Asked:
+    """Stands for a worker's info and notes whether anyone wanted to know which worker this is."""
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+        self.was_asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("id", "num_workers"):
+            self.was_asked = True
+        return getattr(self._info, name)
+
+
+class StreamLoader:
+    """Batches of something that can only be iterated; see `make_loader`. Its length is not known.
+
+    A stream that is the same on every rank ends everywhere at once. One of each rank's own does not: before each step the
+    ranks agree, in one small all-reduce, whether anyone (or, to stop early, everyone) has a batch.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        model: Any,
+        *,
+        global_batch_size: int,
+        drop_last: bool,
+        num_workers: int,
+        prefetch: int,
+        collate_fn: Callable[[Sequence[Any]], Any] | None,
+        seed: int,
+        rank_local: bool,
+        when_uneven: str,
+    ) -> None:
+        if not isinstance(source, Iterable):
+            raise ConfigError(
+                f"make_loader: a {type(source).__name__} is neither indexed (__len__ and __getitem__) nor iterable"
+            )
+        if num_workers and not isinstance(source, IterableDataset):
+            raise ConfigError(
+                f"make_loader: num_workers={num_workers} with ready-made batches (rule: who makes them reads them)",
+                fix="give num_workers to the DataLoader that makes the batches",
+            )
+        self.source = source
+        self.global_batch_size = global_batch_size
+        self._model = model
+        self._drop_last = drop_last
+        self._num_workers = num_workers
+        self._prefetch = prefetch
+        self._collate: Callable[[Any], Any] = collate_fn or default_collate
+        self._rank_local = rank_local
+        self._when_uneven = when_uneven
+        self._seed = seed
+        self.epoch = 0
+        self._batch = 0
+        self._is_fresh = True
+        self._is_loaded = False
+        self._has_begun = False
+        self._has_given = False
+
+    def __iter__(self) -> Generator[Any]:
+        if self._has_begun and isinstance(self.source, Iterator):
+            raise ConfigError(
+                f"make_loader: a {type(self.source).__name__} can be iterated once, and this is the second time (rule: an "
+                "epoch that begins anew reads the data anew)",
+                fix="pass something whose iter() begins anew: a list, a DataLoader, or a class with __iter__",
+            )
+        if not self._is_fresh:
+            self.epoch, self._batch = self.epoch + 1, 0
+        self._is_fresh = self._is_loaded = False
+        self._has_begun = True
+        set_epoch = getattr(self.source, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self.epoch)
+        return self._iterate(self._batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch at the next iteration; handed on to a source that has a `set_epoch` of its own.
+
+        The epoch of a position that was just loaded is continued there.
+        """
+        if self._is_loaded and epoch == self.epoch:
+            return
+        self.epoch, self._batch, self._is_fresh = epoch, 0, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was handed out."""
+        return {"version": 1, "epoch": self.epoch, "batch": self._batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at this position at the next iteration. What comes before it is read and thrown away."""
+        if set(state) != {"version", "epoch", "batch"}:
+            raise ConfigError("the loader's state is of an indexed dataset, this one is a stream")
+        self.epoch, self._batch, self._is_fresh = state["epoch"], state["batch"], True
+        self._is_loaded = True
+
+    def _iterate(self, skip: int) -> Generator[Any]:
+        batches = itertools.islice(self._own_batches(), skip, None)
+        ahead = read_ahead(batches, self._prefetch) if self._reads_ahead() else None
+        try:
+            for batch in self._agreed(ahead or batches) if self._rank_local else ahead or batches:
+                self._batch += 1
+                yield batch
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+    def _reads_ahead(self) -> bool:
+        # Other people's iterables may draw random numbers, which a thread would take from the model; workers do not.
+        return bool(self._prefetch) and self._draws_nothing() and not may_draw(self._collate)
+
+    def _draws_nothing(self) -> bool:
+        return getattr(self.source, "deterministic_samples", False)
+
+    def _own_batches(self) -> Iterator[Any]:
+        if isinstance(self.source, IterableDataset):
+            yield from self._cut_stream(self.source)
+        elif self._rank_local:
+            yield from self.source
+        else:
+            for batch in self._at_once(self.source, 1):
+                yield split_batch(batch[0], self._model)
+
+    def _cut_stream(self, stream: IterableDataset[Any]) -> Iterator[Any]:
+        samples: Iterable[Any] = stream
+        rank, ranks = self._model.dp_rank, self._model.dp_size
+        if self._num_workers:
+            generator = worker_generator(self._seed, self.epoch, rank if self._rank_local else 0)
+            loader = DataLoader(EachOnce(stream), batch_size=None, num_workers=self._num_workers, generator=generator)
+            samples = until_closed(loader)
+        size = split_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
+        if size == 0:
+            return
+        for place, chunk in enumerate(self._at_once(samples, size)):
+            if self._drop_last and len(chunk) < size:
+                return
+            low, high = (0, len(chunk)) if self._rank_local else share_bounds(len(chunk), rank, ranks)
+            seed = mix(self._seed, self.epoch, OF_COLLATE, place, rank)
+            yield seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
+
+    def _at_once(self, source: Iterable[Any], size: int) -> Iterator[list[Any]]:
+        """Yield the items of the source, `size` at once; what it draws is the same on all ranks, unless it is a rank's own.
+
+        A sampler that shuffles by torch's generator, for example, would have another order on each rank.
+        """
+        is_seeded = not (self._rank_local or type(source) in (list, tuple) or self._draws_nothing())
+        iterator: Iterator[Any] | None = None
+        for place in itertools.count():
+            with isolated_rng() if is_seeded else contextlib.nullcontext():
+                if is_seeded:
+                    seed_everything(mix(self._seed, self.epoch, OF_STREAM, place))
+                iterator = iter(source) if iterator is None else iterator
+                chunk = list(itertools.islice(iterator, size))
+            if not chunk:
+                self._require_some(place)
+                return
+            self._has_given = True
+            yield chunk
+
+    def _require_some(self, place: int) -> None:
+        if place == 0 and self._has_given and not self._rank_local:
+            raise ConfigError(
+                f"make_loader: the {type(self.source).__name__} gave nothing in epoch {self.epoch}, and something before "
+                "(rule: an epoch reads the data anew)",
+                fix="have its __iter__ begin anew each time, not hand out what is left",
+            )
+
+    def _agreed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        world = self._model.world
+        iterator = iter(batches)
+        while True:
+            batch = next(iterator, _END)
+            present = torch.tensor([batch is not _END], dtype=torch.int32, device=world.device)
+            world.default_group.all_reduce(present, "max" if self._when_uneven == "continue" else "min")
+            if not int(present):
+                return
+            yield None if batch is _END else batch
