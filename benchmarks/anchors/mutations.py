@@ -140,7 +140,7 @@ def sequence_gradient_not_scattered_later(stack: Stack) -> None:
 
 def smoothing_over_own_classes(stack: Stack) -> None:
     factors = property(lambda self: (1.0 - self.label_smoothing, self.label_smoothing / (self.vocab_size // 2)))
-    patch(stack, cross_entropy._Options, "factors", factors)
+    patch(stack, cross_entropy._LossOptions, "factors", factors)
 
 
 def loss_off_by_the_group_size(stack: Stack) -> None:

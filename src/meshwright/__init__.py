@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, load_cluster
     from meshwright.measure.verify import ParityReport, verify_plan
     from meshwright.mesh import MeshSpec
+    from meshwright.ranks.join import join_world
     from meshwright.ranks.launch import launch
-    from meshwright.ranks.world import current_world, join_world
+    from meshwright.ranks.world import current_world
     from meshwright.run.accumulate import GradientAccumulation
     from meshwright.run.losses.loss import Loss
     from meshwright.run.parallel_model import ParallelModel, apply_plan
@@ -94,7 +95,8 @@ __all__ = [
 _NAMES_OF_MODULE: Final = {
     "ranks.launch": ("launch",),
     "comm.shm.backend": ("register_shm",),
-    "ranks.world": ("current_world", "join_world"),
+    "ranks.world": ("current_world",),
+    "ranks.join": ("join_world",),
     "errors": (
         "ApplyError",
         "CheckpointError",

@@ -60,7 +60,7 @@ def train(
 ) -> None:
     """Train a model: runs/NAME/ gets events.jsonl and record.json."""
     from meshwright.train.config.deepspeed import show_rows
-    from meshwright.train.config.types import load_config
+    from meshwright.train.config.load import load_config
     from meshwright.train.launcher import run_training
 
     if resume:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from meshwright.ranks.world import World, current_world, join_world
+from meshwright.ranks.join import join_world
+from meshwright.ranks.world import World, current_world
 
 
 def world() -> World:

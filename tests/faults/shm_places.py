@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.faults.shm_jobs import LARGEST, Me, backend_of, die_with_parent, join, say
 
 from meshwright.comm.shm.build import load_extension
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 
 NOBODY = 65534
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000

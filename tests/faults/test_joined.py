@@ -18,7 +18,7 @@ from tests.faults.shm_ranks import Zygote
 PROGRAM = """
 import json, os, sys, time
 import torch
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 from meshwright.errors import exit_code_of
 import meshwright.ranks.join
 def say(**line):
@@ -175,7 +175,7 @@ def test_a_group_that_the_caller_made_is_used(program: str, tmp_path: Path) -> N
     text = f"""
 import json, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 world = join_world()
 print(json.dumps({{"same": world.default_group.process_group is dist.group.WORLD, "size": world.world_size}}))
 dist.destroy_process_group()

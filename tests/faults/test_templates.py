@@ -20,7 +20,7 @@ def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
     monkeypatch: pytest.MonkeyPatch, own_template: None
 ) -> None:
     monkeypatch.setenv("LONG", "x" * 3000)
-    template = spawning.Template({**os.environ, "OMP_NUM_THREADS": "1"})  # has not the run's own variables
+    template = spawning.TemplateProcess({**os.environ, "OMP_NUM_THREADS": "1"})  # has not the run's own variables
     template.hear(60)
 
     def ways() -> Iterator[list[dict[str, Any]]]:
@@ -46,7 +46,7 @@ def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
 
 
 def test_ranks_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = spawning.Template(dict(os.environ), ("numpy.random",))
+    template = spawning.TemplateProcess(dict(os.environ), ("numpy.random",))
     template.hear(60)
     monkeypatch.setattr(spawning, "kept", [template])
     first, second = launch(jobs.draw, 2)
@@ -61,7 +61,7 @@ def test_ranks_are_not_forked_from_a_process_that_has_threads(tmp_path: Path, mo
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(spawning, "kept", [])
-    template = spawning.Template(dict(os.environ))
+    template = spawning.TemplateProcess(dict(os.environ))
     template.hear(60)
     template.dismiss()
     assert template.refusal == "the import has left 1 threads, which a forked process has not"

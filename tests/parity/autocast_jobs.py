@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 from parity.raising_jobs import Model, batch_of
 
 NUM_STEPS = 3

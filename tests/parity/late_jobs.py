@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.tensor.partial import sum_partial
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 
 VOCABULARY = 11
 CALLS = [0]

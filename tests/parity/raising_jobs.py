@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 
 VOCABULARY, WIDTH = 32, 16
 

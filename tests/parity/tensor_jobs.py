@@ -13,7 +13,7 @@ import gpt
 import meshwright as mw
 from meshwright import testing
 from meshwright.apply.tensor.expected_bytes import TokenWatch, exchange_of
-from meshwright.compare.formulas import TensorExchange
+from meshwright.traffic import TensorExchange
 from parity import cases, losses
 from parity.harness import refused
 

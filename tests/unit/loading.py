@@ -6,9 +6,9 @@ import types
 import torch
 from torch.utils.data import Dataset
 
+from meshwright.describe.batches import BatchSplitter
 from meshwright.spec import Plan
 from meshwright.train.data.loader import make_loader
-from meshwright.trees import BatchSplitter
 
 
 def fake_model(rank=0, size=1, plan=None, group=None):

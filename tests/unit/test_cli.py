@@ -19,7 +19,7 @@ from meshwright.errors import (
     WorkerKilledError,
 )
 from meshwright.train import launcher
-from meshwright.train.config.types import load_config
+from meshwright.train.config.load import load_config
 from meshwright.train.events import read_events
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_python.toml"

@@ -9,8 +9,9 @@ import re
 
 import pytest
 
-from meshwright.compare.comparison import Comparison, Trial, make_comparison
+from meshwright.compare.comparison import Comparison, make_comparison
 from meshwright.compare.conclusion import draw_conclusion
+from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError
 
 

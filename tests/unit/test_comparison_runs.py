@@ -30,7 +30,7 @@ from meshwright.errors import (
 )
 from meshwright.run.parallel_model import apply_plan
 from meshwright.spec import Plan
-from meshwright.train.config.types import load_config
+from meshwright.train.config.load import load_config
 
 CLASSIC = Path(__file__).parents[2] / "examples" / "mlp_classic.toml"
 

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from meshwright.comm.compression import low_rank
 from meshwright.comm.compression.codecs import ALIGNMENT, Cast, Codec, Int4, Int8
-from meshwright.comm.compression.reducer import GradientSpec, Kept
+from meshwright.comm.compression.reducer import GradientSpec, KeptTensors
 from meshwright.errors import ApplyError
 
 CODECS = {"int8": Int8(), "int4": Int4(), "bf16": Cast(torch.bfloat16), "exact": Cast(None)}
@@ -211,7 +211,7 @@ def test_a_stretch_of_a_gradient_knows_where_it_begins() -> None:
 
 
 def test_kept_tensors_are_refused_where_their_shape_is_another() -> None:
-    kept = Kept("unsent")
+    kept = KeptTensors("unsent")
     kept.load_state({"w/unsent": torch.ones(3), "w/basis": torch.ones(2)})
     assert set(kept.state()) == {"w/unsent"}
     found = kept.get("w", (3,), torch.float64, torch.device("cpu"))

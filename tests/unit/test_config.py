@@ -10,7 +10,8 @@ from meshwright.errors import ConfigError, MissingDependencyError
 from meshwright.spec import Plan
 from meshwright.train.config import checks
 from meshwright.train.config.imports import check_callable
-from meshwright.train.config.types import TrainConfig, load_config
+from meshwright.train.config.load import load_config
+from meshwright.train.config.types import TrainConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -276,7 +277,7 @@ def test_loss_of_a_callable_source_has_to_be_named(folder):
 
 def test_configuration_is_read_without_torch(folder):
     code = (
-        "import sys; from meshwright.train.config.types import load_config; import meshwright.train.launcher, meshwright.cli\n"
+        "import sys; from meshwright.train.config.load import load_config; import meshwright.train.launcher, meshwright.cli\n"
         "load_config('c.toml'); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(

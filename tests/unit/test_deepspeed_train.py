@@ -11,7 +11,8 @@ from meshwright.errors import ConfigError
 from meshwright.spec import Plan
 from meshwright.train.config import checks
 from meshwright.train.config.deepspeed import require_same_training, show_rows
-from meshwright.train.config.types import ScheduleConfig, TrainConfig, load_config
+from meshwright.train.config.load import load_config
+from meshwright.train.config.types import ScheduleConfig, TrainConfig
 from meshwright.train.optim import lr_fraction
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

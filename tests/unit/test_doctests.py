@@ -8,7 +8,22 @@ import pkgutil
 
 import pytest
 
-PARTS = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware", "plan", "checkpoint.layout")
+PARTS = (
+    *(
+        "errors",
+        "units",
+        "values",
+        "mesh",
+        "layout",
+        "traffic",
+        "spec",
+        "schedule",
+        "hardware",
+        "plan",
+        "plan.deepspeed",
+    ),
+    "compare.formulas",
+)
 
 
 def _modules() -> list[str]:

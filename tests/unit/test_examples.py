@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpt import GPTConfig, build_gpt
 from lstm import build_lstm
 from meshwright.train.config.imports import import_callable
-from meshwright.train.config.types import load_config
+from meshwright.train.config.load import load_config
 from meshwright.train.models import make_build_model
 from mlp import build_mlp, make_regression
 from resnet import build_resnet

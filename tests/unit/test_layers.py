@@ -14,34 +14,53 @@ import meshwright
 ROOT = Path(meshwright.__file__).parent
 MAX_LINES = 400
 
-# What each part may import, besides itself. A part is a module or a folder; "checkpoint.layout" is one of its own.
-ORDER = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware")
-VOCABULARY = frozenset(ORDER)
-PLANNING = {"plan", "checkpoint.layout", "report"}
-MAY_IMPORT: dict[str, frozenset[str]] = {
-    **{part: frozenset(ORDER[:index]) for index, part in enumerate(ORDER)},
-    "errors": frozenset(),
-    "units": frozenset({"errors"}),
-    **dict.fromkeys(PLANNING, VOCABULARY),
-    "comm": VOCABULARY,
-    "describe": VOCABULARY | {"comm"},
-    "nn": VOCABULARY | {"comm", "checkpoint.layout"},
-    # The flow's order: describe stands before apply, never behind it.
-    "apply": VOCABULARY | {"comm", "describe", "nn", "checkpoint.layout"},
-    "checkpoint.store": VOCABULARY | {"comm", "checkpoint.layout"},
-}
-MAY_IMPORT["checkpoint"] = MAY_IMPORT["checkpoint.store"] | {"checkpoint.store"}
-MAY_IMPORT["run"] = MAY_IMPORT["apply"] | {"apply", "checkpoint", "checkpoint.store"}
-MAY_IMPORT["measure"] = MAY_IMPORT["run"] | {"run"}
-MAY_IMPORT["testing"] = MAY_IMPORT["measure"] | {"measure"}
-MAY_IMPORT["train"] = MAY_IMPORT["measure"] | {"measure", "plan", "report"}
-MAY_IMPORT["cli"] = MAY_IMPORT["train"] | {"train"}
+# Each part may import what stands before it. A part is a module or a folder of the package.
+TORCH_FREE_ORDER = (
+    *(
+        "errors",
+        "units",
+        "values",
+        "mesh",
+        "layout",
+        "traffic",
+        "spec",
+        "schedule",
+        "hardware",
+        "plan",
+        "report",
+        "host",
+    ),
+)
+ORDER = (
+    *TORCH_FREE_ORDER,
+    *(
+        "_torch_private",
+        "trees",
+        "comm",
+        "ranks",
+        "describe",
+        "nn",
+        "checkpoint",
+        "apply",
+        "run",
+        "measure",
+        "train",
+        "compare",
+    ),
+)
+MAY_IMPORT: dict[str, frozenset[str]] = {part: frozenset(ORDER[:index]) for index, part in enumerate(ORDER)}
+# What computes a step knows no planner: a plan is a value to it, whoever has made it.
+PLANNING = frozenset({"plan", "report"})
+for part in ORDER[ORDER.index("host") : ORDER.index("train")]:
+    MAY_IMPORT[part] -= PLANNING
+MAY_IMPORT["testing"] = frozenset(ORDER[: ORDER.index("train")]) - PLANNING
+MAY_IMPORT["cli"] = MAY_IMPORT["__init__"] = frozenset(ORDER)
 MAY_IMPORT["__main__"] = frozenset({"cli"})
-MAY_IMPORT["__init__"] = MAY_IMPORT["train"] | {"train"}
 
-TORCH_FREE = VOCABULARY | PLANNING | {"__init__", "__main__", "cli"}
+TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli"}
+
 MAY_PRINT = {"cli.py", "train/progress.py"}
-MAY_USE_PRIVATE_TORCH = {"comm/_torch_private.py"}
+MAY_USE_PRIVATE_TORCH = {"_torch_private.py"}
 
 
 parsed = functools.cache(ast.parse)
@@ -49,10 +68,7 @@ parsed = functools.cache(ast.parse)
 
 def part_of(path: str) -> str:
     """Return the part that a file, relative to the package, or a dotted module belongs to."""
-    names = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__").split(".")
-    if names[0] == "checkpoint" and len(names) > 1 and names[1] in ("layout", "store"):
-        return ".".join(names[:2])
-    return names[0]
+    return path.removesuffix(".py").replace("/", ".").split(".")[0]
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -178,14 +194,14 @@ def test_there_is_something_to_check() -> None:
     [
         (wrong_direction, "plan/search.py", "from meshwright.apply.data import x"),
         (wrong_direction, "apply/data.py", "def f():\n    import meshwright.plan.search"),
-        (wrong_direction, "comm/world.py", "from meshwright.run import step"),
-        (wrong_direction, "describe/tree.py", "from meshwright.apply import layers"),
+        (wrong_direction, "ranks/world.py", "from meshwright.run import step"),
+        (wrong_direction, "describe/layers.py", "from meshwright.apply.engine import x"),
         (wrong_direction, "run/step.py", "from meshwright.measure.verify import verify_plan"),
         (wrong_direction, "run/step.py", "from meshwright.testing import run_ranks"),
         (wrong_direction, "run/step.py", "from meshwright import Plan"),
         (wrong_direction, "run/step.py", "from meshwright import testing"),
         (wrong_direction, "mesh.py", "from meshwright.spec import Plan"),
-        (wrong_direction, "checkpoint/layout.py", "from meshwright.checkpoint.store import save"),
+        (wrong_direction, "layout.py", "from meshwright.checkpoint.store import save"),
         (wrong_direction, "nn/linear.py", "from meshwright.apply.engine import x"),
         (wrong_direction, "comm/functional.py", "from meshwright.nn.linear import x"),
         (wrong_direction, "newcomer.py", "x = 1"),
@@ -194,7 +210,7 @@ def test_there_is_something_to_check() -> None:
         (torch_where_it_is_free, "spec/plan.py", "def f():\n    import torch.nn"),
         (torch_where_it_is_free, "cli.py", "from meshwright.run import step"),
         (torch_where_it_is_free, "report/text.py", "from torch import nn"),
-        (torch_where_it_is_free, "__init__.py", "from meshwright.comm.launch import launch"),
+        (torch_where_it_is_free, "__init__.py", "from meshwright.ranks.launch import launch"),
         (asserts, "run/step.py", "def f(x):\n    assert x"),
         (prints, "run/step.py", "print('x')"),
         (too_long, "run/step.py", "x = 1\n" * (MAX_LINES + 1)),
@@ -217,13 +233,13 @@ def test_a_planted_violation_is_found(check, path: str, source: str) -> None:
             "apply/data.py",
             "from meshwright.comm.ledger import Ledger\nfrom meshwright.spec import Plan",
         ),
-        (wrong_direction, "checkpoint/store.py", "from meshwright.checkpoint.layout import Box"),
-        (wrong_direction, "cli.py", "from meshwright.train.config import TrainConfig"),
+        (wrong_direction, "checkpoint/store.py", "from meshwright.layout import Box"),
+        (wrong_direction, "cli.py", "from meshwright.train.config.types import TrainConfig"),
         (torch_where_it_is_free, "cli.py", "def train():\n    from meshwright.train.session import x"),
         (wrong_direction, "cli.py", "from meshwright import __version__"),
         (prints, "cli.py", "print('x')"),
         (private_torch, "run/step.py", "import torch\ntorch.nn.Linear.__name__\nx._y"),
-        (private_torch, "comm/_torch_private.py", "import torch._C"),
+        (private_torch, "_torch_private.py", "import torch._C"),
     ],
 )
 def test_what_is_allowed_is_not_found(check, path: str, source: str) -> None:

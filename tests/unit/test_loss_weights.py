@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.state.undisturbed import GeneratorStates, undisturbed
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import Loss, LossRule
 from meshwright.run.losses.trials import second_sample
@@ -23,7 +24,7 @@ from meshwright.run.losses.weights import (
     tensor_at,
     tensors_by_path,
 )
-from meshwright.trees import BatchSplitter, move_to
+from meshwright.trees import move_to
 
 LABELS = torch.tensor([[5, -100, 7], [1, 2, 3], [-100, -100, 4]])
 

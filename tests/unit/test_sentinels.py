@@ -1,4 +1,4 @@
-"""run/sentinels/digest.py, circles.py, settings.py and what is configured: digests that differ, sums that tell, settings as text."""
+"""What sentinels compare and how: digests that differ, sums that tell, settings as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from meshwright.mesh import MeshSpec
 from meshwright.run.sentinels import digest, settings
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels
-from meshwright.train.config.types import TrainSection, load_config
+from meshwright.train.config.load import load_config
+from meshwright.train.config.types import TrainSection
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 

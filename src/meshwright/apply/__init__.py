@@ -1,23 +1,24 @@
-"""apply: a plain module and a plan become a module that computes the same on many devices.
+"""apply: a plain module and a plan become a module that computes the same numbers on many devices.
 
-data/            ranks that share a batch
-tensor/          ranks that share each layer
-pipeline/        ranks that run some of the layers
-engine.py        what a strategy does for the step; outer.py: an engine around another
-replicas.py      data_parallel: a replica and a thread per device
-layers.py        model_parallel: layers spread over devices; balance.py: equal work for each
-recompute.py     layers that run again in backward
-supported.py     what this version can apply
-first_look.py    one rank looks at the first batch, and tells the others
-guard.py         all ranks hold one model and one plan, and nobody changes them afterwards
-state_guard.py   parts of parameters are not taken for whole ones
-finding.py       a difference from one device, as a value
-norm.py          the global gradient norm, and clipping by it
-buffers.py       buffers by name
-attributes.py    what a forward leaves on its module, for a repetition
-mirror.py        attributes of a module and of its copies in other threads
-hooks.py         hooks that stay behind where the module is copied
-subclass.py      another forward for one module
+One engine per strategy, nested: `PipelineEngine(TensorEngine(ShardedEngine))`.
+
+engine        base class of all engines, which is also the engine of one device
+nested        base class of an engine around another
+data/         data parallelism and ZeRO: ranks that share a batch
+tensor/       tensor parallelism: ranks that share each layer
+pipeline/     pipeline parallelism: ranks that run some of the layers
+one_process/  data_parallel and model_parallel: one process, several devices
+recompute/    activation checkpointing
+shards/       tensors of which a rank has a part, where user code can reach them
+state/        buffers, attributes, globals and generators that forwards leave, kept and put back
+modules/      copies, forwards and hooks of the user's modules
+first_look    one rank's look at the first batch, told to the others
+model_guard   checks that ranks hold one model, and that nobody changes it afterwards
+finding       a difference from one device, as a value
+differences   tolerances for two runs of one module
+norm          global gradient norm and clipping
+
+To add a strategy: a folder with an engine, one line in `run/assembly.py`, rows in the parity cases.
 """
 
 __all__: list[str] = []

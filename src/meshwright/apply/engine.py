@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.apply.finding import Finding
 from meshwright.apply.norm import squares_of, total_norm
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -134,7 +134,7 @@ class Engine:
         self.switch.adopt(self.held_parts(self.switch.moment))
         self.use_switch(self.switch)
 
-    def held_parts(self, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:  # noqa: ARG002 - for strategies that cut
+    def held_parts(self, moment: RunMoment) -> list[tuple[torch.Tensor, ShardFacts]]:  # noqa: ARG002 - for strategies that cut
         """Return the tensors of which this rank has a part between steps, each once, and what is known of them."""
         return []
 

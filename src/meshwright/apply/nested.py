@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -63,7 +63,7 @@ class OuterEngine(Engine):
         if self._inner is not None:
             self._inner.use_switch(switch)
 
-    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+    def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
         return [] if self._inner is None else self._inner.held_parts(moment)
 
     def gradient_terms(self) -> set[int]:

@@ -16,7 +16,7 @@ from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.errors import InternalError, LostPeerError, MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.ranks.calls import Calls
+    from meshwright.comm.peer_calls import PeerCalls
 
 __all__: list[str] = []
 
@@ -124,7 +124,7 @@ class Communicator:
         """Whether these ranks exchange CPU tensors through memory that they share."""
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[], None] | None = None
-        self.calls: Calls | None = None
+        self.calls: PeerCalls | None = None
         self.looks_out = process_group is not None and exchanges_by_gloo_alone(process_group)
         """Whether a wait has to be cut into short ones: gloo does not look around by itself."""
 

@@ -1,1 +1,14 @@
-"""TODO."""
+"""compare: one training under several plans: times, bytes, memory and a conclusion.
+
+run_plans      compare_plans: the plans, one after another
+trial          one plan, as its ranks run it
+rows           samples of one plan, and its row of numbers
+comparison     rows, tables and JSON
+conclusion     the numbers in words
+formulas       spreads, speed-ups and Amdahl's law
+verify_config  `meshwright verify` for a configuration
+
+To add a column: `comparison.py`.
+"""
+
+__all__: list[str] = []

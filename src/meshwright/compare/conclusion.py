@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from meshwright.compare.formulas import Spread
+from meshwright.compare.rows import ComparisonRow
 from meshwright.units import format_seconds
-
-if TYPE_CHECKING:
-    from meshwright.compare.comparison import ComparisonRow
 
 __all__: list[str] = []
 

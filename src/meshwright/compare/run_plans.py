@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.compare.comparison import Comparison, Trial, make_comparison
+from meshwright.compare.comparison import Comparison, make_comparison
+from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest, StorageError, exit_code_of
 from meshwright.host import usable_cores
 from meshwright.ranks.environment import read_place
@@ -26,7 +27,8 @@ from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.train.config.checks import check_config, resolve_plan
 from meshwright.train.config.deepspeed import require_same_training, show_rows
-from meshwright.train.config.types import TrainConfig, load_config
+from meshwright.train.config.load import load_config
+from meshwright.train.config.types import TrainConfig
 from meshwright.train.launcher import environment, one_line
 from meshwright.train.progress import ProgressView, clean
 

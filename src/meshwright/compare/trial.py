@@ -19,14 +19,14 @@ from meshwright.apply.one_process.model_parallel import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.pipeline.expected_bytes import crossing_formula_bytes, part_formula_bytes
 from meshwright.apply.tensor.expected_bytes import TokenWatch, tensor_formula_bytes
-from meshwright.compare.formulas import cut_activation_bytes, replica_copy_bytes
 from meshwright.describe.batches import model_inputs
 from meshwright.describe.layers import describe_chain
 from meshwright.errors import ConfigError, StoppedOnRequest
-from meshwright.ranks.world import join_world
+from meshwright.ranks.join import join_world
 from meshwright.run.assembly import choose_devices
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.spec.plan import Plan
+from meshwright.traffic import cut_activation_bytes, replica_copy_bytes
 from meshwright.train.config.checks import resolve_loss
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
@@ -274,10 +274,10 @@ def held_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, wat
         with (
             model.engine.switch.plain()
         ):  # what this rank holds; user code would see the whole model's parameters listed
-            return part_formula_bytes(model, batch, num_samples, watch)
+            return part_formula_bytes(model.engine, model.plan, batch, num_samples, watch)
     if watch is None or model.world.rank > 0:
         return None
-    return tensor_formula_bytes(model, batch, num_samples, watch)
+    return tensor_formula_bytes(model.engine, model.plan, batch, num_samples, watch)
 
 
 def formula_bytes(
@@ -297,7 +297,11 @@ def formula_bytes(
         speaks for all.
     """
     if isinstance(model.engine, PipelineEngine):
-        crossing = None if held is None else crossing_formula_bytes(model, batch, num_samples)
+        crossing = (
+            None
+            if held is None
+            else crossing_formula_bytes(model.engine, model.plan, model.splitter, batch, num_samples)
+        )
         return None if held is None or crossing is None else held + crossing
     if model.plan.tp > 1:
         return held

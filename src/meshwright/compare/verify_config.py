@@ -12,7 +12,8 @@ from meshwright.measure.verify import ParityReport, verify_plan
 from meshwright.spec.plan import Plan
 from meshwright.train.config.deepspeed import show_rows
 from meshwright.train.config.imports import add_to_path
-from meshwright.train.config.types import TrainConfig, load_config
+from meshwright.train.config.load import load_config
+from meshwright.train.config.types import TrainConfig
 from meshwright.train.data.loader import make_loader
 from meshwright.train.data.sources import load_data, make_collate
 from meshwright.train.losses import make_loss

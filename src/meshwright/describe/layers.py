@@ -86,7 +86,7 @@ def describe_chain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         Exception: Whatever the model raises where its forward needs values, not shapes only.
     """
     twin = _meta_copy(module)
-    observer = _Observer(twin)
+    observer = _LayerObserver(twin)
     meta = torch.device("meta")
     meta_args, meta_kwargs = map_tensors((args, kwargs), lambda tensor: tensor.detach().to(meta))
     with torch.random.fork_rng(devices=[]), torch.no_grad(), observer.counter, observer:
@@ -103,7 +103,7 @@ def _meta_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-class _Observer(TorchDispatchMode):
+class _LayerObserver(TorchDispatchMode):
     """Notes, for each layer, FLOPs and outputs, and which parameters are used while no layer runs."""
 
     def __init__(self, module: nn.Module) -> None:

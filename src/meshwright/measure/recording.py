@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import FakeTensor, current_function_mode, without_function_modes
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.apply.pipeline.walking.stage_forward import Walk
+from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.stand_ins import value_of
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.slices import Slices
@@ -128,7 +128,7 @@ def plan_steps(
 def _local(tensor: Tensor) -> Tensor | None:
     """Return what this rank has of a tensor, plain; None where another stage of a pipeline computes it."""
     walk = current_function_mode()
-    if isinstance(walk, Walk):
+    if isinstance(walk, StageForward):
         value = value_of(tensor)
         # What comes of the inputs alone every stage computes: it counts on the first.
         home = 0 if value is None or value.owner is not walk or value.home is None else value.home

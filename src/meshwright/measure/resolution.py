@@ -81,7 +81,7 @@ def _is_new(tensor: Tensor, args: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolution:
+class NumericResolution:
     """Bounds within which quantities of one comparison count as equal."""
 
     bound: float
@@ -139,7 +139,7 @@ def measure_resolution(
     bound: float,
     found: LowerPrecision,
     **options: Any,
-) -> Resolution:
+) -> NumericResolution:
     """Return within what one process's own roundings let quantities be compared.
 
     Args:
@@ -152,7 +152,7 @@ def measure_resolution(
         **options: As for `oracle_steps`, dtype among them.
     """
     if found.dtype is None:
-        return Resolution(bound=bound)
+        return NumericResolution(bound=bound)
     precision = torch.finfo(found.dtype).eps
     runs: list[tuple[StepRecord, StepRecord]] = []
     for seed in range(_NUM_RUNS):
@@ -161,16 +161,16 @@ def measure_resolution(
         runs += zip(records, reference, strict=True)
     loss = max(relative_difference(record.loss, expected.loss) for record, expected in runs)
     norm = max(relative_difference(record.grad_norm, expected.grad_norm) for record, expected in runs)
-    floors = _floors(Resolution(bound=bound), runs)
+    floors = _floors(NumericResolution(bound=bound), runs)
     noisy = frozenset(key for key, floor in floors.items() if floor > _NOISE * precision)
-    floors = _floors(Resolution(bound=bound, noisy=noisy), runs)
+    floors = _floors(NumericResolution(bound=bound, noisy=noisy), runs)
 
     def loosen(floor: float) -> float:
         if floor <= max(_TOUCHED, bound / _MARGIN):
             return bound
         return max(bound, min(_MARGIN * max(floor, _LEAST_SHARE * precision), _MOST_ROUNDINGS * precision))
 
-    return Resolution(
+    return NumericResolution(
         bound=bound,
         dtype=found.dtype,
         operators=tuple(sorted(found.operators, key=lambda name: -found.operators[name])),
@@ -181,7 +181,9 @@ def measure_resolution(
     )
 
 
-def _floors(resolution: Resolution, runs: Sequence[tuple[StepRecord, StepRecord]]) -> dict[tuple[str, str], float]:
+def _floors(
+    resolution: NumericResolution, runs: Sequence[tuple[StepRecord, StepRecord]]
+) -> dict[tuple[str, str], float]:
     """Return by how much the runs differ at most, by (kind, name)."""
     floors: dict[tuple[str, str], float] = {}
     for record, expected in runs:

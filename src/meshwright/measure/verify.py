@@ -19,7 +19,7 @@ from meshwright.measure.parity import BufferParity, ParameterParity, ParityRepor
 from meshwright.measure.recording import StepOptions, default_dtype, plan_steps
 from meshwright.measure.resolution import (
     LowerPrecision,
-    Resolution,
+    NumericResolution,
     find_lower_precision,
     measure_resolution,
     pairs_of,
@@ -88,7 +88,7 @@ def verify_plan(
     with default_dtype(dtype):
         notes, lower = _explain(build, plan, dtype, batches[0], loss_fn)
     options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
-    job = _Job(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
+    job = _PlanJob(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
     records, digests, outputs, reasons = _run_job(job)
     unequal_ranks = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
     with default_dtype(dtype):
@@ -143,7 +143,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
+class _PlanJob:
     """What is run under the plan; importable, so that it can be sent to ranks."""
 
     build: PreparedModel
@@ -171,7 +171,7 @@ class _Job:
         return records, reasons
 
 
-def _run_job(job: _Job) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs], list[str]]:
+def _run_job(job: _PlanJob) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs], list[str]]:
     """Return the records of rank 0, or of this rank; digests of each rank's; what modules gave on each; what the plan says."""
     world = current_world()
     world_size = 1 if world is None else world.world_size
@@ -198,13 +198,13 @@ def _run_job(job: _Job) -> tuple[list[StepRecord], list[dict[str, str]], list[Ra
     return records, digests, [_rank_outputs(job, rank, modules) for rank, modules in enumerate(outputs)], reasons
 
 
-def _rank_outputs(job: _Job, rank: int, modules: Mapping[str, ModuleOutputs]) -> RankOutputs:
+def _rank_outputs(job: _PlanJob, rank: int, modules: Mapping[str, ModuleOutputs]) -> RankOutputs:
     tp_rank = job.plan.mesh.coordinate(rank).tp if job.plan.mode == "ranks" else 0
     return RankOutputs(tp_rank=tp_rank, modules=modules)
 
 
 def _rank_result(
-    job: _Job,
+    job: _PlanJob,
 ) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs], list[str]]:
     # One rank's tensors cross to the parent; of the others digests are enough to see that they are the same bits.
     records, reasons = job.run()
@@ -298,7 +298,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _compare(
-    job: _Job, records: Sequence[StepRecord], reference: Sequence[StepRecord], resolution: Resolution
+    job: _PlanJob, records: Sequence[StepRecord], reference: Sequence[StepRecord], resolution: NumericResolution
 ) -> ParityReport:
     pairs = list(zip(records, reference, strict=True))
     worst: dict[tuple[str, str], float] = {}

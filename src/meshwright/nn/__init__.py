@@ -7,6 +7,14 @@
 
 Every module says which part of which full tensor it holds (`layouts`), and puts the full tensors together again
 (`full_state_dict`).
+
+linear         Linear cut by columns and by rows
+embedding      Embedding cut by rows
+cross_entropy  cross-entropy of logits that are cut
+module         base class: layouts, full state
+shards         shards taken and joined
+
+To add a module: a subclass of `ShardedModule`, its parity test in `tests/parity/test_nn.py`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def vocab_parallel_cross_entropy(
     rows = targets.reshape(-1).masked_fill(~counted, 0)
     check_indices(rows, vocab_size, "target")
     half = logits_shard.dtype in (torch.float16, torch.bfloat16)
-    options = _Options(
+    options = _LossOptions(
         group=group,
         start=sum(sizes[: group.group_rank]),
         vocab_size=vocab_size,
@@ -106,7 +106,7 @@ def _reduced(losses: Tensor, rows: Tensor, counted: Tensor, weight: Tensor | Non
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
+class _LossOptions:
     """What the losses are computed with, besides logits and targets."""
 
     group: Communicator
@@ -138,7 +138,7 @@ class _RowLosses(torch.autograd.Function):
     """One loss for each row, from [rows, own classes]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: Tensor, counted: Tensor, options: _Options) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, counted: Tensor, options: _LossOptions) -> Tensor:
         num_own = logits.shape[1]
         values = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         largest = values.amax(1) if num_own else values.new_full((len(rows),), -torch.inf)
@@ -171,7 +171,7 @@ class _RowLosses(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         logits, rows, counted, largest, log_sum, is_own, own = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _LossOptions = ctx.options
         share, spread = options.factors
         gradient = gradients[0].masked_fill(~counted, 0.0)
         of_target = gradient * share * options.of_targets(rows)

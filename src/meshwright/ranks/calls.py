@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import json
 from collections import Counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright.comm.shm.build import loaded_extension
@@ -24,8 +23,6 @@ from meshwright.errors import LostPeerError, MeshwrightError, UserCodeError
 from meshwright.ranks.error_transfer import describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 __all__: list[str] = []
@@ -35,8 +32,6 @@ KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients")
 _MAX_TEXT = 4000
 _NOT_YET = "Operation timed out!"  # what torch's wait for a time says of an exchange that goes on
 _LOOK_EVERY = datetime.timedelta(milliseconds=100)
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class Calls:
@@ -58,7 +53,7 @@ class Calls:
         self.has_given_up = False
         """Whether an exchange has ended in an error here, or was left behind: the groups are of no use any more."""
 
-    def during(self, kind: str, model: int = 0) -> _Call:
+    def during(self, kind: str, model: int = 0) -> _PeerCall:
         """Return a context for one call; an exception that leaves it is told to the other ranks.
 
         Args:
@@ -67,7 +62,7 @@ class Calls:
         """
         place = model * len(KINDS) + KINDS.index(kind)
         self._counts[place] += 1
-        return _Call(self, ((place + 1) << 40) + self._counts[place])
+        return _PeerCall(self, ((place + 1) << 40) + self._counts[place])
 
     def enter(self, call: int) -> None:
         """Take note of the call that this rank is in from now on."""
@@ -133,7 +128,7 @@ class Calls:
         return None
 
 
-class _Call:
+class _PeerCall:
     """One call; a class of its own, since a generator's context costs a step a microsecond more."""
 
     __slots__ = ("_calls", "_number", "_outer")
@@ -153,19 +148,6 @@ class _Call:
         if error is not None:
             self._calls.tell(self._number, error)
         self._calls.enter(self._outer)
-
-
-def told_to_peers(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have the other ranks learn of what a function raises in which a plan is applied."""
-
-    @functools.wraps(fn)
-    def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        from meshwright.ranks.world import join_world
-
-        with join_world().calls.during("apply"):
-            return fn(*args, **kwargs)
-
-    return told
 
 
 def _key(call: int) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,15 @@ import torch.distributed as dist
 # Documented as torch.distributed's own, though its stubs do not say so.
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from meshwright._torch_private import default_store, keep_forever
+from meshwright._torch_private import default_store
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.shm.backend import register_shm
 from meshwright.errors import ConfigError, LostPeerError
 from meshwright.ranks.allocator import keep_freed_memory
 from meshwright.ranks.environment import Place, choose_transport, read_place
-from meshwright.ranks.world import World
+from meshwright.ranks.joined_failures import sharing
+from meshwright.ranks.world import World, current_world, leave_group, set_current_world
 
 if TYPE_CHECKING:
     from meshwright.ranks.world import Link
@@ -38,6 +40,9 @@ _BEHIND_S = 30.0
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
 DEVICE_VARIABLE = "MESHWRIGHT_DEVICE"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def join_launched(start: Mapping[str, Any], link: Link) -> World:
@@ -125,20 +130,6 @@ def _default_store() -> Store | None:
     return None if store is None else PrefixStore("meshwright", store)
 
 
-def leave_group(world: World) -> None:
-    """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
-    if world.calls.has_given_up and world.default_group.looks_out:
-        # To end it would wait for an exchange that nobody comes to. It is never let go of; the process ends with its threads.
-        keep_forever(world.default_group.process_group, *(each.process_group for each in world.subgroups.values()))
-        return
-    world.default_group.release()
-    for communicator in world.subgroups.values():
-        communicator.release()
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError, ValueError):  # peers may have left before
-            dist.destroy_process_group()
-
-
 def _world_around(
     group: dist.ProcessGroup | None,
     place: Place,
@@ -164,6 +155,7 @@ def _world_around(
         group_timeout_s=group_timeout_s,
         link=link,
         store=store,
+        share=sharing,
     )
 
 
@@ -313,3 +305,50 @@ def _await_all(store: Store, place: Place, join_timeout_s: float) -> None:
             peer=missing[0] if len(missing) == 1 else None,
             fix=place.start_hint,
         ) from error
+
+
+def join_world(
+    device: torch.device | str | None = None,
+    *,
+    timeout_s: float = 300.0,
+    join_timeout_s: float | None = None,
+) -> World:
+    """Return this process's world, joining it first where that has not been done.
+
+    Looked for in this order: the world already joined; a default group that the caller has initialised; the variables of
+    torchrun and of Kubernetes' PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); those of srun (SLURM_PROCID,
+    SLURM_NTASKS, ...). Where nothing is set the world is this process alone, without a process group.
+
+    Args:
+        device: Where this rank computes; None is the GPU of its local rank, else the CPU.
+        timeout_s: How long one exchange may wait [s].
+        join_timeout_s: How long to wait for the master and for the other ranks [s]; None is 60, or
+            MESHWRIGHT_JOIN_TIMEOUT_S where that is set.
+
+    Returns:
+        The world; the same object at every call.
+
+    Raises:
+        ConfigError: The environment is incomplete or contradicts itself, or the master's port is taken.
+        LostPeerError: The master cannot be reached, or ranks are missing.
+    """
+    known = current_world()
+    if known is not None:
+        return known
+    patience = (
+        join_timeout_s if join_timeout_s is not None else float(os.environ.get("MESHWRIGHT_JOIN_TIMEOUT_S", "60"))
+    )
+    world = join(None if device is None else torch.device(device), timeout_s=timeout_s, join_timeout_s=patience)
+    set_current_world(world)
+    return world
+
+
+def told_to_peers(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have the other ranks learn of what a function raises in which a plan is applied."""
+
+    @functools.wraps(fn)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with join_world().calls.during("apply"):
+            return fn(*args, **kwargs)
+
+    return told

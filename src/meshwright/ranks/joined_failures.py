@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.errors import LostPeerError, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
-from meshwright.ranks.join import leave_group
+from meshwright.ranks.world import leave_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

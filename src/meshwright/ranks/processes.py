@@ -67,7 +67,7 @@ def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | N
 
 
 class RankProcess:
-    """One rank as its launching process sees it. It is born by `execute` or by a template's fork, see nursery.py.
+    """One rank as its launching process sees it. It is born by `execute` or by a template's fork, see spawning.py.
 
     Args:
         rank: Its number.
@@ -178,7 +178,7 @@ class RankProcess:
 
 
 class Guardian:
-    """The process that ends the run when the launching process dies. See guardian.py.
+    """The process that ends the run when the launching process dies. See reaper.py.
 
     Args:
         run_id: The run's id.

@@ -5,7 +5,7 @@ ends without a farewell, even by SIGKILL, the pipe ends, and the guardian kills 
 and what ranks have started, which no parent-death signal reaches. It imports next to nothing, so that it starts in
 milliseconds and costs a few megabytes.
 
-    python -I -S guardian.py RUN_ID [DIRECTORY]
+    python -I -S reaper.py RUN_ID [DIRECTORY]
 """
 
 import os

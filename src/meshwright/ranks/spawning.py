@@ -35,7 +35,7 @@ _PATIENCE_S = 1.0
 _SEND_PATIENCE_S = 10.0
 
 
-class Template:
+class TemplateProcess:
     """The template as the launching process sees it.
 
     Args:
@@ -173,7 +173,7 @@ class Template:
             self._process.wait()
 
 
-kept: list[Template] = []
+kept: list[TemplateProcess] = []
 """Templates that outlive a launch and serve any number of them, in turns among a launch's ranks. A test suite's, which starts
 hundreds of groups; empty otherwise."""
 
@@ -202,12 +202,12 @@ class Nursery:
         self._selector: selectors.BaseSelector | None = None
         self._told: set[int] = set()
         self._is_begun = False
-        self._owned: Template | None = None
+        self._owned: TemplateProcess | None = None
         self._templates = [each for each in kept if each.is_ready and not each.is_lost and each.serves(environment)]
         if not self._templates and len(ranks) > 1 and can_fork():
             # What an optimizer imports when it is made takes about as long again. Ranks that have a core each do that side by
             # side, if they make one.
-            self._owned = Template(environment, ("torch._dynamo",) if len(ranks) > usable_cores() else ())
+            self._owned = TemplateProcess(environment, ("torch._dynamo",) if len(ranks) > usable_cores() else ())
             self._templates = [self._owned]
 
     @property
@@ -216,7 +216,7 @@ class Nursery:
         return set() if self._owned is None else {self._owned.pid}
 
     @property
-    def lost(self) -> Template | None:
+    def lost(self) -> TemplateProcess | None:
         """The template that ranks were forked from and that is gone: they are killed with it."""
         return next((each for each in self._templates if each.is_lost), None)
 

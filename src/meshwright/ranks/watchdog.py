@@ -24,7 +24,7 @@ from meshwright.ranks.error_transfer import WORKER_FILE, describe_error
 if TYPE_CHECKING:
     from meshwright.ranks.channel import RankEnd
     from meshwright.ranks.heartbeat import Board, Pulse
-    from meshwright.ranks.worker import RankLink
+    from meshwright.ranks.link import RankLink
 
 __all__: list[str] = []
 

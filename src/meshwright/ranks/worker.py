@@ -21,13 +21,13 @@ import socket
 import sys
 import threading
 import traceback
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright.errors import ConfigError, MeshwrightError, UserCodeError
 from meshwright.ranks.channel import RankEnd
 from meshwright.ranks.error_transfer import describe_error, users_part
 from meshwright.ranks.heartbeat import Board, Pulse
+from meshwright.ranks.link import RankLink
 from meshwright.ranks.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -36,34 +36,6 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _PR_SET_PDEATHSIG = 1
-
-
-class RankLink:
-    """The rank's connection to its launching process, as `World` uses it."""
-
-    def __init__(self, channel: RankEnd, pulse: Pulse) -> None:
-        self._channel = channel
-        self._pulse = pulse
-        self.stop = False
-        self.signal_name: str | None = None
-        """The stop signal that this rank itself got; the watchdog passes it on."""
-
-    def emit(self, event: dict[str, Any]) -> None:
-        """Hand an event to the launching process."""
-        self._channel.send(("event", event))
-
-    def progress(self, step: int, phase: str) -> None:
-        """Note what the rank is doing."""
-        self._pulse.progress(step, phase)
-
-    def ask_to_stop(self) -> None:
-        """Have all ranks told to stop."""
-        self._channel.send(("stop", None))
-
-    def note_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        """Note a stop signal. Nothing is sent here: the handler may have interrupted a send."""
-        self.stop = True
-        self.signal_name = signal.Signals(number).name
 
 
 def die_with_parent(parent_pid: int, *, die_with_thread: bool) -> None:

@@ -9,7 +9,6 @@ tensors is handed a `Communicator`.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
 
     from meshwright.comm.communicator import Communicator
     from meshwright.comm.ledger import Ledger
+
+import torch.distributed as dist
+
+from meshwright._torch_private import keep_forever
 
 __all__: list[str] = []
 
@@ -75,6 +78,7 @@ class World:
         group_timeout_s: What torch.distributed's groups are given, where that is longer because somebody watches [s].
         link: The connection to the launching process; None where there is none.
         store: Where joined ranks tell each other of failures; None where there is none.
+        share: How they do; None where nobody has to be told.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class World:
         group_timeout_s: float | None = None,
         link: Link | None = None,
         store: Store | None = None,
+        share: Callable[[World], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self.default_group = default_group
         self.rank = rank
@@ -100,6 +105,7 @@ class World:
         self.timeout_s = timeout_s
         self.group_timeout_s = timeout_s if group_timeout_s is None else group_timeout_s
         self.store = store
+        self._share = share
         self.calls = Calls(rank, store)
         """What the ranks are in the middle of; exchanges that wait look there for a rank that has raised."""
         default_group.calls = self.calls
@@ -150,9 +156,7 @@ class World:
         for such news, and then raises a `LostPeerError` that has the guilty rank's error in it. Launched ranks need
         none of this, their launching process knows.
         """
-        from meshwright.ranks import joined_failures
-
-        return joined_failures.sharing(self)
+        return contextlib.nullcontext() if self._share is None else self._share(self)
 
     @contextlib.contextmanager
     def catching_stop_signals(self) -> Iterator[None]:
@@ -186,38 +190,15 @@ def set_current_world(world: World | None) -> None:
     _current = world
 
 
-def join_world(
-    device: torch.device | str | None = None,
-    *,
-    timeout_s: float = 300.0,
-    join_timeout_s: float | None = None,
-) -> World:
-    """Return this process's world, joining it first where that has not been done.
-
-    Looked for in this order: the world already joined; a default group that the caller has initialised; the variables of
-    torchrun and of Kubernetes' PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); those of srun (SLURM_PROCID,
-    SLURM_NTASKS, ...). Where nothing is set the world is this process alone, without a process group.
-
-    Args:
-        device: Where this rank computes; None is the GPU of its local rank, else the CPU.
-        timeout_s: How long one exchange may wait [s].
-        join_timeout_s: How long to wait for the master and for the other ranks [s]; None is 60, or
-            MESHWRIGHT_JOIN_TIMEOUT_S where that is set.
-
-    Returns:
-        The world; the same object at every call.
-
-    Raises:
-        ConfigError: The environment is incomplete or contradicts itself, or the master's port is taken.
-        LostPeerError: The master cannot be reached, or ranks are missing.
-    """
-    if _current is not None:
-        return _current
-    from meshwright.ranks import join
-
-    patience = (
-        join_timeout_s if join_timeout_s is not None else float(os.environ.get("MESHWRIGHT_JOIN_TIMEOUT_S", "60"))
-    )
-    world = join.join(None if device is None else torch.device(device), timeout_s=timeout_s, join_timeout_s=patience)
-    set_current_world(world)
-    return world
+def leave_group(world: World) -> None:
+    """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
+    if world.calls.has_given_up and world.default_group.looks_out:
+        # To end it would wait for an exchange that nobody comes to. It is never let go of; the process ends with its threads.
+        keep_forever(world.default_group.process_group, *(each.process_group for each in world.subgroups.values()))
+        return
+    world.default_group.release()
+    for communicator in world.subgroups.values():
+        communicator.release()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):  # peers may have left before
+            dist.destroy_process_group()

@@ -19,11 +19,11 @@ from meshwright.apply.one_process.model_parallel import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.comm.communicator import Communicator
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
 from meshwright.spec import Plan
-from meshwright.trees import BatchSplitter
 
 __all__: list[str] = []
 

@@ -54,7 +54,7 @@ def unchanged_draws(engine: Engine) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class FirstNonFinite:
     """The first number on this rank that is not finite."""
 
     micro_batch: int
@@ -68,7 +68,7 @@ def find_non_finite(
     loss_of: Callable[[nn.Module, Any], torch.Tensor],
     random_state: RandomState,
     device: torch.device,
-) -> Finding | None:
+) -> FirstNonFinite | None:
     """Run this rank's micro-batches again and return the first that yields a loss or a gradient that is not finite.
 
     Args:
@@ -93,7 +93,7 @@ def find_non_finite(
                 (name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not _finite(g)), None
             )
             if bad is not None or not math.isfinite(loss.item()):
-                return Finding(index, loss.item(), bad)
+                return FirstNonFinite(index, loss.item(), bad)
         return None
     finally:
         now.restore(device)
@@ -107,7 +107,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 def explain_non_finite(
     group: Communicator,
-    finding: Finding | None,
+    finding: FirstNonFinite | None,
     *,
     loss: float,
     norm: float,

@@ -19,10 +19,11 @@ from meshwright.apply.shards.state_dicts import StateGuard
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.apply.state.iterators import refuse_iterators
 from meshwright.comm.ledger import Ledger
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.mesh import MeshSpec
-from meshwright.ranks.calls import told_to_peers
-from meshwright.ranks.world import World, join_world
+from meshwright.ranks.join import join_world, told_to_peers
+from meshwright.ranks.world import World
 from meshwright.run.assembly import (
     NamedOptimizerFactory,
     OptimizerFactory,
@@ -39,7 +40,6 @@ from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, m
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
 from meshwright.spec.supported import refuse_unbuilt
-from meshwright.trees import BatchSplitter
 
 __all__: list[str] = []
 

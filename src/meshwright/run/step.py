@@ -29,7 +29,7 @@ from meshwright.apply.model_guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
-from meshwright.describe.batches import count_tokens
+from meshwright.describe.batches import BatchSplitter, count_tokens
 from meshwright.errors import CorruptionError, NonFiniteError
 from meshwright.run.agreement import Agreement, raise_first
 from meshwright.run.diagnose import unchanged_draws
@@ -43,7 +43,7 @@ from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels.sentinels import Sentinels
 from meshwright.run.stages import run_schedule
-from meshwright.trees import BatchSplitter, move_to
+from meshwright.trees import move_to
 
 __all__: list[str] = []
 

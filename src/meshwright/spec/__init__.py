@@ -1,4 +1,15 @@
-"""The values that pass between describe, plan, apply, run, measure and report: frozen, versioned, JSON both ways."""
+"""Values that pass between describe, plan, apply, run, measure and report: frozen, versioned, JSON both ways. Free of torch.
+
+model       what a model is
+plan        what is to be done with it
+plan_text   the one-line form of a plan
+supported   what this version can apply
+prediction  what a step should take
+train       what training needs besides
+record      what a run gave
+
+To add a key of plans: a field in `plan.py`, its word in `plan_text.py`.
+"""
 
 from meshwright.spec.model import LayerSpec, ModelSpec, SharedParameter
 from meshwright.spec.plan import Plan

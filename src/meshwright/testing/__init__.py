@@ -1,11 +1,10 @@
-"""Tools to test your own models under any plan: ranks that stay alive between tests, a plain reference, and parity checks.
+"""testing: what parity tests are made of, for users too.
 
-from meshwright import testing
+assertions  assertions that two runs are equal
+pool        ranks that tests share
+counting    counts of exchanges
 
-reference = testing.oracle_steps(build_model, [batch], loss_fn, optimizer=sgd)
-per_rank = testing.run_ranks(testing.plan_steps, 2, build_model, plan, [batch], loss_fn)
-for records in per_rank:
-testing.assert_parity(records, reference)
+To add an assertion: `assertions.py`.
 """
 
 from meshwright.measure.oracle import StepRecord, oracle_steps

@@ -96,7 +96,7 @@ def keep_templates(environment: dict[str, str], modules: tuple[str, ...] = ()) -
         modules: What these processes import beside what every rank needs.
     """
     if spawning.can_fork() and not any(template.serves(environment) for template in spawning.kept):
-        templates = [spawning.Template(environment, modules) for _ in range(_NUM_TEMPLATES)]
+        templates = [spawning.TemplateProcess(environment, modules) for _ in range(_NUM_TEMPLATES)]
         for template in templates:
             template.hear(_TIMEOUT_S)
         spawning.kept.extend(templates)

@@ -109,7 +109,7 @@ class _Run:
         )
 
     def _join(self) -> list[dict[str, Any]]:
-        from meshwright.ranks.world import join_world
+        from meshwright.ranks.join import join_world
         from meshwright.train.session import train
 
         world = join_world()

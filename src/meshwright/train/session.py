@@ -12,7 +12,8 @@ import torch
 
 from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
-from meshwright.ranks.world import World, join_world
+from meshwright.ranks.join import join_world
+from meshwright.ranks.world import World
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.run.result import StepResult
 from meshwright.spec.plan import Plan

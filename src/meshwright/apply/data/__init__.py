@@ -1,19 +1,23 @@
-"""apply.data: ranks that share a global batch, with whole copies of the model or with shards of it.
+"""Data parallelism: ranks that share a global batch, with whole copies of the model or with shards of it (ADR 0004, 0007).
 
-base         what every such engine does: copies equal at the start, buffers, sparse gradients
-distributed  whole copies, gradients summed (DDP): buckets during backward, or loose ones after it
-buckets      flat memory that owns gradients and is summed during backward
-loose        gradients that stay where autograd put them, summed once backward has ended
-sharded      ZeRO 1, 2, 3 and HSDP: flat units whose optimizer state, gradients and values are sharded
-units        which parameters lie in one unit
-flat         where parameters lie in a unit's flat memory, and which part is whose (no tensors)
-unit         one unit: its memory, its pieces for the optimizer, how its gradients are summed
-gathering    ZeRO-3: units that are whole only while they are needed, in one order on all ranks
-sharding     what is sharded, and over whom
-requests     units that a rank needs beside the score, agreed on at the end of a phase
-score        that order: which unit is gathered or summed when (no tensors)
-watch        noticing that a parameter of a unit is looked up
-optimizer    which optimizers may work on pieces or on some parameters alone, tried out; giving them the pieces
+base             base class: equal copies at the start, buffers, sparse gradients
+distributed      whole copies whose gradients are summed (DDP)
+buckets          flat memory that owns gradients and is summed during backward
+unbucketed       gradients that stay where autograd put them, summed after backward
+sharded          ZeRO 1, 2, 3 and HSDP
+sharding         what is sharded, and over whom
+unit_parameters  choice of the parameters of one unit
+flat_unit        one unit: its flat memory, pieces for the optimizer, reduction
+flat             offsets of parameters in a unit's flat memory (no tensors)
+gathering        ZeRO-3: units gathered when needed, in one order on all ranks
+exchange_order   that order, as lists of numbers
+requests         units needed beside the order, agreed on per phase
+lookup_hooks     callbacks for the lookup of a parameter
+held             what a rank has of sharded parameters between steps
+optimizer        test of which optimizers may work on pieces, and the pieces given to them
+expected_bytes   bytes that a step should send
+
+To add another way of summing gradients: `comm/compression`.
 """
 
 __all__: list[str] = []

@@ -112,7 +112,7 @@ def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(slots=True)
-class _Slot:
+class _GradientSlot:
     """Where one parameter's gradient goes."""
 
     position: int  # the parameter's place in registration order
@@ -153,7 +153,7 @@ class GradientBuckets:
         self._arrivals: list[int] = []
         self._learned_order: list[int] | None = None
         self._num_launched = 0
-        self._slots: list[_Slot] = []
+        self._slots: list[_GradientSlot] = []
         self._taken: set[int] = set()
         self._fill_buckets(list(reversed(range(len(self.parameters)))))
         self._hooks = [self._watch(place) for place in range(len(self.parameters))]
@@ -175,13 +175,13 @@ class GradientBuckets:
             if sum(self.parameters[member].nbytes for member in members) >= limit:
                 full.append(filling.pop((parameter.dtype, parameter.device)))
         full.extend(filling.values())
-        slots: dict[int, _Slot] = {slot.position: slot for slot in self._slots}
+        slots: dict[int, _GradientSlot] = {slot.position: slot for slot in self._slots}
         self.buckets = []
         for members in full:
             bucket = Bucket([(self.names[position], self.parameters[position]) for position in members])
             self.buckets.append(bucket)
             for index, position in enumerate(members):
-                slot = slots.setdefault(position, _Slot(position, bucket, index))
+                slot = slots.setdefault(position, _GradientSlot(position, bucket, index))
                 slot.bucket, slot.index = bucket, index
         self._slots = [slots[position] for position in range(len(self.parameters))]
 
@@ -221,7 +221,7 @@ class GradientBuckets:
         """The next backward is the last: a bucket is reduced as soon as it is complete."""
         self._is_armed = True
 
-    def _on_gradient(self, slot: _Slot, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, slot: _GradientSlot, parameter: torch.Tensor) -> None:
         bucket, index = slot.bucket, slot.index
         view = bucket.views[index]
         grad = parameter.grad

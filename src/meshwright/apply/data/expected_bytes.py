@@ -10,8 +10,8 @@ from meshwright.apply.data.base import DataParallelEngine, names_with_sparse_gra
 from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.engine import Engine
 from meshwright.comm.compression.reducer import GradientSpec, Reducer
-from meshwright.compare.formulas import ring_gradient_bytes, sharded_bytes
 from meshwright.spec.plan import Plan
+from meshwright.traffic import ring_gradient_bytes, sharded_bytes
 
 __all__: list[str] = []
 

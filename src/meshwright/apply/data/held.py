@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.apply.data.flat_unit import WRITE_WHOLE, FlatUnit
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 
 __all__: list[str] = []
 
 
-def held_parts(units: Sequence[FlatUnit], axis: str, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:
+def held_parts(units: Sequence[FlatUnit], axis: str, moment: RunMoment) -> list[tuple[torch.Tensor, ShardFacts]]:
     """Return all parameters, whose gradients or values are in other memory, and the optimizer's pieces of them.
 
     Args:

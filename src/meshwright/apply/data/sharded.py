@@ -1,7 +1,7 @@
 """ZeRO and HSDP: optimizer state, gradients and parameters sharded over data-parallel ranks.
 
 Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024: stage 1 shards the optimizer's state, stage 2 also the gradients,
-stage 3 also the parameters. Parameters lie in units (`unit.py`); a rank updates its own segment of each.
+stage 3 also the parameters. Parameters lie in units (`flat_unit.py`); a rank updates its own segment of each.
 
 Whatever the ranks exchange inside a step, they exchange in one order, which no rank's own data decides: a rank with fewer
 micro-batches, or one that takes another branch, plays its part with zeros. See `gathering.py`.
@@ -25,7 +25,7 @@ from meshwright.apply.data.held import held_parts
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
@@ -87,7 +87,7 @@ class ShardedEngine(DataParallelEngine):
     def holds_parts(self) -> bool:
         return any(unit.is_gathered and not unit.is_whole for unit in self.units)
 
-    def held_parts(self, moment: Moment) -> list[tuple[torch.Tensor, ShardFacts]]:
+    def held_parts(self, moment: RunMoment) -> list[tuple[torch.Tensor, ShardFacts]]:
         return held_parts(self.units, f"zero={self.sharding.zero}", moment)
 
     @property

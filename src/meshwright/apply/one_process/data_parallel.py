@@ -18,9 +18,10 @@ from torch import nn
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.mirror import LeftByForward, Mirror
 from meshwright.comm.communicator import Communicator
+from meshwright.describe.batches import BatchSplitter, join_samples
 from meshwright.errors import ApplyError
 from meshwright.host import usable_cores
-from meshwright.trees import BatchSplitter, join_samples, move_to
+from meshwright.trees import move_to
 
 __all__: list[str] = []
 

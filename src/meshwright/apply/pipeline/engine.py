@@ -31,7 +31,7 @@ from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.walking.unit_hooks import Interception, UnderWay, refuse_compiled
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.comm.communicator import Communicator
@@ -370,7 +370,7 @@ class PipelineEngine(OuterEngine):
         """Return `requires_grad` of each parameter that this rank holds, by FQN."""
         return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
 
-    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+    def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
         return [*super().held_parts(moment), *(self._holding.held_parts(moment) if self.is_prepared else ())]
 
     def gradient_terms(self) -> set[int]:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.run.losses.loss import LossTerm
 from meshwright.schedule import ActionKind
 
 __all__: list[str] = []
 
 
-class ScheduleExecutor:
+class HasValue(Protocol):
+    """The loss of a micro-batch, as far as the executor looks at it."""
+
+    @property
+    def value(self) -> Tensor:
+        """What was computed, on the stage that computes it."""
+        ...
+
+
+_Term = TypeVar("_Term", bound=HasValue)
+
+
+class ScheduleExecutor(Generic[_Term]):
     """Runs the micro-batches of one step through the stages of this rank.
 
     Args:
@@ -28,17 +40,17 @@ class ScheduleExecutor:
         self,
         engine: PipelineEngine,
         num_parts: int,
-        term_of: Callable[[nn.Module, int], LossTerm | None],
-        root_of: Callable[[LossTerm], tuple[Tensor, Tensor | None] | None],
+        term_of: Callable[[nn.Module, int], _Term | None],
+        root_of: Callable[[_Term], tuple[Tensor, Tensor | None] | None],
     ) -> None:
         self._engine = engine
         self._num_parts = num_parts
         self._term_of = term_of
         self._root_of = root_of
-        self._terms: dict[int, LossTerm] = {}
+        self._terms: dict[int, _Term] = {}
         self._in_halves: set[tuple[int, int]] = set()
 
-    def run(self) -> list[LossTerm]:
+    def run(self) -> list[_Term]:
         """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
         self._engine.begin_schedule(self._num_parts)
         if not self._num_parts:

@@ -12,26 +12,38 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright._torch_private import PlainCheckpoints
 from meshwright.apply.data.expected_bytes import data_formula_bytes, dense_gradients
+from meshwright.apply.engine import Engine
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.pipeline.tracing.functions import METADATA, writes_to
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
-from meshwright.apply.pipeline.walking.stand_ins import FAKE_MODE, Meta, Value, make_fake, mark, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import (
+    FAKE_MODE,
+    Meta,
+    StageValue,
+    make_fake,
+    mark,
+    value_of,
+    values_in,
+)
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.expected_bytes import TokenWatch, tensor_part_bytes
-from meshwright.compare.formulas import ring_gradient_bytes
-from meshwright.describe.batches import call_model
-from meshwright.run.parallel_model import ParallelModel
+from meshwright.describe.batches import BatchSplitter, call_model
+from meshwright.spec.plan import Plan
+from meshwright.traffic import ring_gradient_bytes
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
 
-def part_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, watch: TokenWatch | None) -> float | None:
+def part_formula_bytes(
+    engine: Engine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch | None
+) -> float | None:
     """Return what a rank sends for the parameters that it holds: over dp, over tp, and where a weight is tied over stages.
 
     Args:
-        model: The applied model after a step, not closed yet.
+        engine: What runs the stages, after a step; it is not closed yet.
+        plan: The plan.
         batch: A batch as this rank gets it.
         num_samples: Samples in a step over all ranks, on average [count].
         watch: What counted the step that took this batch, where there is tp.
@@ -39,7 +51,6 @@ def part_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, wat
     Returns:
         The bytes [bytes]; None where there is no formula for a part of it.
     """
-    engine, plan = model.engine, model.plan
     if not isinstance(engine, PipelineEngine):
         return None
     inner, over_tp = engine.inner, 0.0
@@ -62,18 +73,21 @@ def _tied_bytes(engine: PipelineEngine) -> float:
     return sent
 
 
-def crossing_formula_bytes(model: ParallelModel, batch: Any, num_samples: float) -> float | None:
+def crossing_formula_bytes(
+    engine: Engine, plan: Plan, splitter: BatchSplitter, batch: Any, num_samples: float
+) -> float | None:
     """Return what a rank sends to other stages: what they take of its own, and the gradients of what it takes of theirs.
 
     Args:
-        model: The applied model, closed.
+        engine: What ran the stages; its module is whole again.
+        plan: The plan.
+        splitter: How batches are counted and cut.
         batch: A batch as this rank gets it.
         num_samples: Samples in a step over all ranks, on average [count].
 
     Returns:
         The bytes [bytes]; None for a model that does not run on shapes.
     """
-    engine, plan = model.engine, model.plan
     if not isinstance(engine, PipelineEngine):
         return None
     own, rank_of = engine.pipe.group_rank, engine.schedule(1).rank_of_stage
@@ -81,14 +95,14 @@ def crossing_formula_bytes(model: ParallelModel, batch: Any, num_samples: float)
     crossing = Counter[tuple[int, int]]()
     try:
         # Buffers keep their values, and are copies: a forward may write over them.
-        twin = copy_module(model.module, lambda t: make_fake(Meta.of(t)) if isinstance(t, nn.Parameter) else t.clone())
-        for part in model.splitter.cut(batch, plan.micro_batches):
+        twin = copy_module(engine.module, lambda t: make_fake(Meta.of(t)) if isinstance(t, nn.Parameter) else t.clone())
+        for part in splitter.cut(batch, plan.micro_batches):
             with autocast:
                 crossing += count_crossings(twin, engine.stage_map, part)
     except Exception:  # noqa: BLE001 - any model may need numbers, which shapes have not
         return None
     sent = sum(size for (source, to), size in crossing.items() if rank_of(source) == own != rank_of(to))
-    return sent * num_samples / plan.dp / model.splitter.count(batch)
+    return sent * num_samples / plan.dp / splitter.count(batch)
 
 
 def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Counter[tuple[int, int]]:
@@ -102,13 +116,13 @@ def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Count
     Returns:
         (stage, stage) -> bytes.
     """
-    observer = _Observer(module, stage_map)
+    observer = _CrossingCounter(module, stage_map)
     with torch.enable_grad(), PlainCheckpoints(lambda: True, lambda _: None), FAKE_MODE, observer:
         call_model(module, map_tensors(batch, lambda tensor: make_fake(Meta.of(tensor))))
     return observer.crossing
 
 
-class _Observer(TorchFunctionMode):
+class _CrossingCounter(TorchFunctionMode):
     """A forward of the whole model in which every tensor knows the stage that would compute it.
 
     A call of a layer takes place on the layer's stage, and what is done between layers on the latest stage that computes one of
@@ -159,14 +173,14 @@ class _Observer(TorchFunctionMode):
             return result
         return func(*args, **kwargs)
 
-    def _own(self, tree: Any) -> list[Value]:
+    def _own(self, tree: Any) -> list[StageValue]:
         return [value for value in values_in(tree) if value.owner is self]
 
     def _mark(self, tensor: Tensor, stage: int) -> Tensor:
         known = value_of(tensor)
         if known is not None and known.owner is self and known.home == stage:
             return tensor
-        return mark(tensor, Value(self, stage, tensor, None))
+        return mark(tensor, StageValue(self, stage, tensor, None))
 
     def _take(self, tree: Any, stage: int) -> int:
         """Send tensors to where something is computed of them, not before `stage`, and return where that is."""

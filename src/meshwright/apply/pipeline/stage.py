@@ -21,7 +21,7 @@ from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.shapes import Shapes
-from meshwright.apply.pipeline.walking.stage_forward import Walk
+from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.stand_ins import Meta, value_of
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay
 from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
@@ -90,9 +90,9 @@ class Stage:
         None where the loss reads numbers that other stages have, and needs nothing of this one. `in_halves` says how its
         backward will be run.
         """
-        mail = _Mail(self, self._post, micro_batch)
+        mail = _MicroBatchMail(self, self._post, micro_batch)
         way = Way(micro_batch, is_training=self._module.training)
-        walk = Walk(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
+        walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk
         split = SplitBackward() if in_halves and torch.is_grad_enabled() else None
         if self._own_state is not None:
@@ -204,7 +204,7 @@ def _way_text(num_calls: int, last: int, names: list[str]) -> str:
     return f"{num_calls} layers{name}"
 
 
-class _Mail:
+class _MicroBatchMail:
     """The post of one stage for one micro-batch's forward."""
 
     __slots__ = ("_micro_batch", "_post", "_stage")

@@ -162,14 +162,14 @@ def _run_twice(
     return result
 
 
-class _UnderWay(threading.local):
+class _LayersUnderWay(threading.local):
     """The layers of this thread whose forward runs now and is repeated in backward: who has made them so, outermost first."""
 
     def __init__(self) -> None:
         self.owners: list[Recompute] = []
 
 
-_under_way = _UnderWay()
+_under_way = _LayersUnderWay()
 
 
 def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

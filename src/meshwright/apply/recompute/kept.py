@@ -23,7 +23,7 @@ __all__: list[str] = []
 _UNLIKE = "the forward of a layer that recompute runs again in backward does not do what it did the first time"
 
 
-class _Result:
+class _OperatorResult:
     """What one operator gave.
 
     Args:
@@ -57,8 +57,8 @@ class _Kept:
     """The results that one forward of a layer keeps."""
 
     def __init__(self) -> None:
-        self._results: dict[Any, list[_Result]] = collections.defaultdict(list)
-        self._of_storage: dict[int, _Result] = {}
+        self._results: dict[Any, list[_OperatorResult]] = collections.defaultdict(list)
+        self._of_storage: dict[int, _OperatorResult] = {}
 
     def note(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of what an operator has done in the forward."""
@@ -68,7 +68,7 @@ class _Kept:
                 if found is not None:
                     found.forget()
         if operator in DEAR_OPERATORS:
-            entry = _Result(result, _shapes(args, kwargs))
+            entry = _OperatorResult(result, _shapes(args, kwargs))
             self._results[operator].append(entry)
             if _draws(operator, args, kwargs):
                 entry.forget()

@@ -35,7 +35,7 @@ class ShardTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _Call(func, args, kwargs or {}).run()
+        return _ShardCall(func, args, kwargs or {}).run()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = as_shard(self.detach().clone(), facts_of(self)).requires_grad_(self.requires_grad)
@@ -154,7 +154,7 @@ def _is_number(tensor: Tensor) -> bool:
     return tensor.numel() == 1
 
 
-class _Call:
+class _ShardCall:
     """One call of a function of torch that was given a shard."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

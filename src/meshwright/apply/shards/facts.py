@@ -27,7 +27,7 @@ _IN_STEP = (
 )
 
 
-class Moment:
+class RunMoment:
     """Where a run is, for facts and their errors; one for a model under a plan."""
 
     def __init__(self, plan: str = "") -> None:
@@ -60,7 +60,7 @@ class ShardFacts:
 
     name: str
     held: str
-    moment: Moment
+    moment: RunMoment
     values: Literal["shard", "share", "none", "whole"]
     key: Hashable
     is_cut: bool = True

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.shards.classes import ShardTensor, as_plain, as_shard, known_facts
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -45,7 +45,7 @@ class OptimizerState:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, module: nn.Module, moment: Moment, axes: Mapping[str, int], rank: int
+        self, optimizer: torch.optim.Optimizer, module: nn.Module, moment: RunMoment, axes: Mapping[str, int], rank: int
     ) -> None:
         self._optimizer, self._module, self._moment = optimizer, module, moment
         self._axes = axes

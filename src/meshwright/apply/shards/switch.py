@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from meshwright.apply.shards.classes import ShardTensor, set_facts, shard_class, whole_class
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.optimizer_state import OptimizerState
 
 __all__: list[str] = []
@@ -33,7 +33,7 @@ class ShardSwitch:
     """
 
     def __init__(self, plan: str = "") -> None:
-        self.moment = Moment(plan)
+        self.moment = RunMoment(plan)
         self.state: State = "plain"
         self.on_state: Callable[[State], None] | None = None
         """Called with each new state, for what else is to be switched."""

@@ -17,7 +17,7 @@ __all__: list[str] = []
 _WRITTEN_INTO: Final = (list, dict, set, collections.deque)
 
 
-class Mirror:
+class CopiedAttributes:
     """While it is in force, what a module of the copy leaves in an attribute is the original's attribute, too.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.held_buffers import HeldBuffer
 from meshwright.apply.tensor.part import CallGuard, Part
@@ -134,7 +134,7 @@ class Cutting:
                 if is_changed:
                     shards[name].copy_(new)
 
-    def held_parts(self, moment: Moment) -> Iterator[tuple[Tensor, ShardFacts]]:
+    def held_parts(self, moment: RunMoment) -> Iterator[tuple[Tensor, ShardFacts]]:
         """Yield each tensor that is cut, and what is known of it."""
         rank = self.group.group_rank
         for name, layouts in self.layouts.items():

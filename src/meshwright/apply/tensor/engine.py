@@ -18,7 +18,7 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.norm import squares_of
-from meshwright.apply.shards.facts import Moment, ShardFacts, join_parts
+from meshwright.apply.shards.facts import RunMoment, ShardFacts, join_parts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.apply.state.buffers import holds_values, persistent_buffers
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
@@ -213,7 +213,7 @@ class TensorEngine(OuterEngine):
         for part in () if self.cutting is None else self.cutting.parts:
             part.use_switch(switch)
 
-    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+    def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
         return join_parts(super().held_parts(moment), [] if self.cutting is None else self.cutting.held_parts(moment))
 
     def gradient_terms(self) -> set[int]:

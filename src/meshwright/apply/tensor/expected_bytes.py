@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.expected_bytes import data_formula_bytes
+from meshwright.apply.engine import Engine
 from meshwright.apply.state.undisturbed import is_trying
 from meshwright.apply.tensor.cutting import find_tensor, is_inside
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.inspection import is_inspecting
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
-from meshwright.compare.formulas import TensorExchange, tensor_bytes
 from meshwright.describe.batches import model_inputs
-from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec.plan import Plan
+from meshwright.traffic import TensorExchange, tensor_bytes
 
 __all__: list[str] = []
 
@@ -60,11 +60,12 @@ class TokenWatch:
         return True
 
 
-def tensor_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, watch: TokenWatch) -> float | None:
+def tensor_formula_bytes(engine: Engine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch) -> float | None:
     """Return what one rank of a plan with tp sends in a step, worked out from the layout, over tp and dp.
 
     Args:
-        model: The applied model after a step, not closed yet.
+        engine: What cuts the model, after a step; it is not closed yet.
+        plan: The plan.
         batch: A batch as this rank gets it.
         num_samples: Samples in a step over all ranks, on average [count].
         watch: What counted the step that took this batch.
@@ -72,7 +73,6 @@ def tensor_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, w
     Returns:
         The bytes [bytes]; None where the layout has more than the formula knows.
     """
-    plan, engine = model.plan, model.engine
     if not isinstance(engine, TensorEngine):
         return None
     over_tp = tensor_part_bytes(engine, plan, batch, num_samples, watch)

@@ -38,7 +38,7 @@ Forward = Callable[..., Any]
 
 
 class CallGuard(Protocol):
-    """What says which calls of a part are proven (`guard.py`)."""
+    """What says which calls of a part are proven (`guards/part_guard.py`)."""
 
     reasons: list[str]
     """Why calls ran whole; each once."""

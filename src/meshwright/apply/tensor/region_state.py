@@ -158,7 +158,7 @@ class RunningRegion:
         self.is_open = True
         """Whether its modules may be called: inside of the part that was proven, where there is one."""
         self.is_whole = False
-        """Whether the modules of the region compute as on one device now, with whole parameters (`parts.py`)."""
+        """Whether the modules of the region compute as on one device now, with whole parameters (`part.py`)."""
         self._entered: tuple[Tensor, int | None, bool, Tensor] | None = None
 
     def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:

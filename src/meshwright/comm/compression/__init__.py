@@ -1,11 +1,13 @@
-"""comm.compression: gradients that are sent as less than they are, and nothing of them lost. See docs/adr/0010-compression.md.
+"""Gradients sent as less than they are, and nothing of them lost (ADR 0010).
 
-reducer    what sums gradients over ranks; the plain one, which compresses nothing; exchanges that have several stages
-codecs     numbers as bf16, int8 or int4 in blocks, and back (pure functions of tensors)
+reducer    sums of gradients over ranks; the plain one compresses nothing
+codecs     numbers as bf16, int8 or int4 in blocks, and back
 blockwise  the reducer that sends codes
-low_rank   one step of PowerSGD (pure functions of tensors)
+low_rank   one step of PowerSGD
 power_sgd  the reducer that sends low-rank factors
 choose     from a plan's word to a reducer
+
+To add a codec: `codecs.py`, its word in `choose.py`.
 """
 
 __all__: list[str] = []

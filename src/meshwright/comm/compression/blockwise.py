@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.comm.compression.codecs import Cast, Codec
-from meshwright.comm.compression.reducer import GradientSet, GradientSpec, Kept, Stages, work_dtype
+from meshwright.comm.compression.reducer import GradientSet, GradientSpec, KeptTensors, Stages, work_dtype
 
 __all__: list[str] = []
 
@@ -36,7 +36,7 @@ _WORTH_IT = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
+class _CodedPart:
     """Numbers that are coded together."""
 
     index: int  # the tensor
@@ -52,7 +52,7 @@ class _Part:
 class _Layout:
     """Where everything goes."""
 
-    by_owner: list[list[_Part]]
+    by_owner: list[list[_CodedPart]]
     width: int  # a row, the longest owner's [bytes]
 
 
@@ -72,7 +72,7 @@ class BlockwiseReducer:
         self._codec = codec
         self._words = words
         self._exactly = Cast(None)
-        self._unsent = Kept("unsent")
+        self._unsent = KeptTensors("unsent")
         self._layouts: dict[object, _Layout] = {}
         self._rooms: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self.num_stages = 1 if group.size <= 2 else 2
@@ -120,7 +120,7 @@ class BlockwiseReducer:
                     self._unsent_of(gradients, part).sub_(sent)
                 _target(gradients, part).copy_(total)
 
-    def _encode_sum(self, gradients: GradientSet, part: _Part, incoming: torch.Tensor, row: torch.Tensor) -> None:
+    def _encode_sum(self, gradients: GradientSet, part: _CodedPart, incoming: torch.Tensor, row: torch.Tensor) -> None:
         """Add up what came for an owned part and write it, with what this rank has not sent of it."""
         mine, payload = _target(gradients, part), row[part.at : part.end]
         others = self._sum_of_others(part, mine, incoming)
@@ -171,7 +171,7 @@ class BlockwiseReducer:
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def _keep_and_encode(self, gradients: GradientSet, parts: Sequence[_Part], row: torch.Tensor) -> None:
+    def _keep_and_encode(self, gradients: GradientSet, parts: Sequence[_CodedPart], row: torch.Tensor) -> None:
         """Add the gradient to what has not been sent yet, and write that."""
         for part in parts:
             payload = row[part.at : part.end]
@@ -183,14 +183,14 @@ class BlockwiseReducer:
             else:
                 payload.zero_()  # reads as zeros
 
-    def _sum_of_others(self, part: _Part, mine: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    def _sum_of_others(self, part: _CodedPart, mine: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
         total = self._room(mine, 1)[: mine.numel()].zero_()
         for giver in range(self._group.size):
             if giver != self._group.group_rank:
                 total.add_(self._decoded(part, mine, incoming[giver], 0))
         return total
 
-    def _decoded(self, part: _Part, like: torch.Tensor, row: torch.Tensor, place: int) -> torch.Tensor:
+    def _decoded(self, part: _CodedPart, like: torch.Tensor, row: torch.Tensor, place: int) -> torch.Tensor:
         """Return a part's numbers, [stop - start], in one of the two scratch rooms."""
         numbers = self._room(like, place)[: part.stop - part.start]
         payload = row[part.at : part.end]
@@ -208,7 +208,7 @@ class BlockwiseReducer:
             self._rooms[key] = torch.empty((2, PART_NUMEL), dtype=key[1], device=key[0])
         return self._rooms[key][place]
 
-    def _unsent_of(self, gradients: GradientSet, part: _Part) -> torch.Tensor:
+    def _unsent_of(self, gradients: GradientSet, part: _CodedPart) -> torch.Tensor:
         spec, like = gradients.specs[part.index], gradients.tensors[part.index]
         dtype = work_dtype(like.dtype)
         unsent = self._unsent.get(spec.name, (spec.numel,), dtype, like.device)
@@ -239,7 +239,7 @@ class BlockwiseReducer:
             numels.append(gradients.census.numel())
             coded.append(False)
         stretches = _owned_slices(numels, ends) if ends is not None else self._owned_pieces(numels, gradients.specs)
-        by_owner: list[list[_Part]] = [[] for _ in range(self._group.size)]
+        by_owner: list[list[_CodedPart]] = [[] for _ in range(self._group.size)]
         sizes = [0] * self._group.size
         for index, first, last, owner in stretches:
             codec, kind = (self._codec, work_dtype(dtype)) if coded[index] else (self._exactly, dtype)
@@ -247,7 +247,7 @@ class BlockwiseReducer:
                 stop = min(start + PART_NUMEL, last)
                 at = sizes[owner]
                 sizes[owner] = at + codec.payload_bytes(stop - start, kind)
-                by_owner[owner].append(_Part(index, start, stop, owner, at, sizes[owner], coded[index]))
+                by_owner[owner].append(_CodedPart(index, start, stop, owner, at, sizes[owner], coded[index]))
         return _Layout(by_owner, max(sizes))
 
     def _is_worth_it(self, spec: GradientSpec, dtype: torch.dtype) -> bool:
@@ -311,7 +311,7 @@ def _owned_slices(numels: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[
                 yield index, first, last, owner
 
 
-def _target(gradients: GradientSet, part: _Part) -> torch.Tensor:
+def _target(gradients: GradientSet, part: _CodedPart) -> torch.Tensor:
     """Return the numbers of a part where they lie: in a gradient, or in the census, which is laid out as one more tensor."""
     if part.index < len(gradients.tensors):
         tensor = gradients.tensors[part.index]

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.low_rank import first_basis, orthonormal, project, take_out
-from meshwright.comm.compression.reducer import GradientSet, GradientSpec, Kept, Stages, work_dtype
+from meshwright.comm.compression.reducer import GradientSet, GradientSpec, KeptTensors, Stages, work_dtype
 
 __all__: list[str] = []
 
@@ -53,8 +53,8 @@ class PowerSGDReducer:
     def __init__(self, group: Communicator, rank: int = RANK) -> None:
         self._group = group
         self._rank = rank
-        self._unsent = Kept("unsent")
-        self._bases = Kept("basis")
+        self._unsent = KeptTensors("unsent")
+        self._bases = KeptTensors("basis")
 
     def all_reduce(self, gradients: GradientSet) -> Stages:
         """Sum over all ranks; every rank computes the same product of the same factors."""

@@ -197,7 +197,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Kept:
+class KeptTensors:
     """Tensors that outlive a step, by the name of what they belong to.
 
     Args:

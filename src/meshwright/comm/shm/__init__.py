@@ -1,7 +1,10 @@
-"""Shared memory between the ranks of one host: a torch.distributed backend named "shm", its C++ under `csrc/`.
+"""Shared memory between the ranks of one host: a torch.distributed backend named "shm", its C++ under `csrc/` (ADR 0006).
 
-`backend.py` registers it and decides, group by group, between it and gloo; `attach.py` brings the ranks of a group to one
-segment; `build.py` compiles the extension once for this torch and this machine.
+backend  register_shm(), and the choice between shared memory and gloo for each group
+attach   ranks of a group come to one segment, together or not at all
+build    the extension compiled once for this torch and this machine
+
+To add a collective: `csrc/collectives.cpp`, with a row in `tests/transport`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from torch import nn
 
 from meshwright._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.apply.state.outside import Outside
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Guard, find_uneven_labels, label_paths
-from meshwright.trees import BatchSplitter
 
 __all__: list[str] = ["IGNORED_LABEL"]
 

@@ -13,7 +13,7 @@ from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import model_inputs
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.trials import Evidence, Outcome, Trial, run_trial
+from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, run_trial
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ __all__: list[str] = []
 def run_in_pipeline(
     engine: PipelineEngine,
     module: nn.Module,
-    trials: Generator[list[Trial], list[Outcome], Evidence] | None,
+    trials: Generator[list[TrialForward], list[TrialOutcome], Evidence] | None,
     term: Callable[[Any, Any], LossTerm],
 ) -> Evidence | None:
     """Return what trials show; every rank calls it, and those of one pipeline have the same trials.
@@ -42,7 +42,7 @@ def run_in_pipeline(
         most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
         if most == 0:
             return found
-        outcomes: list[Outcome] = []
+        outcomes: list[TrialOutcome] = []
         with torch.no_grad():
             for place in range(most):
                 if place < len(wanted):
@@ -58,7 +58,7 @@ def run_in_pipeline(
                 found, wanted = end.value, []
 
 
-def told_by_any(outcomes: list[Outcome], group: Communicator, device: torch.device) -> list[Outcome]:
+def told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torch.device) -> list[TrialOutcome]:
     """Return outcomes with what any rank has noticed: random numbers, buffers that were written, statistics of the batch.
 
     Whether Python read a value is left out: what ranks exchange and compare reads some.

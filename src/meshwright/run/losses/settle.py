@@ -15,7 +15,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.one_process.model_parallel import LayersEngine
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.state.attributes import OF_TORCH
-from meshwright.describe.batches import model_inputs
+from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.pipeline_trials import run_in_pipeline
@@ -23,7 +23,7 @@ from meshwright.run.losses.trial_runs import run_alone, run_in_lockstep
 from meshwright.run.losses.trial_writes import refusal_of
 from meshwright.run.losses.trials import Evidence, examine, second_sample
 from meshwright.run.losses.weights import Counted, Guard
-from meshwright.trees import BatchSplitter, map_tensors, move_to, tensors_in
+from meshwright.trees import map_tensors, move_to, tensors_in
 
 __all__: list[str] = []
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.describe.batches import call_model
+from meshwright.describe.batches import BatchSplitter, call_model
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.watch import LossWatch
-from meshwright.trees import BatchSplitter, move_to, tensors_in
+from meshwright.trees import move_to, tensors_in
 
 __all__: list[str] = []
 

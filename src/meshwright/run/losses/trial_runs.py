@@ -16,11 +16,11 @@ from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.describe.batches import call_model
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.pipeline_trials import told_by_any
-from meshwright.run.losses.trials import Evidence, Outcome, Trial, run_trial
+from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, run_trial
 
 __all__: list[str] = []
 
-_Trials = Generator[list[Trial], list[Outcome], Evidence] | None
+_Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence] | None
 _Term = Callable[[Any, Any], LossTerm]
 
 
@@ -45,8 +45,8 @@ def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -
 
 
 def _run_kept(
-    module: nn.Module, device: torch.device, trial: Trial, forward: Callable[[Any], Any], term: _Term
-) -> Outcome:
+    module: nn.Module, device: torch.device, trial: TrialForward, forward: Callable[[Any], Any], term: _Term
+) -> TrialOutcome:
     """Run a trial, and put back what its forward has written into parameters whose values are here."""
     parameters = KeptParameters(module)
     outcome = run_trial(module, device, trial, forward, term)

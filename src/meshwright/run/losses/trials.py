@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, undisturbed
+from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_writes import find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, label_paths, replace_at, tensor_at
-from meshwright.trees import BatchSplitter, map_tensors, split_samples, tensors_in
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -40,7 +41,7 @@ _LOW_PARAMETERS = 5e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
+class TrialForward:
     """One forward to run."""
 
     batch: Any
@@ -51,7 +52,7 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What a trial gave."""
 
     value: float = math.nan
@@ -121,10 +122,10 @@ class _Watch(TorchFunctionMode):
 def run_trial(
     module: nn.Module,
     device: torch.device,
-    trial: Trial,
+    trial: TrialForward,
     forward: Callable[[Any], Any],
     term: Callable[[Any, Any], LossTerm],
-) -> Outcome:
+) -> TrialOutcome:
     """Return what a forward and its loss give; an exception of theirs is an obstacle, and nothing is left changed.
 
     Args:
@@ -152,11 +153,11 @@ def run_trial(
                 branches = watch.branches
                 if trial.counts:
                     rows = zip(_rows(outputs, trial.counts), split_samples(trial.batch, trial.counts), strict=True)
-                    return Outcome(parts=tuple(float(term(*pair).value) for pair in rows))
+                    return TrialOutcome(parts=tuple(float(term(*pair).value) for pair in rows))
                 found = term(outputs, trial.batch)
             value, weight = float(found.value), None if found.is_mean else float(found.weight)
         except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
-            return Outcome(obstacle=f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return TrialOutcome(obstacle=f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         obstacle = None
         if normalises:
             obstacle = "it normalises with statistics of the batch"
@@ -164,7 +165,7 @@ def run_trial(
             obstacle = "it draws random numbers"
         elif buffer_versions(module) != versions:
             obstacle = "it writes into its buffers"
-        return Outcome(
+        return TrialOutcome(
             value,
             weight,
             found.value.dtype,
@@ -196,7 +197,7 @@ def _eagerly() -> contextlib.AbstractContextManager[Any]:
 
 def examine(
     share: Any, module: nn.Module, splitter: BatchSplitter, *, splits_by_row: bool
-) -> Generator[list[Trial], list[Outcome], Evidence]:
+) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
     """Yield trials, take their outcomes, and return what they show.
 
     Args:
@@ -210,11 +211,11 @@ def examine(
     if end is not None:
         return end
     num_samples = splitter.count(share)
-    turned = (yield [Trial(map_tensors(share, _turn), evaluates)])[0].value if splits_by_row else math.nan
+    turned = (yield [TrialForward(map_tensors(share, _turn), evaluates)])[0].value if splits_by_row else math.nan
     noise = _gap(whole.value, [turned], [1.0])
     if len(parts) < 2:
         return Evidence(obstacle="split= does not cut the first batch")
-    outcomes = yield [Trial(part, evaluates) for part in parts]
+    outcomes = yield [TrialForward(part, evaluates) for part in parts]
     obstacle = next((outcome.obstacle for outcome in outcomes if outcome.obstacle is not None), None)
     if obstacle is not None:
         return Evidence(obstacle=obstacle)
@@ -241,7 +242,7 @@ def examine(
         gaps: list[float | None] = [None] * len(candidates)
         if masked is not None:
             pieces = split_samples(masked, counts)
-            results = yield [Trial(piece, evaluates) for piece in (masked, *pieces)]
+            results = yield [TrialForward(piece, evaluates) for piece in (masked, *pieces)]
             if not any(result.obstacle for result in results) and math.isfinite(results[0].value):
                 gaps = [_fit(results[0], results[1:], pieces, counted, splitter) for counted in candidates]
         variants.append(gaps)
@@ -251,7 +252,7 @@ def examine(
         for index, counted in enumerate(candidates)
     ]
     if splits_by_row and all(gap > found.tolerance for _, gap, _ in found.gaps):
-        rows = (yield [Trial(share, evaluates, tuple(counts))])[0].parts
+        rows = (yield [TrialForward(share, evaluates, tuple(counts))])[0].parts
         alike = [_gap(whole.value, rows, [counted.weigh(p, splitter) for p in parts]) for counted in candidates if rows]
         # A loss that the model computed itself is the same number whatever rows are taken.
         if alike and min(alike) <= found.tolerance and set(rows) != {whole.value}:
@@ -261,19 +262,19 @@ def examine(
 
 def _try_whole(
     share: Any, parts: Sequence[Any]
-) -> Generator[list[Trial], list[Outcome], tuple[Outcome, bool, Evidence | None]]:
+) -> Generator[list[TrialForward], list[TrialOutcome], tuple[TrialOutcome, bool, Evidence | None]]:
     """Return what the whole share gave, whether in eval mode, and the evidence where nothing else needs to be tried."""
     evaluates = False
-    whole = (yield [Trial(share, evaluates)])[0]
+    whole = (yield [TrialForward(share, evaluates)])[0]
     if whole.written and len(parts) > 1:
-        one = (yield [Trial(parts[0], evaluates)])[0]
+        one = (yield [TrialForward(parts[0], evaluates)])[0]
         name = find_dependent(whole.written, one.written)
         if name is not None:
             end = Evidence(obstacle=f"it sets its parameter '{name}' by the batch", written=name)
             return whole, evaluates, end
     if whole.obstacle is not None:
         evaluates = True
-        whole = (yield [Trial(share, evaluates)])[0]
+        whole = (yield [TrialForward(share, evaluates)])[0]
     if whole.obstacle is not None or not math.isfinite(whole.value):
         return whole, evaluates, Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
     return whole, evaluates, None
@@ -302,7 +303,11 @@ def _mask(share: Any, path: Path, labels: torch.Tensor, value: int, counts: Sequ
 
 
 def _fit(
-    whole: Outcome, outcomes: Sequence[Outcome], parts: Sequence[Any], counted: Counted, splitter: BatchSplitter
+    whole: TrialOutcome,
+    outcomes: Sequence[TrialOutcome],
+    parts: Sequence[Any],
+    counted: Counted,
+    splitter: BatchSplitter,
 ) -> float:
     return _gap(whole.value, [o.value for o in outcomes], [counted.weigh(part, splitter) for part in parts])
 
@@ -333,7 +338,7 @@ def _tolerance(module: nn.Module, dtype: torch.dtype, share: Any, noise: float) 
     return max(tolerance, _LOW_PARAMETERS) if rounds or kinds & {torch.float16, torch.bfloat16} else tolerance
 
 
-def _describe(whole: Outcome, outcomes: Sequence[Outcome], counts: Sequence[int]) -> str:
+def _describe(whole: TrialOutcome, outcomes: Sequence[TrialOutcome], counts: Sequence[int]) -> str:
     values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
     sizes = ", ".join(map(str, counts))
     return f"{whole.value:.6g} over {sum(counts)} samples of the first batch, and {values} over parts of {sizes}"

@@ -21,10 +21,11 @@ from torch import Tensor
 from meshwright._torch_private import WrapperTensor, without_function_modes
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.undisturbed import GeneratorStates
+from meshwright.describe.batches import BatchSplitter, split_samples, split_sizes
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule
 from meshwright.run.losses.weights import Path, tensors_by_path
-from meshwright.trees import BatchSplitter, map_tensors, split_samples, split_sizes, tensors_in
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from meshwright.describe.batches import BatchSplitter, is_target_name
 from meshwright.errors import ApplyError
-from meshwright.trees import BatchSplitter, is_target_name, map_tensors
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 

@@ -56,7 +56,7 @@ class Change:
         return f"its entry {self.place} changed from {self.before:.9g} to {self.now:.9g}"
 
 
-class _Row:
+class _MemoryRow:
     """Tensors of one dtype and device whose memory is read one after the other."""
 
     def __init__(self, named: Named) -> None:
@@ -98,13 +98,13 @@ class Imprint:
 
     def __init__(self, named: Named) -> None:
         small: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
-        self._rows: list[_Row] = []
+        self._rows: list[_MemoryRow] = []
         for name, tensor in named:
             if tensor.nbytes >= _SMALL:
-                self._rows.append(_Row([(name, tensor)]))
+                self._rows.append(_MemoryRow([(name, tensor)]))
             else:
                 small.setdefault((tensor.dtype, tensor.device), []).append((name, tensor))
-        self._rows += [_Row(members) for members in small.values()]
+        self._rows += [_MemoryRow(members) for members in small.values()]
 
     def changes(self) -> list[Change]:
         """Return what has other bits than when this was made, though torch has counted no write to it."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.trees import split_sizes
+from meshwright.describe.batches import split_sizes
 
 __all__: list[str] = []
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from meshwright._torch_private import set_worker_info
-from meshwright.describe.batches import split_batch
+from meshwright.describe.batches import split_batch, split_sizes
 from meshwright.errors import ConfigError
 from meshwright.train.data.fetch import (
     OF_COLLATE,
@@ -25,7 +25,6 @@ from meshwright.train.data.fetch import (
     worker_generator,
 )
 from meshwright.train.data.order import mix, share_bounds
-from meshwright.trees import split_sizes
 
 __all__: list[str] = []
 
@@ -49,7 +48,7 @@ class EachOnce(IterableDataset[Any]):
         if info is None or info.num_workers == 1:
             yield from self.stream
             return
-        asked = _Asked(info)
+        asked = _WorkerInfoWatch(info)
         set_worker_info(asked)  # for good: this process reads nothing else
         shares_out = False
         for place, sample in enumerate(self.stream):
@@ -65,7 +64,7 @@ class EachOnce(IterableDataset[Any]):
                 yield sample
 
 
-class _Asked:
+class _WorkerInfoWatch:
     """Stands for a worker's info and notes whether anyone wanted to know which worker this is."""
 
     def __init__(self, info: Any) -> None:

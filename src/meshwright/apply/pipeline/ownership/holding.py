@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.walking.stand_ins import Meta, StandIn, Value, mark, unmark
-from meshwright.apply.shards.facts import Moment, ShardFacts
+from meshwright.apply.pipeline.walking.stand_ins import Meta, StageValue, StandIn, mark, unmark
+from meshwright.apply.shards.facts import RunMoment, ShardFacts
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ class Holding:
         """FQN -> parameter that this rank does not hold."""
         ids = {id(parameter) for parameter in self.absent.values()}
         self._slots = [
-            _Slot(owner, ids)
+            _ModuleParameters(owner, ids)
             for owner in module.modules()
             if any(id(parameter) in ids for parameter in owner._parameters.values())
         ]
@@ -51,7 +51,7 @@ class Holding:
 
     def _let_go(self) -> None:
         for parameter in self.absent.values():
-            mark(parameter, Value(None, None, None, StandIn(Meta.of(parameter))))
+            mark(parameter, StageValue(None, None, None, StandIn(Meta.of(parameter))))
             dtype = parameter.dtype
             nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
             parameter.grad = None
@@ -101,7 +101,7 @@ class Holding:
         """Take note of what the ranks of other stages have of their parameters, as their `held_values` say."""
         self._elsewhere = {name: values for states in told for name, values in states.items()}
 
-    def held_parts(self, moment: Moment) -> list[tuple[Tensor, ShardFacts]]:
+    def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
         """Return the parameters of other stages, and what is known of them."""
         return [
             (
@@ -124,7 +124,7 @@ class Holding:
         """Have `requires_grad` of the parameters that this rank does not hold as the ranks have it that do."""
         for name, parameter in self.absent.items():
             parameter.requires_grad_(states.get(name, parameter.requires_grad))
-            mark(parameter, Value(None, None, None, StandIn(Meta.of(parameter))))
+            mark(parameter, StageValue(None, None, None, StandIn(Meta.of(parameter))))
 
     @contextlib.contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -151,7 +151,7 @@ class Holding:
             unmark(parameter)
 
 
-class _Slot:
+class _ModuleParameters:
     """The parameters of one module, of which some are not held: all of them, and this rank's alone.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from meshwright.apply.pipeline.walking.stand_ins import StandIn, Value
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, StandIn
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -29,14 +29,14 @@ class Memory:
         self.is_touched = False
         """Whether there is anything to refuse."""
         self._stage = stage
-        self._copies: list[Value] = []
+        self._copies: list[StageValue] = []
         self._moved: set[int] = set()
 
-    def note_copy(self, value: Value) -> None:
+    def note_copy(self, value: StageValue) -> None:
         """Take note that another stage has the same values."""
         self._copies.append(value)
 
-    def note_written(self, value: Value) -> None:
+    def note_written(self, value: StageValue) -> None:
         """Take note that this stage has written over a tensor: copies of others with the same memory are old."""
         place = _place_of(value.real)
         for other in self._copies:
@@ -50,7 +50,7 @@ class Memory:
             self._moved.add(place)
             self.is_touched = True
 
-    def refuse_stale(self, values: Sequence[Value]) -> None:
+    def refuse_stale(self, values: Sequence[StageValue]) -> None:
         """Refuse code that uses what is not up to date.
 
         Raises:

@@ -20,7 +20,7 @@ from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
 from meshwright.apply.pipeline.walking.draws import python_moved, read_python
-from meshwright.apply.pipeline.walking.stand_ins import Value, mark, replace_tensors, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
@@ -98,13 +98,13 @@ def _opened(
 
 
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str]) -> Flow:
-    observer = _Observer(module, units)
+    observer = _ForwardObserver(module, units)
     with torch.enable_grad(), observer.attached(), observer.counter, observer:
         run(module)
     return observer.flow()
 
 
-class _Observer(TorchFunctionMode):
+class _ForwardObserver(TorchFunctionMode):
     """A forward of the whole model, watched: homes are places in the order of calls."""
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
@@ -260,7 +260,7 @@ class _Observer(TorchFunctionMode):
                     self._mark(tensor, place)
 
     def _mark(self, tensor: Tensor, place: int | None) -> Tensor:
-        return mark(tensor, Value(self, place, tensor, None))
+        return mark(tensor, StageValue(self, place, tensor, None))
 
     def _parameters_in(self, tree: Any) -> set[str]:
         found: set[str] = set()

@@ -71,7 +71,7 @@ class SharedAttributes:
         """Return what layers change and others use, as text -> the units, which belong to one stage."""
         if not self._changes:
             return {}
-        uses = {unit: _Uses(self._module.get_submodule(unit)) for unit in self._units}
+        uses = {unit: _AttributeUses(self._module.get_submodule(unit)) for unit in self._units}
         found: dict[str, tuple[str, ...]] = {}
         for unit, changes in self._changes.items():
             for change, text in changes.items():
@@ -86,14 +86,14 @@ class SharedAttributes:
             return
         inside = {id(child) for name in self._units for child in self._module.get_submodule(name).modules()}
         around = [child for child in self._module.modules() if id(child) not in inside]
-        uses = _Uses(self._module, around)
+        uses = _AttributeUses(self._module, around)
         for changes in self._changes.values():
             for change, text in changes.items():
                 if uses.includes(change):
                     yield f"{text}, which the code between layers uses as well"
 
 
-class _Uses:
+class _AttributeUses:
     """What the code of some modules can reach, and the names that it loads.
 
     Args:
@@ -106,7 +106,9 @@ class _Uses:
         self._owners: dict[int, type] = {}
         self._seen: dict[int, Any] = {}
         self._reach(module, "", _DEPTH)
-        self._code = _Names(dict.fromkeys(self._owners.values()), list(module.modules()) if own is None else own)
+        self._code = _AttributeNames(
+            dict.fromkeys(self._owners.values()), list(module.modules()) if own is None else own
+        )
 
     def includes(self, change: tuple[int, str | None]) -> bool:
         """Tell whether this code uses an entry of a place; of a container none in particular, but by its name."""
@@ -152,7 +154,7 @@ def _inside(item: Any) -> list[tuple[str, Any]] | None:
     return None if fields is None else [(str(key), value) for key, value in fields.items()]
 
 
-class _Names:
+class _AttributeNames:
     """The names that the forwards of modules load, with the functions that these call.
 
     Args:

@@ -11,7 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.pipeline.tracing.memory import Memory
 from meshwright.apply.pipeline.walking.received import with_leaf
-from meshwright.apply.pipeline.walking.stand_ins import Meta, StandIn, StrayValueError, Value, mark, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import (
+    Meta,
+    StageValue,
+    StandIn,
+    StrayValueError,
+    mark,
+    value_of,
+    values_in,
+)
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.errors import ApplyError
 
@@ -54,15 +62,15 @@ class Bookkeeping(TorchFunctionMode):
         self._module = module
         self._memory = Memory(stage)
 
-    def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+    def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageValue]:
         """Return the values of this forward, and those of parameters that are not here."""
         return self._known_here(values_in(*args, kwargs) if kwargs else values_in(*args))
 
-    def _values_of(self, tensors: list[Tensor]) -> list[Value]:
+    def _values_of(self, tensors: list[Tensor]) -> list[StageValue]:
         """Return `_own_values` of tensors."""
         return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
 
-    def _known_here(self, found: list[Value]) -> list[Value]:
+    def _known_here(self, found: list[StageValue]) -> list[StageValue]:
         others = [place for place, value in enumerate(found) if value.owner is not self and value.home is not None]
         for place in others:
             if self._is_of_model(found[place]):
@@ -71,10 +79,10 @@ class Bookkeeping(TorchFunctionMode):
             self._memory.refuse_stale(found)
         return [value for value in found if value.owner is self or value.home is None] if others else found
 
-    def _is_of_model(self, value: Value) -> bool:
+    def _is_of_model(self, value: StageValue) -> bool:
         return isinstance(value.owner, Bookkeeping) and value.owner._module is self._module
 
-    def _adopt(self, value: Value) -> Value:
+    def _adopt(self, value: StageValue) -> StageValue:
         """Take over a tensor that was kept since an earlier batch; it is computed, and held, where it was."""
         if value.heir is not None and value.heir.owner is self:
             return value.heir
@@ -82,14 +90,14 @@ class Bookkeeping(TorchFunctionMode):
         stand_in = None if is_here else value.stand_in
         if not is_here and stand_in is None:
             stand_in = StandIn(Meta.of(value.any))
-        heir = Value(self, value.home, value.real if is_here else None, stand_in)
+        heir = StageValue(self, value.home, value.real if is_here else None, stand_in)
         value.heir = heir
         for tensor in (value.real, value.stand_in):
             if tensor is not None:
                 mark(tensor, heir)
         return heir
 
-    def real(self, value: Value) -> Tensor:
+    def real(self, value: StageValue) -> Tensor:
         """Return a value's tensor, which is received where another stage computes it."""
         if value.real is None:
             if value.home is None or value.stand_in is None:
@@ -116,9 +124,9 @@ class Bookkeeping(TorchFunctionMode):
         return tensor
 
     def _mark_own(self, tensor: Tensor) -> Tensor:
-        return mark(tensor, Value(self, self.stage, tensor, None))
+        return mark(tensor, StageValue(self, self.stage, tensor, None))
 
-    def _send_all(self, values: list[Value], stage: int) -> None:
+    def _send_all(self, values: list[StageValue], stage: int) -> None:
         for value in values:
             if value.home == self.stage and stage not in value.sent_to:
                 value.sent_to.add(stage)
@@ -133,7 +141,7 @@ class Bookkeeping(TorchFunctionMode):
         """Take note that this stage has written over a tensor."""
         known = value_of(target)
         if known is None or known.owner is not self:
-            known = Value(self, home, target, None)
+            known = StageValue(self, home, target, None)
             mark(target, known)
         known.home = home
         known.sent_to = set()
@@ -144,14 +152,14 @@ class Bookkeeping(TorchFunctionMode):
         """Take note that another stage has written over a tensor."""
         value = value_of(target)
         if value is None or value.owner is not self:
-            value = Value(self, home, None, None)
+            value = StageValue(self, home, None, None)
         elif value.home == self.stage and value.real is not None:
             self._memory.note_moved(value.real)
         value.home, value.real, value.stand_in, value.sent_to = home, None, StandIn(meta), set()
         mark(target, value)
 
 
-class _Elsewhere(Bookkeeping):
+class _ForwardElsewhere(Bookkeeping):
     """Stands for a forward of the same model that another rank has run."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -161,4 +169,4 @@ class _Elsewhere(Bookkeeping):
 
 def mark_home(tensor: Tensor, home: int, module: nn.Module) -> None:
     """Note which stage computes a tensor of a model's, as another rank's forward has found."""
-    mark(tensor, Value(_Elsewhere(module), home, tensor, None))
+    mark(tensor, StageValue(_ForwardElsewhere(module), home, tensor, None))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.walking.stand_ins import StandIn, Value, mark, value_of
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, StandIn, mark, value_of
 
 __all__: list[str] = []
 
@@ -19,14 +19,14 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 @dataclasses.dataclass(slots=True)
-class _State:
+class _StageState:
     """What one stage has on one module: attributes, and buffers, by name."""
 
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
 
-    def copied(self) -> _State:
-        return _State(
+    def copied(self) -> _StageState:
+        return _StageState(
             {key: _copy(value) for key, value in self.attributes.items()},
             {key: None if b is None else _copy_tensor(b) for key, b in self.buffers.items()},
         )
@@ -46,9 +46,9 @@ class OwnState:
     def __init__(self, modules: Sequence[nn.Module], stages: Iterable[int]) -> None:
         self._modules = modules
         self._stages = tuple(stages)
-        self._kept: dict[int, list[_State]] = {}
+        self._kept: dict[int, list[_StageState]] = {}
         self._current: int | None = None
-        self._left: list[tuple[_State, dict[str, Any]]] | None = None
+        self._left: list[tuple[_StageState, dict[str, Any]]] | None = None
 
     def begin_step(self) -> None:
         """Give all stages what somebody else has changed since the last step."""
@@ -78,7 +78,7 @@ class OwnState:
         return present
 
     @staticmethod
-    def _take_over(now: _State, left: _State, marks: dict[str, Any], kept: list[_State]) -> None:
+    def _take_over(now: _StageState, left: _StageState, marks: dict[str, Any], kept: list[_StageState]) -> None:
         for state in kept:
             for key in left.attributes.keys() - now.attributes.keys():
                 state.attributes.pop(key, None)
@@ -105,11 +105,11 @@ class OwnState:
         self._current = stage
 
 
-def _read(module: nn.Module) -> _State:
-    return _State({k: v for k, v in vars(module).items() if _is_state(k, v)}, dict(module._buffers))
+def _read(module: nn.Module) -> _StageState:
+    return _StageState({k: v for k, v in vars(module).items() if _is_state(k, v)}, dict(module._buffers))
 
 
-def _write(module: nn.Module, state: _State) -> None:
+def _write(module: nn.Module, state: _StageState) -> None:
     own = vars(module)
     for key in [key for key, value in own.items() if _is_state(key, value) and key not in state.attributes]:
         del own[key]
@@ -117,7 +117,7 @@ def _write(module: nn.Module, state: _State) -> None:
     module._buffers.update(state.buffers)
 
 
-def _marks(state: _State) -> dict[str, Any]:
+def _marks(state: _StageState) -> dict[str, Any]:
     return {key: _mark(value) for key, value in (*state.attributes.items(), *state.buffers.items())}
 
 
@@ -163,7 +163,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         copy = tensor.detach().clone()
     value = value_of(tensor)
-    return copy if value is None or value.home is None else mark(copy, Value(value.owner, value.home, copy, None))
+    return copy if value is None or value.home is None else mark(copy, StageValue(value.owner, value.home, copy, None))
 
 
 def _replace(buffers: dict[str, Tensor | None], key: str, new: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.apply.pipeline.walking.stand_ins import Value
+from meshwright.apply.pipeline.walking.stand_ins import StageValue
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ class Way:
         """The digest as a note carries it."""
         return self._hash & _MASK
 
-    def call(self, number: int, stage: int, values: Iterable[Value]) -> None:
+    def call(self, number: int, stage: int, values: Iterable[StageValue]) -> None:
         """Take note of a call of a layer on a stage, which is given these."""
         if self.is_over or self.in_hook:
             return
@@ -58,7 +58,7 @@ class Way:
         if not (self.is_over or self.in_hook):
             self._hash = hash((self._hash, *places))
 
-    def between(self, home: int | None, values: Iterable[Value]) -> None:
+    def between(self, home: int | None, values: Iterable[StageValue]) -> None:
         """Take note of code between layers, which runs on a stage or, None, on all."""
         if home is None or self.is_over or self.in_hook:
             return
@@ -66,6 +66,6 @@ class Way:
         self._hash = hash((self._hash, home, *crossing))
 
 
-def _facts(value: Value) -> tuple[int, ...]:
+def _facts(value: StageValue) -> tuple[int, ...]:
     tensor = value.any
     return (value.home or 0, tensor.requires_grad, *tensor.shape)

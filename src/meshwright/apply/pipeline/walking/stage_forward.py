@@ -36,8 +36,8 @@ from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.shapes import Shapes
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
+    StageValue,
     StandIn,
-    Value,
     mark,
     replace_tensors,
     value_of,
@@ -58,7 +58,7 @@ def _holds_tensors(module: nn.Module) -> bool:
     )
 
 
-class Walk(Bookkeeping):
+class StageForward(Bookkeeping):
     """A stage's forward of one micro-batch, under way. The forward runs inside.
 
     Args:
@@ -86,7 +86,7 @@ class Walk(Bookkeeping):
         self._checkpoints = 0  # of the user's own, around what runs now
         self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
 
-    def __enter__(self) -> Walk:
+    def __enter__(self) -> StageForward:
         self._plain_checkpoints.__enter__()
         return super().__enter__()
 
@@ -238,7 +238,7 @@ class Walk(Bookkeeping):
 
         def make(meta: Meta) -> Tensor:
             tensor = StandIn(meta)
-            return mark(tensor, Value(self, stage, None, tensor))
+            return mark(tensor, StageValue(self, stage, None, tensor))
 
         return known.repeat(make, given, call, self._module.get_submodule)
 
@@ -249,7 +249,7 @@ class Walk(Bookkeeping):
             tensor = tensor.view_as(tensor) if is_plain else tensor
         return self._mark_own(tensor)
 
-    def _place_of_call(self, name: str, module: nn.Module, values: list[Value]) -> int:
+    def _place_of_call(self, name: str, module: nn.Module, values: list[StageValue]) -> int:
         """Return the stage of the next call of a unit, which takes these."""
         before = self._calls.get(name, 0)
         self._calls[name] = before + 1
@@ -319,8 +319,8 @@ class Walk(Bookkeeping):
         if target is None:
             result = func(*args, **kwargs)
             if isinstance(result, Tensor):
-                return mark(result, Value(self, home, result, None))
-            return replace_tensors(result, lambda tensor: mark(tensor, Value(self, home, tensor, None)))
+                return mark(result, StageValue(self, home, result, None))
+            return replace_tensors(result, lambda tensor: mark(tensor, StageValue(self, home, tensor, None)))
         known = value_of(target)
         if known is not None and known.sent_to:
             self._mail.flush()
@@ -328,7 +328,9 @@ class Walk(Bookkeeping):
         self._note_written(target, home)
         return target if isinstance(result, Tensor) else result
 
-    def _write_elsewhere(self, func: Callable[..., Any], target: Tensor, values: list[Value], home: int | None) -> Any:
+    def _write_elsewhere(
+        self, func: Callable[..., Any], target: Tensor, values: list[StageValue], home: int | None
+    ) -> Any:
         value = value_of(target)
         template = Meta.of(target if value is None or value.owner is not self else value.any)
         needs_grad = torch.is_grad_enabled() and any(
@@ -345,7 +347,7 @@ class Walk(Bookkeeping):
 
         def make(meta: Meta) -> Tensor:
             tensor = StandIn(meta)
-            return mark(tensor, Value(self, home, None, tensor))
+            return mark(tensor, StageValue(self, home, None, tensor))
 
         return known.make(make)
 
@@ -362,7 +364,7 @@ class _Paused:
 
     __slots__ = ("_walk", "_was_on_top")
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: StageForward) -> None:
         self._walk = walk
         self._was_on_top = False
 

@@ -26,7 +26,7 @@ __all__: list[str] = []
 _ATTRIBUTE = "_meshwright_value"
 
 
-class Value:
+class StageValue:
     """What is known of one tensor of a forward.
 
     Args:
@@ -44,7 +44,7 @@ class Value:
         self.real = real
         self.stand_in = stand_in
         self.sent_to: set[int] = set()
-        self.heir: Value | None = None
+        self.heir: StageValue | None = None
         """What a later forward knows of the same tensor."""
         self.is_stale = False
         """Whether its memory was written over under another name, after a stage got a copy."""
@@ -58,12 +58,12 @@ class Value:
         return found
 
 
-def value_of(tensor: Tensor) -> Value | None:
+def value_of(tensor: Tensor) -> StageValue | None:
     """Return what is known of a tensor; None for one that every stage has."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
-def mark(tensor: Tensor, value: Value) -> Tensor:
+def mark(tensor: Tensor, value: StageValue) -> Tensor:
     """Note what is known of a tensor."""
     setattr(tensor, _ATTRIBUTE, value)
     return tensor
@@ -74,14 +74,14 @@ def unmark(tensor: Tensor) -> None:
     delattr(tensor, _ATTRIBUTE)
 
 
-def values_in(*trees: Any) -> list[Value]:
+def values_in(*trees: Any) -> list[StageValue]:
     """Return what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
-    found: list[Value] = []
+    found: list[StageValue] = []
     _find_values(trees, found)
     return found
 
 
-def _find_values(items: Iterable[Any], found: list[Value]) -> None:
+def _find_values(items: Iterable[Any], found: list[StageValue]) -> None:
     # Called for everything that the code between layers hands over: the common kinds come first, and at once.
     for item in items:
         if isinstance(item, Tensor):
@@ -189,7 +189,7 @@ def make_fake(meta: Meta) -> Tensor:
     return tensor
 
 
-def describe_tensor(tensor: Tensor, value: Value | None) -> tuple[Any, ...]:
+def describe_tensor(tensor: Tensor, value: StageValue | None) -> tuple[Any, ...]:
     """Return `describe` of a tensor of which this is known."""
     if value is not None:
         tensor = value.any

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.apply.pipeline.walking.stage_forward import Walk
+from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.user_hooks import (
     guard_hooks,
     refuse_backward_hooks,
@@ -30,10 +30,10 @@ class UnderWay:
     __slots__ = ("walk",)
 
     def __init__(self) -> None:
-        self.walk: Walk | None = None
+        self.walk: StageForward | None = None
 
     @property
-    def watched(self) -> Walk | None:
+    def watched(self) -> StageForward | None:
         """The forward that is under way, while code between layers runs."""
         walk = self.walk
         return None if walk is None or walk.is_paused else walk

@@ -38,12 +38,12 @@ def places_of_slots(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[Path,
         if attribute in attributes:
             item = attributes[attribute]
             if isinstance(item, (Tensor, tuple)):
-                found.append(((("slot", module), attribute), _Slot(attributes, attribute)))
+                found.append(((("slot", module), attribute), _WrittenAttribute(attributes, attribute)))
             found += [((("slot", module), attribute, *path), place) for path, place in Places([(0, item)]).found]
     return found
 
 
-class _Slot(dict[str, Any]):
+class _WrittenAttribute(dict[str, Any]):
     """One attribute of a module, written through."""
 
     def __init__(self, attributes: dict[str, Any], name: str) -> None:

@@ -73,13 +73,13 @@ class Guard:
         self._verdicts: dict[str, dict[Any, bool]] = {}
         self._known: dict[Any, bool] = {}
         self._structure = ""
-        self._snapshot = signatures.Snapshot(module)
+        self._snapshot = signatures.StructureSnapshot(module)
         self._read_structure()
 
     def refresh(self) -> None:
         """Take note of attributes, modes and hooks that have changed since the last step."""
         if not self._snapshot.is_current():
-            self._snapshot = signatures.Snapshot(self._module)
+            self._snapshot = signatures.StructureSnapshot(self._module)
             self._read_structure()
 
     def _read_structure(self) -> None:

@@ -2,7 +2,7 @@
 
 A proof (`proof.py`) holds for the code that it ran. Which code a module runs is decided by its classes, its attributes
 (functions, numbers, flags, objects of configuration), the modes of the modules in it, and what it is called with: arguments that
-are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof says nothing, and is made again (`guard.py`).
+are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof says nothing, and is made again (`part_guard.py`).
 
 Numbers inside of tensors count where a run of the code reads one of an argument or a buffer (`asked.py`). Not covered, and left
 to types and sentinels: numbers of activations, global variables, files and time.
@@ -119,7 +119,7 @@ class _Likeness(_Coarse):
         return super()._inside(((key, item) for key, item in items if str(key) not in PLACES), depth)
 
 
-class Snapshot:
+class StructureSnapshot:
     """The attributes of a module and of those inside it at one moment, to be compared with what they are now.
 
     A comparison looks at the identity of each attribute, and of the entries of lists, dicts and objects that are attributes:

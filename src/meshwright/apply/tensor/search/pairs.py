@@ -1,4 +1,4 @@
-"""What might be cut, read off a trace: pairs of products. The ways in which each might be are in `options.py`."""
+"""What might be cut, read off a trace: pairs of products. The ways in which each might be are in `candidates.py`."""
 
 from __future__ import annotations
 

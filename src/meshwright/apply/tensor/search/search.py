@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.tensor.attention import attention_region
-from meshwright.apply.tensor.copied_attributes import Mirror
+from meshwright.apply.tensor.copied_attributes import CopiedAttributes
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
 from meshwright.apply.tensor.proof.proof import Experiment
@@ -67,7 +67,12 @@ class Search:
         own = [*self._model.parameters(), *self._model.buffers()]
         originals = {id(one): id(other) for one, other in zip(theirs, own, strict=True)}
         self._trace = Trace(self._model, originals)
-        with torch.random.fork_rng(enabled=True), torch.enable_grad(), Mirror(module, self._model), self._trace:
+        with (
+            torch.random.fork_rng(enabled=True),
+            torch.enable_grad(),
+            CopiedAttributes(module, self._model),
+            self._trace,
+        ):
             self._trace.finish(run(self._model))
         self._trace.stop()
         self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_parts)

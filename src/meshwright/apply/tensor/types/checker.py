@@ -30,7 +30,7 @@ from meshwright.apply.tensor.types.marked import Size
 from meshwright.apply.tensor.types.operation import Operation
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.rules import DRAWS, result_types
-from meshwright.apply.tensor.types.state import UNKNOWN, State
+from meshwright.apply.tensor.types.state import UNKNOWN, TypingState
 from meshwright.apply.tensor.types.typed_run import (
     Record,
     find_where,
@@ -57,7 +57,7 @@ class Checker(TorchFunctionMode):
 
     def __init__(self, scope: nn.Module, cutting: Cutting, record: Record) -> None:
         super().__init__()
-        self._state = state = State(cutting, record)
+        self._state = state = TypingState(cutting, record)
         for region in cutting.layout.regions:
             for path, key in region.integers:
                 self._mark_integer(state.module.get_submodule(path), key, getattr(scope.get_submodule(path), key))

@@ -13,7 +13,7 @@ from meshwright._torch_private import without_function_modes
 from meshwright.apply.tensor.tensor_layout import Role
 from meshwright.apply.tensor.types.lattice import NOWHERE, REPLICATED, RefusedError, Type, Typed, shard
 from meshwright.apply.tensor.types.operation import Operation
-from meshwright.apply.tensor.types.state import State
+from meshwright.apply.tensor.types.state import TypingState
 from meshwright.apply.tensor.types.typed_run import find_where
 from meshwright.comm import functional
 from meshwright.trees import tensors_in
@@ -35,7 +35,7 @@ _EXCHANGES: dict[str, tuple[str, str]] = {
 
 
 @contextlib.contextmanager
-def watched(state: State) -> Iterator[None]:
+def watched(state: TypingState) -> Iterator[None]:
     """Follow this thread's exchanges and the modules whose code is ours."""
     layout, module = state.cutting.layout, state.module
     paths = {id(child): path for path, child in module.named_modules()}
@@ -65,7 +65,7 @@ class _Exchanges:
         state: What is known.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: TypingState) -> None:
         self._state = state
 
     def __call__(self, name: str, function: Any, tensor: Tensor, group: Any, *rest: Any) -> Tensor:
@@ -100,7 +100,7 @@ class _Closed:
         role: What it does.
     """
 
-    def __init__(self, state: State, module: nn.Module, path: str, role: Role) -> None:
+    def __init__(self, state: TypingState, module: nn.Module, path: str, role: Role) -> None:
         self._state = state
         self._module = module
         self._path = path

@@ -11,14 +11,14 @@ from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import GradientError
 from meshwright.apply.tensor.types.lattice import NOWHERE, REPLICATED, RefusedError, Typed, shard
-from meshwright.apply.tensor.types.state import State
+from meshwright.apply.tensor.types.state import TypingState
 from meshwright.apply.tensor.types.typed_run import flat_tensors
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
 
-def finish(state: State, outputs: Any, given: Sequence[Typed]) -> None:
+def finish(state: TypingState, outputs: Any, given: Sequence[Typed]) -> None:
     """Check what a run gives and leaves behind, and complete the report.
 
     Args:
@@ -44,7 +44,7 @@ def finish(state: State, outputs: Any, given: Sequence[Typed]) -> None:
         _check_gradients(state, leaving, given)
 
 
-def _check_kept(state: State) -> None:
+def _check_kept(state: TypingState) -> None:
     """Refuse what is kept in a buffer or an attribute and is not replicated."""
     cut = {id(find_tensor(state.module, path)) for path in state.cutting.layout.cuts}
     for path, child in state.module.named_modules():
@@ -65,7 +65,7 @@ def _kept(attributes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
                 yield key, tensor
 
 
-def _check_gradients(state: State, leaving: Sequence[Typed], given: Sequence[Typed]) -> None:
+def _check_gradients(state: TypingState, leaving: Sequence[Typed], given: Sequence[Typed]) -> None:
     try:
         state.tape.go_back([value for value in leaving if value.tensor.requires_grad])
         for value in given:

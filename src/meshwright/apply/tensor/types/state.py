@@ -17,7 +17,7 @@ __all__: list[str] = []
 UNKNOWN = "a tensor that no torch function made"
 
 
-class State:
+class TypingState:
     """The types of all tensors, and the report.
 
     Args:

@@ -1,0 +1,40 @@
+"""A rank's connection to its launching process, as `World` uses it."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+from meshwright.ranks.channel import RankEnd
+from meshwright.ranks.heartbeat import Pulse
+
+__all__: list[str] = []
+
+
+class RankLink:
+    """The rank's connection to its launching process, as `World` uses it."""
+
+    def __init__(self, channel: RankEnd, pulse: Pulse) -> None:
+        self._channel = channel
+        self._pulse = pulse
+        self.stop = False
+        self.signal_name: str | None = None
+        """The stop signal that this rank itself got; the watchdog passes it on."""
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Hand an event to the launching process."""
+        self._channel.send(("event", event))
+
+    def progress(self, step: int, phase: str) -> None:
+        """Note what the rank is doing."""
+        self._pulse.progress(step, phase)
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks told to stop."""
+        self._channel.send(("stop", None))
+
+    def note_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        """Note a stop signal. Nothing is sent here: the handler may have interrupted a send."""
+        self.stop = True
+        self.signal_name = signal.Signals(number).name

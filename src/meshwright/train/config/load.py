@@ -1,0 +1,178 @@
+"""A configuration read from TOML, with overrides, and checked. Never imports torch."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic import BaseModel
+
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.train.config.checks import check_config, resolve_plan, safe_name
+from meshwright.train.config.deepspeed import apply_changes
+from meshwright.train.config.types import ParamGroup, TrainConfig
+
+__all__: list[str] = []
+
+_SECTIONS = ("model", "data", "optimizer", "schedule", "train")
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    plan: str | None = None,
+    devices: int | None = None,
+) -> TrainConfig:
+    """Read a TOML file and check everything that can be checked without torch.
+
+    Args:
+        path: The TOML file.
+        overrides: "section.key=value", each replacing what the file says; values as in TOML, or bare text.
+        plan: Replaces `train.plan`.
+        devices: Replaces `train.devices`.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: Anything is wrong; the message names the file, the key and the rule.
+        MissingDependencyError: An optional package is needed; the message has the line that installs it.
+    """
+    path = Path(path)
+    text = _read(path)
+    tables = _parse(text, path)
+    for override in overrides:
+        _set(tables, override)
+    tables |= {"plan_json": "{}", "base_directory": str(path.absolute().parent)}
+    train = tables.setdefault("train", {})
+    if isinstance(train, dict):
+        train.setdefault("name", safe_name(path.stem))
+        train |= {"plan": plan} if plan is not None else {}
+        train |= {"devices": devices} if devices is not None else {}
+        # An explicit plan says itself how many devices it needs; the file's number was meant for the file's plan.
+        resolved = resolve_plan(
+            train,
+            train.get("devices"),
+            path.absolute().parent,
+            plan_from_command_line=plan is not None,
+            devices_from_command_line=devices is not None,
+            sections=tables,
+        )
+        apply_changes(tables, resolved.changes, overrides, train.get("plan", "auto"))
+        tables |= {"plan_json": resolved.plan_json, "notes": resolved.notes, "plan_rows": resolved.plan_rows}
+    config = _validate(tables, text, path, overrides)
+    return check_config(config)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = [found.stem for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(f"there is no configuration file {path}{did_you_mean(path.stem, near)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for reserved in ("base_directory", "plan_json", "notes", "plan_rows"):
+        if reserved in tables:
+            raise ConfigError(f"{path}: unknown key '{reserved}'; known: {', '.join(_SECTIONS)}")
+    return tables
+
+
+def _set(tables: dict[str, Any], override: str) -> None:
+    """Put "a.b=value" into the tables."""
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override}: not of the form section.key=value", fix="--set train.steps=100")
+    if len(parts) == 1:
+        raise ConfigError(
+            f"--set {override}: '{parts[0]}' names no section; known: {', '.join(_SECTIONS)}",
+            fix=f"--set train.{override}",
+        )
+    table = tables
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: '{part}' is not a table")
+    table[parts[-1]] = _toml_value(value.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        # A line break would let the value smuggle in further keys.
+        return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _validate(tables: Mapping[str, Any], text: str, path: Path, overrides: Sequence[str]) -> TrainConfig:
+    try:
+        return TrainConfig.model_validate(tables)
+    except pydantic.ValidationError as error:
+        from_command_line = {override.partition("=")[0].strip() for override in overrides}
+        messages = []
+        for problem in error.errors(include_url=False):
+            dotted = ".".join(str(part) for part in problem["loc"])
+            where = "--set" if dotted in from_command_line else _place(path, text, problem["loc"])
+            message = f"{where}: {_explain(dotted, problem)}"
+            if message not in messages:
+                messages.append(message)
+        raise ConfigError("\n".join(messages)) from None
+
+
+def _explain(dotted: str, problem: Any) -> str:
+    kind, location = problem["type"], problem["loc"]
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        elsewhere = [f"{section}.{location[-1]}" for section in _SECTIONS if location[-1] in _known_keys((section,))]
+        hint = did_you_mean(str(location[-1]), known) or did_you_mean(dotted, elsewhere)
+        return f"unknown key '{dotted}'{hint}; known: {', '.join(known)}"
+    if kind == "missing":
+        if len(location) == 1:
+            return f"the section [{dotted}] is missing"
+        return f"'{dotted}' is missing"
+    value = problem.get("input")
+    got = f"{value!r}" if not isinstance(value, dict | BaseModel) else "a table"
+    rule = problem["msg"].removeprefix("Input ").replace("valid tuple", "list")
+    return f"'{dotted}' = {got}: {rule}"
+
+
+def _known_keys(location: Iterable[Any]) -> list[str]:
+    kind: type[BaseModel] = TrainConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if part == "param_groups":
+            kind = ParamGroup
+            continue
+        annotation = kind.model_fields[part].annotation if part in kind.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        kind = annotation
+    return list(_SECTIONS) if kind is TrainConfig else list(kind.model_fields)
+
+
+def _place(path: Path, text: str, location: Sequence[Any]) -> str:
+    """Name the file, and the line of a key that is written in it in the usual way."""
+    section, key = ".".join(str(part) for part in location[:-1] if isinstance(part, str)), str(location[-1])
+    current = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        if stripped.startswith("["):
+            current = stripped.strip("[]# ")
+            if len(location) == 1 and current == key:
+                return f"{path}:{number}"
+        elif current == section and stripped.partition("=")[0].strip() == key:
+            return f"{path}:{number}"
+    return str(path)
