@@ -2,7 +2,8 @@
 
 A proof (`proof.py`) holds for the code that it ran. Which code a module runs is decided by its classes, its attributes
 (functions, numbers, flags, objects of configuration), the modes of the modules in it, and what it is called with: arguments that
-are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof says nothing, and is made again (`part_guard.py`).
+are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof says nothing, and is made again
+(`part_guard.py`).
 
 Numbers inside of tensors count where a run of the code reads one of an argument or a buffer (`asked.py`). Not covered, and left
 to types and sentinels: numbers of activations, global variables, files and time.
