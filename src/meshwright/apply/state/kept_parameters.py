@@ -74,5 +74,5 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _as_bits(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return flat.view(torch.int64 if tensor.nbytes % _BITS == 0 else torch.uint8)

@@ -106,9 +106,11 @@ class _AttributeUses:
         self._owners: dict[int, type] = {}
         self._seen: dict[int, Any] = {}
         self._reach(module, "", _DEPTH)
-        self._code = _AttributeNames(
-            dict.fromkeys(self._owners.values()), list(module.modules()) if own is None else own
-        )
+        held: dict[str, dict[type, None]] = {}
+        for place, names in self._names_of.items():
+            for name in names:
+                held.setdefault(name, {})[self._owners[place]] = None
+        self._code = _AttributeNames(held, list(module.modules()) if own is None else own)
 
     def includes(self, change: tuple[int, str | None]) -> bool:
         """Tell whether this code uses an entry of a place; of a container none in particular, but by its name."""
@@ -158,11 +160,11 @@ class _AttributeNames:
     """The names that the forwards of modules load, with the functions that these call.
 
     Args:
-        kinds: Classes whose methods may be called.
+        held: Attribute's name -> classes of what lies there, whose methods may be called.
         modules: The modules.
     """
 
-    def __init__(self, kinds: Mapping[type, None], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, held: Mapping[str, Iterable[type]], modules: Iterable[nn.Module]) -> None:
         self.names: set[str] = set()
         """Loaded of anything."""
         self.of_self: dict[str, set[type]] = {}
@@ -170,18 +172,19 @@ class _AttributeNames:
         self._seen: set[int] = set()
         self._todo: list[tuple[Any, type | None]] = []
         self._methods: dict[str, list[tuple[Any, type | None]]] = {}
+        kinds = dict.fromkeys(kind for found in held.values() for kind in found)
         for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
             if _is_followed(base):
                 for name, value in vars(base).items():
                     self._methods.setdefault(name, []).append((value, base))
+        # Nobody names these where they are called: who loads the object may call them.
+        self._unnamed = {name: [entry for kind in found for entry in _unnamed(kind)] for name, found in held.items()}
         for module in modules:
+            self._todo += _unnamed(type(module))
             own = (value for value in vars(module).values() if callable(value))
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             self._todo += [(value, None) for value in (*own, *hooks)]
             self._todo += [(vars(base).get("forward"), base) for base in type(module).__mro__]
-        for name, found in self._methods.items():
-            if name.startswith("__") and name not in _NOT_IN_FORWARD:
-                self._todo += found
         while self._todo and len(self._seen) < _MAX_FUNCTIONS:
             self._follow(*self._todo.pop())
 
@@ -199,11 +202,22 @@ class _AttributeNames:
                 self._todo.append((function.__globals__.get(name), None))
                 continue
             if name not in self.names and name not in self.of_self:
-                self._todo += self._methods.get(name, ())
+                self._todo += (*self._methods.get(name, ()), *self._unnamed.get(name, ()))
             if receiver == _SELF and of is not None:
                 self.of_self.setdefault(name, set()).add(of)
             else:
                 self.names.add(name)
+
+
+def _unnamed(kind: type) -> list[tuple[Any, type | None]]:
+    """Return the methods of a class that operators and protocols call, with the classes that define them."""
+    return [
+        (value, base)
+        for base in kind.__mro__
+        if _is_followed(base)
+        for name, value in vars(base).items()
+        if name.startswith("__") and name not in _NOT_IN_FORWARD
+    ]
 
 
 def _is_followed(item: Any) -> bool:
