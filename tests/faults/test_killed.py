@@ -87,7 +87,7 @@ def test_a_stop_signal_to_every_process_of_the_run_stops_the_ranks_at_the_same_s
 
     def ask(rank: int, event: dict[str, object]) -> None:
         if not signalled:
-            signalled.update(pid for pid, command in watch.processes().items() if "guardian" not in command)
+            signalled.update(pid for pid, command in watch.processes().items() if "reaper" not in command)
             for pid in signalled:
                 os.kill(pid, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Processes of a run: start a rank, see how it ended without reaping it, start the guardian."""
+"""Processes of a run: start a rank, see how it ended without reaping it, start the reaper."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class RankProcess:
             self.pidfd = None
 
 
-class Guardian:
+class Reaper:
     """The process that ends the run when the launching process dies. See reaper.py.
 
     Args:

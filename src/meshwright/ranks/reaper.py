@@ -1,7 +1,7 @@
 """Ends every process of a run. Also a program: it waits beside the launching process and does so when that one dies.
 
 As a program it holds the reading end of a pipe whose writing end only the launching process has. When that process
-ends without a farewell, even by SIGKILL, the pipe ends, and the guardian kills all that carries the run's id: ranks,
+ends without a farewell, even by SIGKILL, the pipe ends, and the reaper kills all that carries the run's id: ranks,
 and what ranks have started, which no parent-death signal reaches. It imports next to nothing, so that it starts in
 milliseconds and costs a few megabytes.
 

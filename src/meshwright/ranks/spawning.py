@@ -178,7 +178,7 @@ kept: list[TemplateProcess] = []
 hundreds of groups; empty otherwise."""
 
 
-class Nursery:
+class Spawner:
     """The births of one group's ranks.
 
     Args:

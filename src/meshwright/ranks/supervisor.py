@@ -25,9 +25,9 @@ from meshwright.ranks.channel import pack
 from meshwright.ranks.error_transfer import rebuild_error
 from meshwright.ranks.hang_report import STACK_SIGNAL, hang_error, late_start_error, unheeded_stop_error
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board
-from meshwright.ranks.processes import Guardian, RankProcess, rank_environment, scratch_file
+from meshwright.ranks.processes import RankProcess, Reaper, rank_environment, scratch_file
 from meshwright.ranks.signals import StopSignals
-from meshwright.ranks.spawning import Nursery
+from meshwright.ranks.spawning import Spawner
 
 __all__: list[str] = []
 
@@ -82,8 +82,8 @@ class Supervisor:
         self._stop_told: str | None = None
         self._stop_deadline: float | None = None
         self._directory: str | None = None
-        self._guardian: Guardian | None = None
-        self._nursery: Nursery | None = None
+        self._reaper: Reaper | None = None
+        self._spawner: Spawner | None = None
         self._descriptors = [scratch_file(num_ranks * RECORD_BYTES)]
         self._board = Board(self._descriptors[0], num_ranks)
         self._environment = rank_environment(self.run_id, threads, env)
@@ -163,10 +163,10 @@ class Supervisor:
         with self.signals:  # an interrupt must not cut this short: the ranks would live on
             try:
                 # Whoever reaps the ranks outlives them: an heir of their zombies, PID 1 of a container, may not care for them.
-                spared = set() if self._nursery is None else self._nursery.pids
+                spared = set() if self._spawner is None else self._spawner.pids
                 reaper.sweep(self.run_id, {rank.pid for rank in self._ranks if rank.is_born}, spared=spared)
-                if self._nursery is not None:
-                    self._nursery.end()
+                if self._spawner is not None:
+                    self._spawner.end()
             finally:
                 self._free()
 
@@ -178,8 +178,8 @@ class Supervisor:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self.signals.close()
-        if self._guardian is not None:
-            self._guardian.dismiss()
+        if self._reaper is not None:
+            self._reaper.dismiss()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -188,17 +188,17 @@ class Supervisor:
     def _spawn(self) -> None:
         self._selector.register(self.signals.wake_socket(), selectors.EVENT_READ, self._drain_wake)
         start = self._start_message()
-        self._guardian = Guardian(self.run_id, self._directory)
+        self._reaper = Reaper(self.run_id, self._directory)
         for number in range(self.num_ranks):
             rank = RankProcess(number, start)
             self._ranks.append(rank)
             self._selector.register(rank.channel, selectors.EVENT_READ, lambda rank=rank: self._hear(rank))
-        self._nursery = Nursery(self._ranks, self._environment, self._descriptors, self._note_birth)
-        self._nursery.begin(self._selector)
+        self._spawner = Spawner(self._ranks, self._environment, self._descriptors, self._note_birth)
+        self._spawner.begin(self._selector)
 
     def _note_birth(self, rank: RankProcess) -> None:
-        if self._guardian is not None:
-            self._guardian.tell(str(rank.pid))
+        if self._reaper is not None:
+            self._reaper.tell(str(rank.pid))
         if rank.pidfd is not None:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._look_at(rank))
 
@@ -328,7 +328,7 @@ class Supervisor:
         self._hear(rank)  # what it said before it died
         if self._is_leaving:
             return
-        template = None if self._nursery is None else self._nursery.lost
+        template = None if self._spawner is None else self._spawner.lost
         if template is not None:
             error = template_error(rank.rank, self.num_ranks, template.pid, template.how_it_ended())
         else:
