@@ -73,9 +73,8 @@ def _fit_ragged(program: dict[str, Any]) -> None:
     """Let each rank pad its own share only where samples alone see what is padded."""
     model = program["model"]
     is_alone = model.get("pool", "none") == "none" and all(f["kind"] in ("mlp", "attention") for f in model["blocks"])
-    is_alone = is_alone and not mixes_samples(
-        program
-    )  # statistics, and a mean that a branch asks, have padding in them
+    # Statistics, a mean that a branch asks, and how often an id is in the batch have padding in them.
+    is_alone = is_alone and not mixes_samples(program) and not model.get("stem", {}).get("scale_grad_by_freq")
     if program.get("ragged") and not (is_alone and model["domain"] in ("tokens", "series")):
         program["ragged"] = False
     if program.get("ragged"):
