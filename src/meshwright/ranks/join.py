@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,7 @@ from meshwright.errors import ConfigError, LostPeerError
 from meshwright.ranks.allocator import keep_freed_memory
 from meshwright.ranks.environment import Place, choose_transport, read_place
 from meshwright.ranks.joined_failures import sharing
-from meshwright.ranks.world import World, current_world, leave_group, set_current_world
-
-if TYPE_CHECKING:
-    from meshwright.ranks.world import Link
+from meshwright.ranks.world import Link, World, current_world, leave_group, set_current_world
 
 __all__: list[str] = []
 

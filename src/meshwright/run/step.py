@@ -224,7 +224,8 @@ class Stepper:
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
         is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
-        has_stages = isinstance(self.engine, PipelineEngine)
+        stages = self.engine if isinstance(self.engine, PipelineEngine) else None
+        has_stages = stages is not None
         knows_first = (
             is_there or has_stages or self.engine.needs_lockstep or may_try or self.sentinels.needs_agreement_first
         )
@@ -241,7 +242,7 @@ class Stepper:
             copies=self.engine.copies,
             sayings=self.sentinels.sayings(batch, self.casts.dtype),
             on_difference=self.sentinels.explain,
-            held=self.engine.trainable_states if isinstance(self.engine, PipelineEngine) else None,
+            held=None if stages is None else stages.trainable_states,
             moved=moved,
             knows_first=knows_first,
             has_changed=may_try and self._watch_model.has_changed(),
