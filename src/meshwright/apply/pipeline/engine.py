@@ -266,7 +266,6 @@ class PipelineEngine(OuterEngine):
         """
         if self._post.has_notes(self.device):
             self._post.compare_counts(num_micro_batches)
-        self._copies_before.refuse_used()
 
     def tell_failure(self, num_micro_batches: int) -> None:
         """Tell the other stages that this rank has failed: they may wait for it."""
@@ -349,13 +348,11 @@ class PipelineEngine(OuterEngine):
         if self._inner is None:
             yield
             return
-        self._copies_before.refuse_used()
-        with self._interception.suspended(), self._inner.whole_parameters():
+        with self._interception.suspended(), self._inner.whole_parameters(), self._copies_before.whole():
             rank_of_stage = self.schedule(1).rank_of_stage
             spread_buffers(self.module, self.stage_map, self._collector, rank_of_stage, self._stages)
             with self._holding.whole(self._collector.values(self._holding.all)):
                 yield
-                self._copies_before.accept_used()
 
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""

@@ -119,6 +119,11 @@ def _own(result: Tensor) -> Tensor:
     return unsafe_view(result, result.shape) if result._is_view() else result
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Return x [..., n] as a matrix [rows, n]: n may be 0, on a rank whose shard of a layer holds no feature."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 class _Linear(torch.autograd.Function):
     """y = x W^T + b: x [..., in], W [out, in], b [out].
 
@@ -136,10 +141,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
-        rows = gradients[0].reshape(-1, gradients[0].shape[-1])
+        rows = _rows(gradients[0])
 
         def rest() -> list[tuple[Tensor, Tensor]]:
-            found = [(weight, rows.t().mm(x.reshape(-1, x.shape[-1])))]
+            found = [(weight, rows.t().mm(_rows(x)))]
             if bias is not None and bias.requires_grad:
                 found.append((bias, rows.sum(0)))
             return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,6 +20,10 @@ __all__: list[str] = []
 class EarlyCopies:
     """The copies of a model that are made from now on, until it is cut.
 
+    An average of such a copy pairs its parameters with the model's in their order, which is right for a whole model alone.
+    It refuses to take values at any other time: in its own call, which all ranks make, and not where one of them meets a
+    parameter that it does not hold.
+
     Args:
         module: The model; it notices that it is copied.
     """
@@ -26,8 +32,7 @@ class EarlyCopies:
         self._module = module
         self._original = type(module)
         self._made: list[weakref.ref[nn.Module]] = []
-        self._averages: list[weakref.ref[Any]] = []
-        self._accepted: dict[weakref.ref[Any], int] = {}
+        self._is_whole = False
         made, original = self._made, self._original
 
         def deepcopy(child: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -50,27 +55,55 @@ class EarlyCopies:
         theirs = sys.modules.get("torch.optim.swa_utils")
         copies = [found for reference in self._made if (found := reference()) is not None]
         if copies and theirs is not None:
-            kind = theirs.AveragedModel
-            averages = [item for item in gc.get_objects() if type(item) is kind]
-            self._averages = [weakref.ref(item) for item in averages if any(item.module is found for found in copies)]
+            averages = [item for item in gc.get_objects() if issubclass(type(item), theirs.AveragedModel)]
+            for average in averages:
+                if any(average.module is found for found in copies):
+                    average.__class__ = self._guarded(type(average))
 
-    def accept_used(self) -> None:
-        """Take note that averages were right to take values up to now: the model was whole, and paired with them."""
-        found = ((reference, reference()) for reference in self._averages)
-        self._accepted = {reference: int(average.n_averaged) for reference, average in found if average is not None}
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let averages take values inside: the model is whole, and pairs with them."""
+        outer, self._is_whole = self._is_whole, True
+        try:
+            yield
+        finally:
+            self._is_whole = outer
 
-    def refuse_used(self) -> None:
-        """Refuse an average that has taken values of the model since it was cut, but where the model was whole.
+    def _guarded(self, kind: type[Any]) -> type[Any]:
+        """Return a class of averages that take values of a whole model only; its instances are pickled as those of `kind`."""
 
-        Raises:
-            ApplyError: It has.
-        """
-        for reference in self._averages:
-            average = reference()
-            if average is not None and int(average.n_averaged) > self._accepted.get(reference, 0):
+        def update_parameters(average: Any, model: nn.Module) -> None:
+            if not self._is_whole:
                 raise ApplyError(
-                    "an AveragedModel was made of the model before its first step, while the rank had all of it, and averages "
-                    "now what this rank holds: its parameters are paired with the wrong ones",
+                    "an AveragedModel was made of the model before its first step, while the rank had all of it, and is to "
+                    "average what this rank holds now: its parameters would be paired with the wrong ones",
                     fix="update it inside model.whole_parameters(), or make it after the first step, or pass example_batch= to "
                     "apply_plan",
                 )
+            kind.update_parameters(average, model)
+
+        def as_plain(average: Any, run: Callable[[], Any]) -> Any:
+            guarded = type(average)
+            average.__class__ = kind
+            try:
+                return run()
+            finally:
+                average.__class__ = guarded
+
+        def deepcopy(average: Any, memo: dict[int, Any]) -> Any:
+            found = as_plain(average, lambda: copy.deepcopy(average, memo))
+            found.__class__ = type(average)
+            return found
+
+        def reduce_ex(average: Any, protocol: Any) -> Any:
+            _, args, *state = as_plain(average, lambda: average.__reduce_ex__(max(protocol, 2)))
+            return object.__new__, args, *state  # pickle takes copyreg's own function for the object's own class only
+
+        members = {
+            "update_parameters": update_parameters,
+            "__deepcopy__": deepcopy,
+            "__reduce_ex__": reduce_ex,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        }
+        return type(kind.__name__, (kind,), members)

@@ -1,0 +1,82 @@
+"""Averages of a model that were made before a pipeline cut it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import meshwright as mw
+
+BATCHES = [(torch.full((4, 3), 0.1 * step, dtype=torch.float64), torch.ones(4, 2).double()) for step in (1, 2, 3)]
+
+
+class Uneven(nn.Module):
+    """Layers of unlike sizes: two stages have no tensor of one shape in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [3, 5, 5, 7, 2]
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def square(output: Any, batch: Any) -> Tensor:
+    return (output - batch[1]).square().mean()
+
+
+def build() -> Uneven:
+    torch.manual_seed(0)
+    return Uneven().double()
+
+
+def apply_uneven() -> Any:
+    return mw.apply_plan(build, "pp=2,micro_batches=2", loss_fn=square, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def average_of_a_part(through: str) -> str:
+    """Update an early average, or a copy of it, with what a rank holds; return why that is refused."""
+    with apply_uneven() as model:
+        average = AveragedModel(model.module)
+        model.step(BATCHES[0])
+        if through == "copied":
+            average = copy.deepcopy(average)
+        try:
+            average.update_parameters(model.module)
+        except mw.ApplyError as error:
+            model.step(BATCHES[1])  # the ranks are where they were: all of them were refused
+            return str(error)
+    return "taken"
+
+
+def average_of_the_whole() -> tuple[dict[str, Tensor], str]:
+    """Average inside `whole_parameters`; return the values and the class that a pickled average has."""
+    with apply_uneven() as model:
+        average = AveragedModel(model.module)
+        for batch in BATCHES:
+            model.step(batch)
+            with model.whole_parameters():
+                average.update_parameters(model.module)
+        again = pickle.loads(pickle.dumps(average))
+        return {name: p.detach().clone() for name, p in average.module.named_parameters()}, str(type(again))
+
+
+def average_on_one_device() -> dict[str, Tensor]:
+    module = build()
+    average = AveragedModel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        square(module(batch[0]), batch).backward()
+        optimizer.step()
+        average.update_parameters(module)
+    return {name: p.detach().clone() for name, p in average.module.named_parameters()}

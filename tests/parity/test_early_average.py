@@ -1,0 +1,24 @@
+"""An average that is older than the cut: equal inside `whole_parameters`, refused elsewhere on all ranks alike."""
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from meshwright import testing
+from parity import early_average_jobs as jobs
+
+
+@pytest.mark.parametrize("through", ["itself", "copied"])
+def test_values_of_a_part_are_refused_on_every_rank(through: str) -> None:
+    # A rank whose tensors happened to fit went on, and waited for one that had been refused.
+    first, *others = testing.run_ranks(jobs.average_of_a_part, 2, through)
+    assert "inside model.whole_parameters()" in first
+    assert others == [first]
+
+
+def test_values_of_the_whole_are_averaged_as_on_one_device() -> None:
+    expected = jobs.average_on_one_device()
+    for values, kind in testing.run_ranks(jobs.average_of_the_whole, 2):
+        assert kind == str(AveragedModel)
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-11, atol=1e-12)
