@@ -18,11 +18,11 @@ from tolerances import FLOAT64
 FOUR = 4
 
 
-def assert_equals_one_process(name: str, plan: str = "tp=2", **options: Any) -> None:
+def assert_equals_one_process(name: str, plan: str = "tp=2", num_ranks: int = 2, **options: Any) -> None:
     """Compare losses, evaluations, gradients, parameters and buffers of every rank with a textbook loop's."""
     script = search_jobs.Script(**options)
     plain = search_jobs.train_plainly(name, script)
-    for losses, evaluated, *tensors in testing.run_ranks(search_jobs.train, 2, name, plan, script):
+    for losses, evaluated, *tensors in testing.run_ranks(search_jobs.train, num_ranks, name, plan, script):
         assert losses == pytest.approx(plain[0], rel=FLOAT64)
         assert evaluated == pytest.approx(plain[1], rel=FLOAT64)
         for got, expected in zip(tensors, plain[2:], strict=True):
@@ -36,6 +36,14 @@ def cut_of(name: str, num_samples: int = FOUR, num_parts: int = 2, length: int =
 
 def blocks_cut(layout: TensorLayout) -> set[str]:
     return {name.split(".")[1] for name in layout.cuts if name.startswith("layers.")}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_come_to_the_sums_of_their_terms_in_one_order(zero: int) -> None:
+    # One rank's term had a bias and the other's zeros in its place: autograd took the two graphs in other orders.
+    layout = cut_of("by_hand")
+    assert any("layers.0.second.bias" in region.once for region in layout.regions)
+    assert_equals_one_process("by_hand", f"dp=2,tp=2,zero={zero}", 4)
 
 
 # -- the next block, another call, another mode -----------------------------------------------------------------------

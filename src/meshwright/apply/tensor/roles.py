@@ -104,7 +104,7 @@ def _without_bias(module: nn.Module, bias: Tensor) -> Iterator[None]:
 
 def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
     terms = {result.index for result in running.region.results if result.dim is None} or {0}
-    absent = running.region.below(running.region.scope).once if running.group.group_rank else ()
+    once = running.region.below(running.region.scope).once
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def enter(tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
         args, kwargs = map_tensors((args, kwargs), enter)
         position = iter(range(2**31))
-        with _as_zeros(self, absent):
+        with _in_one_term(self, once, is_here=running.group.group_rank == 0):
             outputs = original(self, *args, **kwargs)
         return map_tensors(outputs, lambda tensor: running.leave(tensor) if next(position) in terms else tensor)
 
@@ -122,12 +122,16 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
 
 @contextlib.contextmanager
-def _as_zeros(scope: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Have parameters be zeros, whose gradients are zeros: another rank's term has them."""
+def _in_one_term(scope: nn.Module, names: tuple[str, ...], *, is_here: bool) -> Iterator[None]:
+    """Have parameters be zeros, with gradients of zero, on all ranks but the one whose term of a sum has them.
+
+    That rank multiplies too, by one: autograd goes through a graph in its order, and where gradients leave in backward
+    (ZeRO-2 and 3) the ranks must come to their exchanges in the same order.
+    """
     owners = [(scope.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in names]
     kept = [parameters[name] for parameters, name in owners]
     for (parameters, name), parameter in zip(owners, kept, strict=True):
-        parameters[name] = parameter * 0  # pyright: ignore[reportOptionalOperand, reportArgumentType]
+        parameters[name] = parameter * int(is_here)  # pyright: ignore[reportOptionalOperand, reportArgumentType]
     try:
         yield
     finally:
