@@ -198,6 +198,9 @@ class Engine:
     def idle_pass(self) -> None:
         """Take part in what the other ranks exchange during a micro-batch; without a backward where gradients are off."""
 
+    def end_failed_pass(self) -> None:
+        """Take part in what is left of a pass whose forward has raised here, in the user's code; other ranks go on with it."""
+
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched, on every rank."""
 

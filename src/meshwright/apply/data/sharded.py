@@ -215,6 +215,10 @@ class ShardedEngine(DataParallelEngine):
             self._gathering.begin_forward()
             self._gathering.end_pass()
 
+    def end_failed_pass(self) -> None:
+        if self._gathering is not None:
+            self._gathering.end_pass()
+
     def before_layer(self, layer: nn.Module) -> None:
         if self._gathering is not None:
             self._gathering.need_layer(layer)

@@ -285,6 +285,9 @@ class TensorEngine(OuterEngine):
     def idle_pass(self) -> None:
         self.inner.idle_pass()
 
+    def end_failed_pass(self) -> None:
+        self.inner.end_failed_pass()
+
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self.cutting is not None:
             self.cutting.forget(self.device)

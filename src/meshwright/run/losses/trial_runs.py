@@ -14,6 +14,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.describe.batches import call_model
+from meshwright.errors import LostPeerError
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.pipeline_trials import told_by_any
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, run_trial
@@ -64,7 +65,13 @@ def run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _T
     """
 
     def forward(batch: Any) -> Any:
-        return engine.forward_backward(batch, call_model)[0]
+        try:
+            return engine.forward_backward(batch, call_model)[0]
+        except LostPeerError:
+            raise
+        except Exception:  # the trial ends with it here, and other ranks have exchanges of this pass to come
+            engine.end_failed_pass()
+            raise
 
     found: Evidence | None = None
     wanted = [] if trials is None else next(trials)
