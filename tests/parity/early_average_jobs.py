@@ -80,3 +80,47 @@ def average_on_one_device() -> dict[str, Tensor]:
         optimizer.step()
         average.update_parameters(module)
     return {name: p.detach().clone() for name, p in average.module.named_parameters()}
+
+
+class Averaging(Uneven):
+    """Keeps a moving average of what the first layer gives: a buffer that one stage computes."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if index == 0 and self.training:
+                self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x
+
+
+def copies_of_a_computed_buffer() -> tuple[Tensor, Tensor, Tensor]:
+    """Copy and pickle a model between steps; return its buffer, and what both have of it."""
+    torch.manual_seed(0)
+    module = Averaging().double()
+    with mw.apply_plan(module, "pp=2", loss_fn=square, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as model:
+        for batch in BATCHES:
+            model.step(batch)
+        with model.whole_parameters():
+            copied = copy.deepcopy(model.module)
+            again = pickle.loads(pickle.dumps(model.module))
+        model.step(BATCHES[0])
+        with model.whole_parameters():
+            return model.module.mean.clone(), copied.mean.clone(), again.mean.clone()
+
+
+def computed_buffer_on_one_device() -> list[Tensor]:
+    torch.manual_seed(0)
+    module, found = Averaging().double(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch in (*BATCHES, BATCHES[0]):
+        optimizer.zero_grad()
+        square(module(batch[0]), batch).backward()
+        optimizer.step()
+        found.append(module.mean.clone())
+    return found

@@ -22,3 +22,12 @@ def test_values_of_the_whole_are_averaged_as_on_one_device() -> None:
         assert kind == str(AveragedModel)
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=1e-11, atol=1e-12)
+
+
+def test_a_model_is_copied_and_pickled_with_a_buffer_that_one_stage_computes() -> None:
+    # What the pipeline knows of such a buffer hung on the tensor, and was copied with it: ranks, groups and all.
+    before, after = jobs.computed_buffer_on_one_device()[-2:]
+    for own, copied, pickled in testing.run_ranks(jobs.copies_of_a_computed_buffer, 2):
+        torch.testing.assert_close(own, after, rtol=1e-11, atol=1e-12)
+        for value in (copied, pickled):
+            torch.testing.assert_close(value, before, rtol=1e-11, atol=1e-12)

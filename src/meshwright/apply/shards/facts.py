@@ -81,6 +81,9 @@ class ShardFacts:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a file has whole tensors
+
     def of_gradient(self) -> ShardFacts:
         """Return what is known of a gradient that lies beside this parameter."""
         return dataclasses.replace(

@@ -49,6 +49,12 @@ class StageValue:
         self.is_stale = False
         """Whether its memory was written over under another name, after a stage got a copy."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave nothing with a copy of the tensor: outside of a forward it is one that every stage has."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
     @property
     def any(self) -> Tensor:
         """A tensor of its shape and dtype."""
