@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshwright.apply.recompute.checkpointing import Recompute
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search import regions
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import TensorLayout
@@ -177,6 +178,19 @@ def test_a_search_that_has_made_its_trials_leaves_the_rest_whole(monkeypatch: py
     layout = _layout_of_an_mlp()
     assert not layout.regions
     assert any("before this was proven" in reason for reason in layout.whole.values())
+
+
+@pytest.mark.parametrize("name", ["whole_norm", "sloped", "depthwise"])
+def test_the_wording_of_a_disproof_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, expected = layout_of(name, 2)
+    plain = DisprovedError.__init__
+
+    def reworded(self: DisprovedError, message: str, *kind: Any) -> None:
+        plain(self, message[::-1], *kind)
+
+    monkeypatch.setattr(DisprovedError, "__init__", reworded)
+    _, layout = layout_of.__wrapped__(name, 2)
+    assert layout.regions == expected.regions
 
 
 def test_a_search_that_takes_too_long_is_refused_and_finds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

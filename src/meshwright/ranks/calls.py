@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright.comm.shm.build import loaded_extension
-from meshwright.errors import LostPeerError, MeshwrightError, UserCodeError
+from meshwright.errors import LostPeerError, MeshwrightError, RankNote, UserCodeError
 from meshwright.ranks.error_transfer import describe_error
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Calls:
                     f"{message}"[:_MAX_TEXT],
                     fix,
                     description["traceback"][-_MAX_TEXT:],
+                    _facts_of(error),
                 ]
                 with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
                     self._store.compare_set(_key(call), "", json.dumps(told))  # the first one counts
@@ -154,15 +155,30 @@ def _key(call: int) -> str:
     return f"raised/{call}"
 
 
-def _rebuild(rank: int, kind: str, message: str, fix: str | None, traceback_text: str) -> MeshwrightError:
+def _facts_of(error: BaseException) -> dict[str, Any]:
+    """Return what an error of ours holds beside its text: where it was, and what its class adds."""
+    if not isinstance(error, MeshwrightError):
+        return {}
+    held = {name: value for name, value in vars(error).items() if name not in ("message", "fix")}
+    return {
+        name: value[:_MAX_TEXT] if isinstance(value, str) else value
+        for name, value in held.items()
+        if value is None or isinstance(value, (int, float, str))
+    }
+
+
+def _rebuild(
+    rank: int, kind: str, message: str, fix: str | None, traceback_text: str, facts: dict[str, Any]
+) -> MeshwrightError:
     ours: Any = getattr(errors, kind, None)
-    if ours is None or ours is UserCodeError:
+    if not isinstance(ours, type) or not issubclass(ours, MeshwrightError) or ours is UserCodeError:
         text = f"rank {rank} cannot go on: {kind}: {message}"
         fix = f"see the exception of rank {rank}"
         error: MeshwrightError = UserCodeError(text, rank=rank, traceback_text=traceback_text, fix=fix)
     else:
         error = ours.__new__(ours)
         MeshwrightError.__init__(error, f"rank {rank} cannot go on: {message}", fix=fix)
-        error.__dict__.setdefault("rank", rank)
-    error.add_note(f"rank {rank}; its traceback:\n{traceback_text}")
+        vars(error).update(facts)
+        error.rank = rank if error.rank is None else error.rank
+    error.add_note(RankNote(f"rank {rank}; its traceback:\n{traceback_text}", rank))
     return error

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.errors import UserCodeError
+from meshwright.errors import MeshwrightError, RankNote, UserCodeError
 
 __all__: list[str] = []
 
@@ -90,7 +90,9 @@ def rebuild_error(info: dict[str, Any], rank: int, world_size: int) -> BaseExcep
             rank=rank,
             traceback_text=traceback_text,
         )
-    error.add_note(f"rank {rank} of {world_size}; its traceback:\n{traceback_text}")
+    error.add_note(RankNote(f"rank {rank} of {world_size}; its traceback:\n{traceback_text}", rank))
+    if isinstance(error, MeshwrightError) and error.rank is None:
+        error.rank = rank
     return error
 
 

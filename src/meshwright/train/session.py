@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import ConfigError, StoppedOnRequest
+from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
@@ -93,7 +93,10 @@ class _Session:
             return self._summary(model)
 
     def failure(self, error: Exception) -> dict[str, Any]:
-        """Return the event of a rank that fails."""
+        """Return the event of a rank that fails; an error of ours learns where that was."""
+        if isinstance(error, MeshwrightError):
+            error.step = self.step if error.step is None else error.step
+            error.phase = error.phase or self.phase
         return {
             "event": "failed",
             "rank": self.world.rank,
