@@ -226,7 +226,9 @@ def test_a_joined_rank_says_in_which_step_and_phase_it_failed(in_tmp, monkeypatc
     monkeypatch.setenv("MASTER_PORT", "29555")
 
     def train(_config, world):
-        world.on_event(1, {"event": "failed", "rank": 1, "step": 4, "phase": "load", "traceback": "Traceback of rank 1"})
+        world.on_event(
+            1, {"event": "failed", "rank": 1, "step": 4, "phase": "load", "traceback": "Traceback of rank 1"}
+        )
         raise OSError("no such file")
 
     monkeypatch.setattr(join, "join_world", lambda: SimpleNamespace(rank=1, world_size=2))

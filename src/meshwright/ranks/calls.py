@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
+from meshwright._torch_texts import says_not_yet
 from meshwright.comm.shm.build import loaded_extension
 from meshwright.errors import LostPeerError, MeshwrightError, RankNote, UserCodeError
 from meshwright.ranks.error_transfer import describe_error
@@ -30,7 +31,6 @@ __all__: list[str] = []
 KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients")
 """Calls that all ranks make together, and in which code of the user's may run."""
 _MAX_TEXT = 4000
-_NOT_YET = "Operation timed out!"  # what torch's wait for a time says of an exchange that goes on
 _LOOK_EVERY = datetime.timedelta(milliseconds=100)
 
 
@@ -102,7 +102,7 @@ class Calls:
             try:
                 work.wait(_LOOK_EVERY)
             except RuntimeError as error:
-                if _NOT_YET not in str(error):
+                if not says_not_yet(error):
                     raise
             else:
                 return
@@ -125,7 +125,7 @@ class Calls:
             return None
         with contextlib.suppress(RuntimeError, ValueError):
             told = json.loads(self._store.get(_key(self.current)))
-            return None if told[0] == self._rank else _rebuild(*told)
+            return None if told[0] == self._rank else _rebuild(told)
         return None
 
 
@@ -167,9 +167,8 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _rebuild(
-    rank: int, kind: str, message: str, fix: str | None, traceback_text: str, facts: dict[str, Any]
-) -> MeshwrightError:
+def _rebuild(told: list[Any]) -> MeshwrightError:
+    rank, kind, message, fix, traceback_text, facts = told
     ours: Any = getattr(errors, kind, None)
     if not isinstance(ours, type) or not issubclass(ours, MeshwrightError) or ours is UserCodeError:
         text = f"rank {rank} cannot go on: {kind}: {message}"

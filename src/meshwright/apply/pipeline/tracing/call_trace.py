@@ -27,6 +27,8 @@ class UnitCall:
     """Floating-point operations of the forward, 1 multiply-add = 2 [FLOPs]."""
     parameters: tuple[str, ...]
     """FQNs of what it uses: its own, and those that its code or the code after it looked up elsewhere."""
+    takes: tuple[int, ...] = ()
+    """Places of the calls of whose results it is given tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,10 @@ class Flow:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Flow:
         """Return what `to_json` gave."""
-        calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
+        calls = tuple(
+            UnitCall(**{**call, "parameters": tuple(call["parameters"]), "takes": tuple(call["takes"])})
+            for call in value["calls"]
+        )
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
         texts = {
             key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts", "draws_python")

@@ -19,6 +19,7 @@ from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall, call_co
 from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, writes_to
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
+from meshwright.apply.pipeline.tracing.stage_map import latest_of
 from meshwright.apply.pipeline.walking.draws import python_moved, read_python
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
@@ -203,9 +204,11 @@ class _ForwardObserver(TorchFunctionMode):
             self._given = {id(tensor) for tensor in given}
             plain = {id(tensor) for tensor in tensors_of_call(args, kwargs, places_of_call(args, kwargs, opens=False))}
             self._in_objects = self._given - plain
+            values = [value for tensor in given if (value := value_of(tensor)) is not None and value.owner is self]
             self._calls.append(
                 {
                     "unit": name,
+                    "takes": tuple(sorted({value.home for value in values if value.home is not None})),
                     "flops": self.counter.get_total_flops(),
                     "module": unit,
                     "scene": Scene(args, kwargs, self._modules.items()),
@@ -289,8 +292,7 @@ class _ForwardObserver(TorchFunctionMode):
             self._watch_unit(self._running, (args, kwargs), result)
             return result
         self._watch_between(func, (args, kwargs))
-        homes = [value.home for value in values_in((args, kwargs)) if value.owner is self and value.home is not None]
-        home = max(homes) if homes else None
+        home = latest_of(value.home for value in values_in((args, kwargs)) if value.owner is self)
         target = writes_to(func, args, kwargs)
         if home is not None:
             self._used[home] |= names
@@ -370,7 +372,7 @@ class _ForwardObserver(TorchFunctionMode):
         if self._running is not None:
             raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
         calls = tuple(
-            UnitCall(unit=call["unit"], flops=call["flops"], parameters=tuple(sorted(used)))
+            UnitCall(unit=call["unit"], flops=call["flops"], parameters=tuple(sorted(used)), takes=call["takes"])
             for call, used in zip(self._calls, self._used, strict=True)
         )
         called = {call.unit for call in calls}

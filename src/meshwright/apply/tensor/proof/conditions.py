@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from meshwright.apply.tensor.proof.proof import Experiment
-from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError, Disproof
+from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
 from meshwright.apply.tensor.search.trace import MAX_CALLS, Call
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
 
