@@ -245,4 +245,4 @@ def test_a_plan_that_does_not_fit_the_job_is_refused(in_tmp, monkeypatch):
     with pytest.raises(ConfigError, match=r"the plan 'dp=2' has 2 ranks, this job .* has 3") as caught:
         launcher.run_training(load_config(EXAMPLE))
     plan = re.match(r"--plan (\S+),", caught.value.fix)[1]
-    assert load_config(EXAMPLE, plan=plan).plan_json
+    assert load_config(EXAMPLE, plan=plan).plan

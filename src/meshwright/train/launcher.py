@@ -44,7 +44,7 @@ def run_training(config: TrainConfig) -> int:
         DirectoryInUseError: Another run has the folder.
         StorageError: The folder cannot be written.
     """
-    plan = Plan.from_json(config.plan_json)
+    plan = config.plan
     place = read_place(os.environ)
     if place.world_size > 1 or place.address is not None:
         if plan.num_ranks != place.world_size:
@@ -54,8 +54,8 @@ def run_training(config: TrainConfig) -> int:
             )
         if place.rank != 0:
             return _train_beside(config)
-        return _Run(config, plan).execute(joined=True)
-    return _Run(config, plan).execute(joined=False)
+        return _Run(config).execute(joined=True)
+    return _Run(config).execute(joined=False)
 
 
 def _train_beside(config: TrainConfig) -> int:
@@ -91,9 +91,9 @@ def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None]) 
 class _Run:
     """One run as its folder and its viewer see it."""
 
-    def __init__(self, config: TrainConfig, plan: Plan) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._plan = plan
+        self._plan = config.plan
         self._last: dict[str, Any] = {}
         self._failures: dict[int, dict[str, Any]] = {}
         self._steps: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ class _Run:
                 sent_bytes=summaries[0]["sent_bytes"] if summaries else {},
                 loss=loss if loss is not None and abs(loss) < float("inf") else None,
             )
-        config = json.loads(self._config.model_dump_json(exclude={"plan_json"}))
+        config = json.loads(self._config.model_dump_json(exclude={"plan"}))
         return RunRecord(plan=self._plan, config=config, measurement=measurement, environment=environment())
 
     def _say(self, text: str) -> None:

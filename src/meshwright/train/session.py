@@ -16,7 +16,6 @@ from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.run.result import StepResult
-from meshwright.spec.plan import Plan
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.data.loader import make_loader
@@ -76,7 +75,7 @@ class _Session:
         self._enter("build")
         model = apply_plan(
             make_build_model(self.config),
-            Plan.from_json(self.config.plan_json),
+            self.config.plan,
             loss_fn=make_loss(self.config),
             optimizer=OptimizerFactory(self.config),
             seed=self.config.train.seed,
