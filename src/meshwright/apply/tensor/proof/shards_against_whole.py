@@ -44,7 +44,7 @@ class Disproof(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class Difference:
     """Why a region was disproved. Two are equal where the same was found, to the rounding of the numbers in the text."""
 
     kind: Disproof
@@ -61,7 +61,7 @@ class DisprovedError(MeshwrightError):
 
     def __init__(self, message: str, kind: Disproof = Disproof.OTHER) -> None:
         super().__init__(message)
-        self.finding = Finding(kind, message)
+        self.difference = Difference(kind, message)
 
 
 def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 from torch import Tensor
 
-from meshwright.apply.tensor.proof.shards_against_whole import Disproof, Finding
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof
 from meshwright.apply.tensor.search.pairs import Names, Pair
 from meshwright.apply.tensor.search.trace import Product, Trace
 from meshwright.apply.tensor.tensor_layout import Cut, Region, Role
@@ -305,7 +305,7 @@ def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_s
 # -- the order in which they are tried ----------------------------------------------------------------------------
 
 
-def candidates(options: Options) -> Generator[Region, Finding, None]:
+def candidates(options: Options) -> Generator[Region, Difference, None]:
     """Yield regions and take the reason why each failed: as they stand, with changes, last with sizes translated at run time.
 
     A change that leaves the reason as it was does not touch what stands in the way, so nothing is built on it.
@@ -313,13 +313,13 @@ def candidates(options: Options) -> Generator[Region, Finding, None]:
     trials = _Trials(options.num_parts)
     found = list(options.regions())
     for resizes in (False, True):
-        level: list[tuple[Region, Region, Finding, list[Region]]] = []  # base, candidate, its reason, changes
+        level: list[tuple[Region, Region, Difference, list[Region]]] = []  # base, candidate, its reason, changes
         for base, changes in found:
             region = base.replace(resizes=resizes)
             reason = trials.known(region) or (yield from trials.run(region))
             level.append((region, region, reason, [change.replace(resizes=resizes) for change in changes]))
         for _ in range(_MAX_CHANGES):
-            following: list[tuple[Region, Region, Finding, list[Region]]] = []
+            following: list[tuple[Region, Region, Difference, list[Region]]] = []
             for base, region, before, changes in level:
                 for change in changes:
                     merged = _merge(base, region, change)
@@ -340,9 +340,9 @@ class _Trials:
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
-        self._reasons: dict[str, Finding] = {}
+        self._reasons: dict[str, Difference] = {}
 
-    def run(self, region: Region) -> Generator[Region, Finding, Finding]:
+    def run(self, region: Region) -> Generator[Region, Difference, Difference]:
         """Yield a region, and keep and return why it failed."""
         reason = yield region
         self._reasons[self._key(region)] = reason
@@ -350,7 +350,7 @@ class _Trials:
             self._reasons[self._key_of_sizes(region)] = reason
         return reason
 
-    def known(self, region: Region) -> Finding | None:
+    def known(self, region: Region) -> Difference | None:
         """Return why a region failed that for these ranks is the same, or whose tensors have the same sizes; or nothing."""
         return self._reasons.get(self._key(region)) or self._reasons.get(self._key_of_sizes(region))
 
@@ -365,7 +365,7 @@ class _Trials:
         return f"sizes {self._key(region.replace(cuts=sizes))}"
 
 
-def _may_help(reason: Finding, base: Region, change: Region) -> bool:
+def _may_help(reason: Difference, base: Region, change: Region) -> bool:
     """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
     if change.roles == base.roles:
         return reason.kind.is_raised or change.integers == base.integers
