@@ -205,7 +205,7 @@ def reads_error_texts(source: str, path: str) -> list[str]:
                 asked = [node.left] if isinstance(node.comparators[0].value, str) and node.comparators[0].value else []
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKS:
                 asked = [node.func.value, *node.args]
-            if any(_has_text(expression, errors, texts) for expression in asked):
+            if isinstance(node, ast.expr) and any(_has_text(expression, errors, texts) for expression in asked):
                 faults.append(f"{path}:{node.lineno}: reads the text of an error")
     return sorted(set(faults))
 
