@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -119,6 +120,12 @@ bytes of each (Rajbhandari et al. 2020, section 3.1: 16 bytes of state), and a c
 time in which it moves a byte [FLOPs]."""
 _BACKWARD = 3
 """A step's operations for each of forward's: backward takes twice as many (Narayanan et al. 2021, appendix)."""
+
+
+def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are no part of a unit: their code runs on every stage."""
+    inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
+    return [(name, child) for name, child in module.named_modules() if id(child) not in inside]
 
 
 def call_costs(module: nn.Module, flow: Flow) -> list[float]:

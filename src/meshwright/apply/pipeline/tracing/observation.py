@@ -16,7 +16,13 @@ from meshwright._torch_private import without_function_modes
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.ownership.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall, call_costs
-from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, writes_to
+from meshwright.apply.pipeline.tracing.functions import (
+    DIFFERENTIATES,
+    METADATA,
+    differentiated_by,
+    gradient_refusal,
+    writes_to,
+)
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
@@ -282,7 +288,9 @@ class _ForwardObserver(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._running is None and func in DIFFERENTIATES:
-            self._refuse_gradient(func, args, kwargs)
+            found = differentiated_by(func, args, kwargs)
+            if not found or any(value is None or value.owner is not self for value in found):
+                raise gradient_refusal(func)  # whether all is on one stage, is known once stages are
         result = func(*args, **kwargs)
         if func in METADATA:
             return result
@@ -349,17 +357,6 @@ class _ForwardObserver(TorchFunctionMode):
             if id(tensor) in self._changed_buffers and self._is_in_model:
                 unit = self._changed_buffers[id(tensor)]
                 self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
-
-    def _refuse_gradient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
-        found = [value_of(tensor) for tensor in tensors_in(inputs)]
-        if func is torch.autograd.grad and found and all(v is not None and v.owner is self for v in found):
-            return  # whether all is on one stage, is known once stages are
-        raise ApplyError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
-            "training): that backward would run through layers of several stages",
-            fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
-        )
 
     def _may_draw(self) -> set[str]:
         """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
