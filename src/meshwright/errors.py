@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 __all__: list[str] = []
 
@@ -36,14 +36,28 @@ class MeshwrightError(Exception):
     Args:
         message: What is wrong, the numbers and the rule.
         fix: What to do, as something that can be typed; shown on a line of its own.
+        rank: The rank that it came from, where it is known.
+        step: The step in which that was, where it is known.
+        phase: What that rank was doing, a word of `World.report_progress`, where it is known.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        fix: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.fix = fix
+        self.rank = rank
+        self.step = step
+        self.phase = phase
 
     def __str__(self) -> str:
         return self.message if self.fix is None else f"{self.message}\nfix: {self.fix}"
@@ -96,8 +110,7 @@ class UserCodeError(MeshwrightError):
     exit_code = 10
 
     def __init__(self, message: str, *, rank: int, traceback_text: str = "", fix: str | None = None) -> None:
-        super().__init__(message, fix=fix)
-        self.rank = rank
+        super().__init__(message, fix=fix, rank=rank)
         self.traceback_text = traceback_text
 
 
@@ -110,6 +123,8 @@ class WorkerKilledError(MeshwrightError):
         signal_name: For example "SIGKILL", or None where it left by itself.
         exit_status: The status it left with, or None where a signal ended it.
         fix: What to do about it.
+        step: The step it was in.
+        phase: What it was doing.
     """
 
     exit_code = 11
@@ -122,9 +137,10 @@ class WorkerKilledError(MeshwrightError):
         signal_name: str | None = None,
         exit_status: int | None = None,
         fix: str | None = None,
+        step: int | None = None,
+        phase: str | None = None,
     ) -> None:
-        super().__init__(message, fix=fix)
-        self.rank = rank
+        super().__init__(message, fix=fix, rank=rank, step=step, phase=phase)
         self.signal_name = signal_name
         self.exit_status = exit_status
 
@@ -137,15 +153,23 @@ class LostPeerError(MeshwrightError):
         rank: The rank that noticed.
         peer: The rank that is gone, where it is known.
         fix: What to do about it.
+        step: The step that the rank which noticed was in.
+        phase: What it was doing.
     """
 
     exit_code = 12
 
     def __init__(
-        self, message: str, *, rank: int | None = None, peer: int | None = None, fix: str | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        fix: str | None = None,
+        step: int | None = None,
+        phase: str | None = None,
     ) -> None:
-        super().__init__(message, fix=fix)
-        self.rank = rank
+        super().__init__(message, fix=fix, rank=rank, step=step, phase=phase)
         self.peer = peer
 
 
@@ -183,8 +207,7 @@ class NonFiniteError(MeshwrightError):
         parameter: str | None = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(message, fix=fix)
-        self.rank = rank
+        super().__init__(message, fix=fix, rank=rank)
         self.micro_batch = micro_batch
         self.parameter = parameter
 
@@ -211,9 +234,7 @@ class CorruptionError(MeshwrightError):
         part: str | None = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(message, fix=fix)
-        self.rank = rank
-        self.step = step
+        super().__init__(message, fix=fix, rank=rank, step=step)
         self.part = part
 
 
@@ -233,6 +254,40 @@ class StoppedOnRequest(MeshwrightError):  # noqa: N818 - it is not a failure
     """The run stopped because it was asked to."""
 
     exit_code = 75
+
+
+class RankNote(str):
+    """A note on an exception that another rank raised: what is shown of it, and which rank that was.
+
+    An exception of the user's own takes no attributes of ours; notes it takes, and they cross process borders with it.
+
+    Args:
+        text: The note.
+        rank: The rank that raised.
+    """
+
+    rank: int
+
+    def __new__(cls, text: str, rank: int) -> Self:
+        note = super().__new__(cls, text)
+        note.rank = rank
+        return note
+
+    def __reduce__(self) -> tuple[type[RankNote], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
+
+def rank_of(error: BaseException) -> int | None:
+    """Return the rank that an exception came from, where it is known.
+
+    >>> rank_of(LostPeerError("it has waited 30 s", rank=1))
+    1
+    >>> rank_of(ValueError("the user's own")) is None
+    True
+    """
+    if isinstance(error, MeshwrightError) and error.rank is not None:
+        return error.rank
+    return next((note.rank for note in getattr(error, "__notes__", ()) if isinstance(note, RankNote)), None)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

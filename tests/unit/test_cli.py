@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,11 +15,13 @@ from meshwright.errors import (
     ConfigError,
     LostPeerError,
     NonFiniteError,
+    RankNote,
     StoppedOnRequest,
     UserCodeError,
     WorkerKilledError,
 )
-from meshwright.train import launcher
+from meshwright.ranks import join
+from meshwright.train import launcher, session
 from meshwright.train.config.load import load_config
 from meshwright.train.events import read_events
 
@@ -171,7 +174,7 @@ def noted(error, note):
     ("error", "code", "last"),
     [
         (
-            noted(ValueError("bad\x1b[2J picture\nmore"), "rank 1 of 2; its traceback:\n..."),
+            noted(ValueError("bad\x1b[2J picture\nmore"), RankNote("the other one's words", rank=1)),
             10,
             "FATAL run=my_run rank=1 step=3 phase=load cause=ValueError: bad picture",
         ),
@@ -181,10 +184,14 @@ def noted(error, note):
             "FATAL run=my_run rank=1 step=3 phase=load cause=UserCodeError: rank 1 raised Odd: x",
         ),
         (
-            WorkerKilledError("rank 0 of 2 (pid 7) was killed by SIGKILL at step 2, phase backward", rank=0),
+            WorkerKilledError("it is gone", rank=0, step=2, phase="backward"),
             11,
-            "FATAL run=my_run rank=0 step=2 phase=backward cause=WorkerKilledError: rank 0 of 2 (pid 7) was killed by "
-            "SIGKILL at step 2, phase backward",
+            "FATAL run=my_run rank=0 step=2 phase=backward cause=WorkerKilledError: it is gone",
+        ),
+        (
+            LostPeerError("rank 3 of 4 waited at step 9, phase sleep"),  # the wording says nothing
+            12,
+            "FATAL run=my_run rank=unknown step=1 phase=run cause=LostPeerError: rank 3 of 4 waited at step 9, phase sleep",
         ),
         (
             LostPeerError("all_reduce failed"),
@@ -212,6 +219,24 @@ def test_a_failure_ends_with_a_line_for_machines(run, in_tmp, error, code, last)
     assert read_events(in_tmp / "runs" / "my run")[-1]["exit_code"] == code
 
 
+def test_a_joined_rank_says_in_which_step_and_phase_it_failed(in_tmp, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29555")
+
+    def train(_config, world):
+        world.on_event(
+            1, {"event": "failed", "rank": 1, "step": 4, "phase": "load", "traceback": "Traceback of rank 1"}
+        )
+        raise OSError("no such file")
+
+    monkeypatch.setattr(join, "join_world", lambda: SimpleNamespace(rank=1, world_size=2))
+    monkeypatch.setattr(session, "train", train)
+    assert launcher.run_training(load_config(EXAMPLE)) == 10
+    assert "rank=1 step=4 phase=load cause=OSError: no such file" in capsys.readouterr().err
+
+
 def test_a_plan_that_does_not_fit_the_job_is_refused(in_tmp, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
@@ -220,4 +245,4 @@ def test_a_plan_that_does_not_fit_the_job_is_refused(in_tmp, monkeypatch):
     with pytest.raises(ConfigError, match=r"the plan 'dp=2' has 2 ranks, this job .* has 3") as caught:
         launcher.run_training(load_config(EXAMPLE))
     plan = re.match(r"--plan (\S+),", caught.value.fix)[1]
-    assert load_config(EXAMPLE, plan=plan).plan_json
+    assert load_config(EXAMPLE, plan=plan).plan

@@ -112,7 +112,7 @@ class FakeLaunch:
         self.device = device
 
     def __call__(self, fn, num_ranks, config_json, warm_up, steps, *, threads_per_rank, on_event):
-        plan = json.loads(json.loads(config_json)["plan_json"])
+        plan = json.loads(config_json)["plan"]
         mode = plan.get("mode", "ranks")
         self.calls.append((mode, num_ranks, threads_per_rank, warm_up, steps))
         if mode in self.errors:

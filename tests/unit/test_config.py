@@ -69,7 +69,7 @@ def load(folder, *overrides, **kwargs):
 
 
 def plan_of(config):
-    return str(Plan.from_json(config.plan_json))
+    return str(config.plan)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
@@ -152,7 +152,7 @@ def test_broken_toml_names_the_line(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("text", ["train = 3\n", "", "plan_json = '{}'\n", "[[train]]\nsteps=1\n"])
+@pytest.mark.parametrize("text", ["train = 3\n", "", "plan_json = '{}'\n", "[plan]\ndp = 2\n", "[[train]]\nsteps=1\n"])
 def test_odd_files_are_config_errors(folder, text):
     (folder / "c.toml").write_text(text)
     with pytest.raises(ConfigError):

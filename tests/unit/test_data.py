@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.spec.plan import Plan
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.data.sources import (
     ByteWindows,
@@ -23,7 +24,7 @@ def make_config(folder, *, target="m:build", **data):
             "optimizer": {"lr": 0.1},
             "train": {"steps": 1, "global_batch_size": 1},
             "base_directory": str(folder),
-            "plan_json": "{}",
+            "plan": Plan(),
         }
     )
 

@@ -66,7 +66,7 @@ def rows(config):
 
 def test_the_file_sets_the_plan_and_the_training(folder):
     config = load(folder)
-    plan = Plan.from_json(config.plan_json)
+    plan = config.plan
     assert str(plan) == "dp=2,zero=3,micro_batches=2,micro_batch_size=4,whole_below=2560"
     assert plan.reasons == ("read from the DeepSpeed configuration ds.json",)
     assert (config.train.global_batch_size, config.train.print_every) == (16, 5)
@@ -86,10 +86,10 @@ def test_the_file_sets_the_plan_and_the_training(folder):
 
 
 def test_devices_come_from_the_command_line_or_the_file(folder):
-    assert Plan.from_json(load(folder, devices=4).plan_json).dp == 4
+    assert load(folder, devices=4).plan.dp == 4
     assert rows(load(folder, devices=4))["devices"][0] == "4"
     # The configuration's own number was meant for its own plan; it is as good a guess as this machine's.
-    assert Plan.from_json(load(folder, "train.devices=3").plan_json).dp == 3
+    assert load(folder, "train.devices=3").plan.dp == 3
     config = load(folder, devices=4)
     assert "uses 4 devices, there are 2 cores" in config.notes[0]
 
@@ -107,7 +107,7 @@ def test_set_and_the_file_must_not_disagree(folder):
 def test_a_saved_plan_is_told_apart(folder):
     (folder / "p.json").write_text(Plan.parse("dp=2,micro_batches=2").to_json())
     config = load(folder, plan="p.json")
-    assert Plan.from_json(config.plan_json).micro_batches == 2
+    assert config.plan.micro_batches == 2
     assert config.plan_rows == ()
     assert config.train.global_batch_size == 8
     (folder / "p.json").write_text('{"format": "meshwright.train", "version": 1, "global_batch_size": 3}')
@@ -164,7 +164,7 @@ def test_compare_takes_a_file_beside_other_plans(folder):
 def test_the_ranks_of_a_job_are_the_devices(folder, monkeypatch):
     monkeypatch.setattr(checks, "visible_devices", lambda: (6, "rank"))
     config = load(folder, "train.devices=3")
-    assert Plan.from_json(config.plan_json).dp == 6
+    assert config.plan.dp == 6
     assert rows(config)["devices"] == ("6", "6 = dp 6", "this job's ranks")
 
 

@@ -37,5 +37,21 @@ def test_exit_codes_of_other_exceptions() -> None:
     assert errors.exit_code_of(errors.PlanError("nothing fits")) == 3
 
 
+def test_a_note_that_names_a_rank_crosses_process_borders_on_the_users_own_exception() -> None:
+    error = ValueError("bad picture")
+    error.add_note("read from a file")
+    error.add_note(errors.RankNote("raised elsewhere", 2))
+    copy = pickle.loads(pickle.dumps(error))
+    assert errors.rank_of(copy) == 2
+    assert copy.__notes__ == ["read from a file", "raised elsewhere"]
+
+
+def test_where_an_error_came_from_is_data_and_no_wording() -> None:
+    assert errors.rank_of(errors.PlanError("rank 1 of 2 says so at step 3, phase load")) is None
+    error = errors.PlanError("none fits", rank=1, step=3, phase="load")
+    assert (errors.rank_of(error), error.step, error.phase) == (1, 3, "load")
+    assert str(error) == "none fits"
+
+
 def test_without_a_fix_there_is_no_fix_line() -> None:
     assert str(errors.ConfigError("wrong")) == "wrong"

@@ -29,6 +29,7 @@ TORCH_FREE_ORDER = (
         "plan",
         "report",
         "host",
+        "_torch_texts",
     ),
 )
 ORDER = (
@@ -61,6 +62,9 @@ TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli"}
 
 MAY_PRINT = {"cli.py", "train/progress.py"}
 MAY_USE_PRIVATE_TORCH = {"_torch_private.py"}
+MAY_READ_ERRORS = {
+    "_torch_texts.py"
+}  # torch raises plain RuntimeErrors of many kinds; our own errors have types and fields
 
 
 parsed = functools.cache(ast.parse)
@@ -170,11 +174,87 @@ def private_torch(source: str, path: str) -> list[str]:
     return sorted(set(faults))
 
 
+ASKS = {"startswith", "endswith", "find", "rfind", "index", "count", "removeprefix", "removesuffix"}
+ASKS |= {"match", "search", "fullmatch", "findall", "finditer", "sub"}
+
+
+def reads_error_texts(source: str, path: str) -> list[str]:
+    """Find code that decides by the wording of an error: ``in str(error)``, a regular expression, ``.startswith``."""
+    if path in MAY_READ_ERRORS:
+        return []
+    faults = []
+    for function in ast.walk(parsed(source)):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        nodes = list(ast.walk(function))
+        errors = {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+        given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        errors |= {each.arg for each in given if each.annotation and _is_error(ast.unparse(each.annotation))}
+        errors |= {each.arg for each in given if each.arg in ("error", "exception")}
+        texts: set[str] = {"reason", "note"}
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        if not (errors | texts) & used and "__notes__" not in source:
+            continue
+        for _ in range(3):  # a text of a text of a text
+            texts |= {name for name, value in _bound(nodes) if _has_text(value, errors, texts)}
+        for node in nodes:
+            asked: list[ast.expr] = []
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+                asked = [] if isinstance(node.comparators[0], (ast.Tuple, ast.List, ast.Set)) else node.comparators
+            elif isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
+                asked = [node.left] if isinstance(node.comparators[0].value, str) and node.comparators[0].value else []
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKS:
+                asked = [node.func.value, *node.args]
+            if isinstance(node, ast.expr) and any(_has_text(expression, errors, texts) for expression in asked):
+                faults.append(f"{path}:{node.lineno}: reads the text of an error")
+    return sorted(set(faults))
+
+
+def _is_error(annotation: str) -> bool:
+    return any(word.endswith(("Exception", "Error")) for word in annotation.replace("|", " ").split())
+
+
+def _bound(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, what is assigned to it, or what it runs through)."""
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.NamedExpr, ast.AnnAssign, ast.For, ast.comprehension)):
+            value = node.iter if isinstance(node, (ast.For, ast.comprehension)) else node.value
+            if isinstance(node.target, ast.Name) and value is not None:
+                yield node.target.id, value
+
+
+def _has_text(expression: ast.expr, errors: set[str], texts: set[str]) -> bool:
+    """Tell whether an expression holds the text of an error, or its notes."""
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Name) and node.id in texts:
+            return True
+        if isinstance(node, ast.Constant) and node.value == "__notes__":
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in ("message", "args", "__notes__"):
+            return isinstance(node.value, ast.Name) and node.value.id in errors
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("str", "repr"):
+            return any(isinstance(one, ast.Name) and one.id in errors for one in node.args)
+        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name) and node.value.id in errors:
+            return True
+    return False
+
+
 def _is_torch(name: str) -> bool:
     return name == "torch" or name.startswith("torch.")
 
 
-CHECKS = (wrong_direction, relative_imports, torch_where_it_is_free, asserts, prints, too_long, private_torch)
+CHECKS = (
+    wrong_direction,
+    relative_imports,
+    torch_where_it_is_free,
+    asserts,
+    prints,
+    too_long,
+    private_torch,
+    reads_error_texts,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -219,6 +299,16 @@ def test_there_is_something_to_check() -> None:
         (private_torch, "run/step.py", "from torch import distributed\ndistributed._x()"),
         (private_torch, "run/step.py", "from torch.autograd.graph import _x"),
         (private_torch, "run/step.py", "import torch._dynamo"),
+        (reads_error_texts, "run/step.py", "def f():\n    try: g()\n    except E as e:\n        return 'x' in str(e)"),
+        (reads_error_texts, "run/step.py", "def f(error):\n    return re.search(r'step (\\d+)', str(error))"),
+        (reads_error_texts, "run/step.py", "def f(one: ApplyError | None):\n    return _KNOWN.search(one.message)"),
+        (reads_error_texts, "run/step.py", "def f(error):\n    text = str(error).lower()\n    return 'x' in text"),
+        (reads_error_texts, "run/step.py", "def f(reason: str):\n    return reason.startswith('on shards')"),
+        (
+            reads_error_texts,
+            "run/step.py",
+            "def f(e):\n    for n in getattr(e, '__notes__', ()):\n        if re.match('rank', n): g()",
+        ),
     ],
 )
 def test_a_planted_violation_is_found(check, path: str, source: str) -> None:
@@ -240,6 +330,8 @@ def test_a_planted_violation_is_found(check, path: str, source: str) -> None:
         (prints, "cli.py", "print('x')"),
         (private_torch, "run/step.py", "import torch\ntorch.nn.Linear.__name__\nx._y"),
         (private_torch, "_torch_private.py", "import torch._C"),
+        (reads_error_texts, "run/step.py", "def f(error):\n    return str(error).splitlines()[0], error in seen"),
+        (reads_error_texts, "_torch_texts.py", "def f(error):\n    return 'x' in str(error)"),
     ],
 )
 def test_what_is_allowed_is_not_found(check, path: str, source: str) -> None:

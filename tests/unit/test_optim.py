@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.spec.plan import Plan
 from meshwright.train.config.types import ParamGroup, ScheduleConfig, TrainConfig
 from meshwright.train.losses import cross_entropy, mean_squared_error
 from meshwright.train.optim import LRSchedule, OptimizerFactory, assign_groups, lr_fraction
@@ -20,7 +21,7 @@ def make_config(optimizer, schedule=None, steps=6):
             "schedule": schedule or {},
             "train": {"steps": steps, "global_batch_size": 1},
             "base_directory": "/",
-            "plan_json": "{}",
+            "plan": Plan(),
         }
     )
 

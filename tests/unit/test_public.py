@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import meshwright
+from unit.test_layers import TORCH_FREE_ORDER
 
 SOURCE = Path(meshwright.__file__)
-TORCH_FREE = ("errors", "units", "values", "mesh", "spec", "schedule", "hardware", "plan.deepspeed")
+TORCH_FREE = [name for name in TORCH_FREE_ORDER if importlib.util.find_spec(f"meshwright.{name}")] + ["plan.deepspeed"]
 
 
 def _imports_torch(code: str) -> bool:

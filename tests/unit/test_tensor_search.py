@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from meshwright.apply.recompute.checkpointing import Recompute
+from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
 from meshwright.apply.tensor.search import regions
+from meshwright.apply.tensor.search.candidates import candidates
 from meshwright.apply.tensor.search.search import Search
-from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.apply.tensor.tensor_layout import Cut, Region, TensorLayout
 from meshwright.describe.batches import call_model
 from meshwright.errors import ApplyError
 from parity import cases
@@ -177,6 +180,36 @@ def test_a_search_that_has_made_its_trials_leaves_the_rest_whole(monkeypatch: py
     layout = _layout_of_an_mlp()
     assert not layout.regions
     assert any("before this was proven" in reason for reason in layout.whole.values())
+
+
+_BASE = Region(scope="block", num_units=4, cuts={"block.up": Cut(dim=0, groups=(8,))}, roles={"block.up": "column"})
+_CHANGES = {
+    "inputs": _BASE.replace(inputs=((0, 1),)),
+    "sum": _BASE.replace(roles={"block": "sum"}),
+    "inner": _BASE.replace(roles={**_BASE.roles, "block.norm": "inner"}),
+}
+
+
+@pytest.mark.parametrize("text", ["it is wrong", "on shards: RuntimeError", "the gradient of x differs by 1.0 of 2.0"])
+@pytest.mark.parametrize(
+    ("kind", "helpful"),
+    [
+        (Disproof.UNFIT_SIZES, {"inputs", "inner"}),
+        (Disproof.RAISED, {"inputs", "inner"}),
+        (Disproof.GRADIENT_VALUES, {"inputs", "sum"}),
+        (Disproof.GRADIENT, {"inputs"}),
+        (Disproof.OTHER, {"inputs", "inner"}),
+    ],
+)
+def test_what_may_help_follows_from_the_kind_of_a_disproof_and_never_from_its_words(
+    kind: Disproof, helpful: set[str], text: str
+) -> None:
+    options: Any = SimpleNamespace(num_parts=2, regions=lambda: [(_BASE, list(_CHANGES.values()))])
+    source = candidates(options)
+    tried = [next(source)]
+    for _ in range(len(helpful)):
+        tried.append(source.send(DisprovedError(text, kind).difference))
+    assert tried == [_BASE, *(_CHANGES[name] for name in _CHANGES if name in helpful)]
 
 
 def test_a_search_that_takes_too_long_is_refused_and_finds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

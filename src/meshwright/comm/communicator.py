@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright._torch_private import cpu_backend, cpu_backend_name, exchanges_by_gloo_alone
+from meshwright._torch_texts import says_peer_gone
 from meshwright.comm.ledger import Ledger, LedgerEntry
+from meshwright.comm.shm.transport_errors import PeerGoneError, TransportError
 from meshwright.errors import InternalError, LostPeerError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -26,35 +28,12 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 ALL_GATHER_SINGLE: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER_SINGLE: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-# What gloo, NCCL and the store say when the other side is gone or late. There is no exception type for it.
-_LOST_PEER_TEXTS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "timed out waiting",
-    "timed out after",
-    "wait timeout",
-    "broken pipe",
-    "read error",
-    "write error",
-    "remote process exited",
-    "nccl communicator was aborted",
-    "connection was likely closed",
-    "failed to recv",
-    "socket closed",
-    "over shared memory:",
-    "shm: this rank",
-)
-
 
 def is_lost_peer(error: BaseException) -> bool:
     """Tell whether an exception says that another rank is gone, rather than that something is wrong here."""
-    if isinstance(error, LostPeerError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return any(part in text for part in _LOST_PEER_TEXTS)
+    if isinstance(error, (LostPeerError, TransportError)):
+        return not isinstance(error, TransportError) or isinstance(error, PeerGoneError)
+    return isinstance(error, RuntimeError) and says_peer_gone(error)
 
 
 class Pending:

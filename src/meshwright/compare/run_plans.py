@@ -241,7 +241,7 @@ class _Runs:
             num_warm_up=WARM_UP_STEPS,
             global_batch_size=self._config.train.global_batch_size,
             notes=tuple(dict.fromkeys(self._notes)),
-            config=json.loads(self._config.model_dump_json(exclude={"plan_json"})),
+            config=json.loads(self._config.model_dump_json(exclude={"plan"})),
             environment={**environment(), "processor": _processor_name(), "load_average": _load_average()},
         )
         return comparison, self._errors
@@ -259,16 +259,15 @@ class _Runs:
                 devices_from_command_line=False,
                 sections=config.model_dump(),
             )
-            plan = Plan.from_json(found.plan_json)
             aside = require_same_training(text, found.changes, config.model_dump())
             if self._view is not None:
                 show_rows(found.plan_rows, sys.stderr)
             self._notes += [aside] if aside is not None and aside not in self._notes else []
             self._notes += [note for note in found.notes if note not in self._notes]
-            made = check_config(config.model_copy(update={"plan_json": found.plan_json}))
+            made = check_config(config.model_copy(update={"plan": found.plan}))
         except ConfigError as error:
             raise ConfigError(f"the plan '{text}': {error.message}", fix=error.fix) from error
-        return made, plan
+        return made, found.plan
 
     def _job(
         self, name: str, config: TrainConfig, plan: Plan, threads: int | None = None, *, is_baseline: bool = False

@@ -25,7 +25,6 @@ from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.ranks.join import join_world
 from meshwright.run.assembly import choose_devices
 from meshwright.run.parallel_model import ParallelModel, apply_plan
-from meshwright.spec.plan import Plan
 from meshwright.traffic import cut_activation_bytes, replica_copy_bytes
 from meshwright.train.config.checks import resolve_loss
 from meshwright.train.config.imports import add_to_path
@@ -83,7 +82,7 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
     """
     world = join_world()
     add_to_path(config.import_roots)
-    plan = Plan.from_json(config.plan_json)
+    plan = config.plan
     devices = choose_devices(plan, None, world)
     samples = RankSamples(device=_name_of(devices[0]))
     # NCCL's wait() makes the stream wait, not the host; moves between devices of one process are not timed at all.

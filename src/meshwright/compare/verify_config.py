@@ -65,7 +65,7 @@ def run_verification(
 def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
     """Verify the plan of a configuration; see `run_verification`."""
     add_to_path(config.import_roots)
-    plan = Plan.from_json(config.plan_json)
+    plan = config.plan
     return verify_plan(
         make_build_model(config),
         plan,

@@ -42,6 +42,8 @@ def death_error(
             f"{who} left before its work was done ({what}), at {beat.where()}",
             rank=rank,
             exit_status=status,
+            step=beat.known_step,
+            phase=beat.phase,
             fix="look for os._exit() or a library that ends the process; return from the function instead",
         )
     name = _signal_name(signal_number)
@@ -50,6 +52,8 @@ def death_error(
         f"{who} was killed by {name} at {beat.where()}{memory}",
         rank=rank,
         signal_name=name,
+        step=beat.known_step,
+        phase=beat.phase,
         fix="use less memory per rank: smaller micro-batches, recompute, a higher zero stage" if memory else None,
     )
 

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
+from meshwright._torch_texts import says_not_yet
 from meshwright.comm.shm.build import loaded_extension
-from meshwright.errors import LostPeerError, MeshwrightError, UserCodeError
+from meshwright.errors import LostPeerError, MeshwrightError, RankNote, UserCodeError
 from meshwright.ranks.error_transfer import describe_error
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ __all__: list[str] = []
 KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients")
 """Calls that all ranks make together, and in which code of the user's may run."""
 _MAX_TEXT = 4000
-_NOT_YET = "Operation timed out!"  # what torch's wait for a time says of an exchange that goes on
 _LOOK_EVERY = datetime.timedelta(milliseconds=100)
 
 
@@ -83,6 +83,7 @@ class Calls:
                     f"{message}"[:_MAX_TEXT],
                     fix,
                     description["traceback"][-_MAX_TEXT:],
+                    _facts_of(error),
                 ]
                 with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
                     self._store.compare_set(_key(call), "", json.dumps(told))  # the first one counts
@@ -101,7 +102,7 @@ class Calls:
             try:
                 work.wait(_LOOK_EVERY)
             except RuntimeError as error:
-                if _NOT_YET not in str(error):
+                if not says_not_yet(error):
                     raise
             else:
                 return
@@ -124,7 +125,7 @@ class Calls:
             return None
         with contextlib.suppress(RuntimeError, ValueError):
             told = json.loads(self._store.get(_key(self.current)))
-            return None if told[0] == self._rank else _rebuild(*told)
+            return None if told[0] == self._rank else _rebuild(told)
         return None
 
 
@@ -154,15 +155,29 @@ def _key(call: int) -> str:
     return f"raised/{call}"
 
 
-def _rebuild(rank: int, kind: str, message: str, fix: str | None, traceback_text: str) -> MeshwrightError:
+def _facts_of(error: BaseException) -> dict[str, Any]:
+    """Return what an error of ours holds beside its text: where it was, and what its class adds."""
+    if not isinstance(error, MeshwrightError):
+        return {}
+    held = {name: value for name, value in vars(error).items() if name not in ("message", "fix")}
+    return {
+        name: value[:_MAX_TEXT] if isinstance(value, str) else value
+        for name, value in held.items()
+        if value is None or isinstance(value, (int, float, str))
+    }
+
+
+def _rebuild(told: list[Any]) -> MeshwrightError:
+    rank, kind, message, fix, traceback_text, facts = told
     ours: Any = getattr(errors, kind, None)
-    if ours is None or ours is UserCodeError:
+    if not isinstance(ours, type) or not issubclass(ours, MeshwrightError) or ours is UserCodeError:
         text = f"rank {rank} cannot go on: {kind}: {message}"
         fix = f"see the exception of rank {rank}"
         error: MeshwrightError = UserCodeError(text, rank=rank, traceback_text=traceback_text, fix=fix)
     else:
         error = ours.__new__(ours)
         MeshwrightError.__init__(error, f"rank {rank} cannot go on: {message}", fix=fix)
-        error.__dict__.setdefault("rank", rank)
-    error.add_note(f"rank {rank}; its traceback:\n{traceback_text}")
+        vars(error).update(facts)
+        error.rank = rank if error.rank is None else error.rank
+    error.add_note(RankNote(f"rank {rank}; its traceback:\n{traceback_text}", rank))
     return error

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.errors import UserCodeError
+from meshwright.comm.shm.transport_errors import DisagreementError
+from meshwright.errors import MeshwrightError, RankNote, UserCodeError
 
 __all__: list[str] = []
 
@@ -35,7 +36,7 @@ def describe_error(error: BaseException, shown: BaseException | None = None) -> 
 
     def is_consequence(link: BaseException) -> bool:
         # A rank that fails runs into a collective that its peers are not in, where it cleans up (a barrier in a `finally`).
-        return is_lost_peer(link) or (isinstance(link, RuntimeError) and "the ranks do not agree" in str(link))
+        return is_lost_peer(link) or isinstance(link, DisagreementError)
 
     secondary = is_consequence(chain[-1])
     if not secondary and is_consequence(error):
@@ -90,7 +91,9 @@ def rebuild_error(info: dict[str, Any], rank: int, world_size: int) -> BaseExcep
             rank=rank,
             traceback_text=traceback_text,
         )
-    error.add_note(f"rank {rank} of {world_size}; its traceback:\n{traceback_text}")
+    error.add_note(RankNote(f"rank {rank} of {world_size}; its traceback:\n{traceback_text}", rank))
+    if isinstance(error, MeshwrightError) and error.rank is None:
+        error.rank = rank
     return error
 
 

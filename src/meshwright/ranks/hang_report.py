@@ -49,6 +49,8 @@ def hang_error(ranks: list[RankProcess], board: Board, number: int, now: float, 
         "\n".join(lines),
         rank=number,
         peer=absent[0] if len(absent) == 1 else None,
+        step=beat.known_step,
+        phase=beat.phase,
         fix="make every rank call the same collectives in the same order, or raise timeout_s if the work is that slow",
     )
 

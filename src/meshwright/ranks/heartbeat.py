@@ -50,6 +50,11 @@ class Beat:
         """Whether it waits in a collective."""
         return self.waiting_since > 0.0
 
+    @property
+    def known_step(self) -> int | None:
+        """The step that it is in; None before the first."""
+        return None if self.step < 0 else self.step
+
     def where(self) -> str:
         """Return "step 3, phase backward", or only the phase before the first step."""
         return f"phase {self.phase}" if self.step < 0 else f"step {self.step}, phase {self.phase}"

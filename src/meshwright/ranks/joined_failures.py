@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.communicator import is_lost_peer
-from meshwright.errors import LostPeerError, StoppedOnRequest
+from meshwright.errors import LostPeerError, RankNote, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
 from meshwright.ranks.world import leave_group
 
@@ -97,5 +97,5 @@ def _explained(world: World, error: Exception, news: dict[str, Any]) -> LostPeer
         rank=world.rank,
         peer=news["rank"],
     )
-    told.add_note(f"rank {news['rank']}; its traceback:\n{news['traceback']}")
+    told.add_note(RankNote(f"rank {news['rank']}; its traceback:\n{news['traceback']}", news["rank"]))
     return told

@@ -12,8 +12,7 @@ result          what a step returns
 accumulate      GradientAccumulation, for loops of the user's own
 gate            refusal of loops that exchange nothing
 autocast        autocast around a step
-diagnose        origin of a NaN
-diagnosis       the error of a step that is not finite
+diagnose        origin of a NaN, and the error that names it
 put_back        what a step puts back
 
 To add a check of each step: a term in `agreement.py`, which all ranks add up anyway.

@@ -19,6 +19,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import NonFiniteError
+from meshwright.run.losses.terms import LossTerms
 
 __all__: list[str] = []
 
@@ -62,7 +63,7 @@ class FirstNonFinite:
     parameter: str | None
 
 
-def find_non_finite(
+def _find(
     module: nn.Module,
     micro_batches: Sequence[Any],
     loss_of: Callable[[nn.Module, Any], torch.Tensor],
@@ -105,7 +106,7 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def explain_non_finite(
+def _explain(
     group: Communicator,
     finding: FirstNonFinite | None,
     *,
@@ -140,3 +141,29 @@ def explain_non_finite(
         parameter=parameter,
         fix=fix,
     )
+
+
+def diagnose(
+    engine: Engine, terms: LossTerms, parts: list[Any], random_state: RandomState, *, loss: float, norm: float
+) -> NonFiniteError:
+    """Return the error that names where the first value is not finite; every rank calls it.
+
+    Args:
+        engine: The strategy.
+        terms: What computes losses.
+        parts: This rank's micro-batches.
+        random_state: That of before the step.
+        loss: The loss of all ranks.
+        norm: The norm of the whole gradient.
+    """
+
+    def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
+        term = terms.of_any(module, part)
+        if term is None:
+            raise RuntimeError("the whole model has no loss")
+        return term.value
+
+    with engine.switch.suspended(), engine.whole_parameters():
+        finding = _find(engine.module, parts, loss_of, random_state, engine.device)
+    guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
+    return _explain(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)

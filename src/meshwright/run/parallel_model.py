@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshwright._torch_texts import says_written_into_expanded
 from meshwright.apply.data.flat_unit import WRITE_WHOLE
 from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.engine import Engine
@@ -44,7 +45,6 @@ from meshwright.spec.supported import refuse_unbuilt
 __all__: list[str] = []
 
 # What torch says of a write into a parameter that has a shape, and no memory for each of its entries.
-_INTO_PARTS = "more than one element of the written-to tensor"
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -392,7 +392,7 @@ class ParallelModel:
     ) -> None:
         has_parts = self.engine.holds_parts
         self.close()
-        if has_parts and isinstance(error, RuntimeError) and _INTO_PARTS in str(error):
+        if has_parts and isinstance(error, RuntimeError) and says_written_into_expanded(error):
             raise ApplyError(
                 f"a script wrote into a parameter under the plan '{self.plan}', where a rank has a part of its values alone",
                 fix=WRITE_WHOLE,

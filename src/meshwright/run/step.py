@@ -32,8 +32,7 @@ from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hoo
 from meshwright.describe.batches import BatchSplitter, count_tokens
 from meshwright.errors import CorruptionError, NonFiniteError
 from meshwright.run.agreement import Agreement, raise_first
-from meshwright.run.diagnose import unchanged_draws
-from meshwright.run.diagnosis import diagnose
+from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.exchange import SumExchange, Sums, start_sums
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.losses.loss import LossRule, LossTerm

@@ -8,12 +8,12 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest, exit_code_of
+from meshwright.errors import ConfigError, MeshwrightError, RankNote, StoppedOnRequest, exit_code_of, rank_of
 from meshwright.host import usable_cores
 from meshwright.ranks.environment import read_place
 from meshwright.ranks.launch import launch
@@ -44,7 +44,7 @@ def run_training(config: TrainConfig) -> int:
         DirectoryInUseError: Another run has the folder.
         StorageError: The folder cannot be written.
     """
-    plan = Plan.from_json(config.plan_json)
+    plan = config.plan
     place = read_place(os.environ)
     if place.world_size > 1 or place.address is not None:
         if plan.num_ranks != place.world_size:
@@ -54,25 +54,46 @@ def run_training(config: TrainConfig) -> int:
             )
         if place.rank != 0:
             return _train_beside(config)
-        return _Run(config, plan).execute(joined=True)
-    return _Run(config, plan).execute(joined=False)
+        return _Run(config).execute(joined=True)
+    return _Run(config).execute(joined=False)
 
 
 def _train_beside(config: TrainConfig) -> int:
     """Train on a rank that is not the job's first: that one writes the folder and draws."""
+    failures: dict[int, dict[str, Any]] = {}
+
+    def on_event(rank: int, event: dict[str, Any]) -> None:
+        if event["event"] == "failed":
+            failures[rank] = event
+
     try:
-        summary = train_on_rank(config.model_dump_json())
+        summary = _join(config, on_event)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
-        return _report_failure(config, error, {})
+        return _report_failure(config, error, failures)
     return StoppedOnRequest.exit_code if summary["stopped"] else 0
+
+
+def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None]) -> dict[str, Any]:
+    """Train in this process, which belongs to a job; return what this rank did."""
+    from meshwright.ranks.join import join_world
+    from meshwright.train.session import train
+
+    world = join_world()
+    world.on_event = on_event
+    try:
+        return train(config, world)
+    except Exception as error:
+        if rank_of(error) is None:
+            error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
+        raise
 
 
 class _Run:
     """One run as its folder and its viewer see it."""
 
-    def __init__(self, config: TrainConfig, plan: Plan) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._plan = plan
+        self._plan = config.plan
         self._last: dict[str, Any] = {}
         self._failures: dict[int, dict[str, Any]] = {}
         self._steps: list[dict[str, Any]] = []
@@ -84,7 +105,7 @@ class _Run:
             directory.write_record(self._record([]))
             with ProgressView(print_every=self._config.train.print_every) as self._view:
                 try:
-                    summaries = self._join() if joined else self._launch()
+                    summaries = [_join(self._config, self._on_event)] if joined else self._launch()
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
                     self._view.close()
                     directory.write_record(self._record([]))
@@ -107,14 +128,6 @@ class _Run:
             threads_per_rank=threads,
             on_event=self._on_event,
         )
-
-    def _join(self) -> list[dict[str, Any]]:
-        from meshwright.ranks.join import join_world
-        from meshwright.train.session import train
-
-        world = join_world()
-        world.on_event = self._on_event
-        return [train(self._config, world)]
 
     def _on_event(self, rank: int, event: dict[str, Any]) -> None:
         self._directory.write_event(event)
@@ -141,7 +154,7 @@ class _Run:
                 sent_bytes=summaries[0]["sent_bytes"] if summaries else {},
                 loss=loss if loss is not None and abs(loss) < float("inf") else None,
             )
-        config = json.loads(self._config.model_dump_json(exclude={"plan_json"}))
+        config = json.loads(self._config.model_dump_json(exclude={"plan"}))
         return RunRecord(plan=self._plan, config=config, measurement=measurement, environment=environment())
 
     def _say(self, text: str) -> None:
@@ -168,17 +181,17 @@ def _report_failure(
     config: TrainConfig, error: BaseException, failures: Mapping[int, dict[str, Any]], last_step: int = 0
 ) -> int:
     """Write a failure to the standard error: the guilty rank's traceback, the message, and one last line for machines."""
-    rank = guilty_rank(error)
+    rank = rank_of(error)
     told = failures.get(rank, {}) if rank is not None else {}
     is_ours = isinstance(error, MeshwrightError)
     trace = told.get("traceback") or getattr(error, "traceback_text", "")
     # Nobody who pressed Ctrl-C twice wants to know where.
     if not trace and not is_ours and not isinstance(error, KeyboardInterrupt):
         trace = "".join(traceback.format_exception(error))
-    step, phase = told.get("step", last_step), told.get("phase", "run")
-    where = re.search(r"at (?:step (\d+), )?phase (\w+)", str(error))
-    if not told and where:
-        step, phase = int(where[1] or 0), where[2]
+    step, phase = told.get("step"), told.get("phase")
+    if is_ours and not told:
+        step, phase = error.step, error.phase
+    step, phase = last_step if step is None else step, phase or "run"
     lines = [trace.rstrip(), clean(error) if is_ours else ""]
     name = re.sub(r"\s", "_", config.run_name)
     lines.append(
@@ -189,22 +202,9 @@ def _report_failure(
     return exit_code_of(error)
 
 
-def guilty_rank(error: BaseException) -> int | None:
-    """Return the rank that an error came from, where it is known."""
-    rank = getattr(error, "rank", None)
-    if isinstance(rank, int):
-        return rank
-    # An exception of the user's own comes back with a note.
-    for note in getattr(error, "__notes__", ()):
-        found = re.match(r"rank (\d+) of \d+", note)
-        if found:
-            return int(found[1])
-    return None
-
-
 def one_line(error: BaseException) -> str:
     """Return an exception's type, the first line of its text and what is noted about it, without control characters."""
-    notes = [str(note) for note in getattr(error, "__notes__", ()) if not re.match(r"rank \d+ of", str(note))]
+    notes = [str(note) for note in getattr(error, "__notes__", ()) if not isinstance(note, RankNote)]
     parts = [clean(part).strip().partition("\n")[0][:300] for part in (error, *notes)]
     text = "; ".join(part for part in parts if part)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

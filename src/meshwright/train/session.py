@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import ConfigError, StoppedOnRequest
+from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.run.result import StepResult
-from meshwright.spec.plan import Plan
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.data.loader import make_loader
@@ -76,7 +75,7 @@ class _Session:
         self._enter("build")
         model = apply_plan(
             make_build_model(self.config),
-            Plan.from_json(self.config.plan_json),
+            self.config.plan,
             loss_fn=make_loss(self.config),
             optimizer=OptimizerFactory(self.config),
             seed=self.config.train.seed,
@@ -93,7 +92,10 @@ class _Session:
             return self._summary(model)
 
     def failure(self, error: Exception) -> dict[str, Any]:
-        """Return the event of a rank that fails."""
+        """Return the event of a rank that fails; an error of ours learns where that was."""
+        if isinstance(error, MeshwrightError):
+            error.step = self.step if error.step is None else error.step
+            error.phase = error.phase or self.phase
         return {
             "event": "failed",
             "rank": self.world.rank,

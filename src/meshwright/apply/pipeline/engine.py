@@ -20,11 +20,11 @@ from meshwright.apply.pipeline.ownership.broadcasts import Collector
 from meshwright.apply.pipeline.ownership.early_copies import EarlyCopies
 from meshwright.apply.pipeline.ownership.holding import Holding, keep_only
 from meshwright.apply.pipeline.ownership.tied import TiedGradients
-from meshwright.apply.pipeline.ownership.whole_buffers import Homes, modules_around, spread_buffers
+from meshwright.apply.pipeline.ownership.whole_buffers import Homes, spread_buffers
 from meshwright.apply.pipeline.p2p import Post
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
-from meshwright.apply.pipeline.tracing.call_trace import Flow
+from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
 from meshwright.apply.pipeline.tracing.observation import observe_undisturbed
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
 from meshwright.apply.pipeline.walking.draws import Draws

@@ -16,7 +16,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.pipeline.tracing.functions import METADATA, writes_to
-from meshwright.apply.pipeline.tracing.stage_map import StageMap
+from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
 from meshwright.apply.pipeline.walking.stand_ins import (
     FAKE_MODE,
     Meta,
@@ -147,9 +147,10 @@ class _CrossingCounter(TorchFunctionMode):
         def hook(unit: nn.Module, args: Any, kwargs: Any) -> None:
             if self._running is not None:
                 return
-            stage = self._stage_map.stage_of(name, self._calls[name])
+            values = self._own((args, kwargs))
+            stage = self._stage_map.place_of_call(name, self._calls[name], unit, [value.home for value in values])
             self._calls[name] += 1
-            self._running = unit, self._take((args, kwargs), stage)
+            self._running = unit, self._take(values, stage)
 
         return hook
 
@@ -165,8 +166,10 @@ class _CrossingCounter(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._running is None and func not in METADATA and any(True for _ in self._own((args, kwargs))):
-            stage = self._take((args, kwargs), 0)
+        values = [] if self._running is not None or func in METADATA else self._own((args, kwargs))
+        stage = latest_of([value.home for value in values])
+        if stage is not None:
+            self._take(values, stage)
             result = func(*args, **kwargs)
             for tensor in tensors_in((result, writes_to(func, args, kwargs))):
                 self._mark(tensor, stage)
@@ -182,10 +185,8 @@ class _CrossingCounter(TorchFunctionMode):
             return tensor
         return mark(tensor, StageValue(self, stage, tensor, None))
 
-    def _take(self, tree: Any, stage: int) -> int:
-        """Send tensors to where something is computed of them, not before `stage`, and return where that is."""
-        values = self._own(tree)
-        stage = max(stage, *(value.home or 0 for value in values), 0)
+    def _take(self, values: list[StageValue], stage: int) -> int:
+        """Send tensors to the stage that computes something of them, and return it."""
         for value in values:
             if value.home is not None and value.home != stage and stage not in value.sent_to:
                 value.sent_to.add(stage)

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.apply.pipeline.notes import COUNT, FAILED, FRAME_BYTES, UNUSED, UNUSED_BYTES, Note, read_note
 from meshwright.apply.pipeline.walking.stand_ins import Meta
 from meshwright.comm.communicator import Communicator, Pending
+from meshwright.comm.shm.transport_errors import WrongLengthError
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -127,10 +128,8 @@ class Post:
             return tensor
         try:
             note = self._receive(tensor, rank, tag)
-        except RuntimeError as error:
-            if "bytes with tag" not in str(error):
-                raise
-            if is_gradient and f"sent {UNUSED_BYTES} bytes" in str(error):
+        except WrongLengthError as error:
+            if is_gradient and error.sent_bytes == UNUSED_BYTES:
                 return None
             raise _unexpected(error, meta, source, target, micro_batch, is_gradient=is_gradient) from error
         if note is None:
@@ -147,7 +146,7 @@ class Post:
             raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
         tensor = box.popleft()
         if tensor is not None and (tensor.shape != meta.shape or tensor.dtype != meta.dtype):
-            came = RuntimeError(f"shape {list(tensor.shape)}, {tensor.dtype}")
+            came = f"shape {list(tensor.shape)}, {tensor.dtype}"
             raise _unexpected(came, meta, source, target, micro_batch, is_gradient=is_gradient)
         return tensor
 
@@ -190,9 +189,7 @@ class Post:
         tag = self._tag(source, target, micro_batch, is_gradient=False)
         try:
             self.group.run_waiting("receive", lambda: group.recv([tensor], self._rank_of[source], tag).wait())
-        except RuntimeError as error:
-            if "bytes with tag" not in str(error):
-                raise
+        except WrongLengthError:
             return None
         note = read_note(tensor)
         if note is not None and note.kind == FAILED:
@@ -271,10 +268,11 @@ class Post:
 
 
 def _unexpected(
-    error: RuntimeError | None, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
+    came: WrongLengthError | str | None, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
 ) -> ApplyError:
+    """Return the error for what came in place of a tensor; None is a note, or nothing."""
     what = "the gradient of a tensor" if is_gradient else "a tensor"
-    if error is None or f"sent {FRAME_BYTES} bytes" in str(error):
+    if came is None or (isinstance(came, WrongLengthError) and came.sent_bytes == FRAME_BYTES):
         return OtherStageError(
             f"stage {target} waits for {what} of shape {list(meta.shape)} of stage {source} in micro-batch {micro_batch}, which "
             "has ended its forward without sending one, or failed",
@@ -282,7 +280,7 @@ def _unexpected(
         )
     return ApplyError(
         f"stage {target} waits for {what} of shape {list(meta.shape)}, {meta.dtype}, of stage {source} in micro-batch "
-        f"{micro_batch}, and something else came ({error}): the stages took different ways through the forward",
+        f"{micro_batch}, and something else came ({came}): the stages took different ways through the forward",
         fix=_OTHER_WAY_FIX,
     )
 

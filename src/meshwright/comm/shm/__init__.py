@@ -3,6 +3,7 @@
 backend  register_shm(), and the choice between shared memory and gloo for each group
 attach   ranks of a group come to one segment, together or not at all
 build    the extension compiled once for this torch and this machine
+transport_errors  what exchanges raise, as classes
 
 To add a collective: `csrc/collectives.cpp`, with a row in `tests/transport`.
 """

@@ -38,13 +38,13 @@ class ResolvedPlan:
     """A plan, and what to tell the user about how it came to be.
 
     Args:
-        plan_json: The plan.
+        plan: The plan.
         notes: Lines for the user.
         changes: What a DeepSpeed configuration sets besides: section -> key -> value.
         plan_rows: How each of its keys was read.
     """
 
-    plan_json: str
+    plan: Plan
     notes: tuple[str, ...] = ()
     changes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
     plan_rows: tuple[PlanRow, ...] = ()
@@ -75,7 +75,7 @@ def resolve_plan(
     text = train.get("plan", "auto")
     count, kind = visible_devices()
     if not isinstance(text, str) or not _is_count(devices):
-        return ResolvedPlan(plan_json="{}")  # the types are about to be complained about
+        return ResolvedPlan(plan=Plan())  # the types are about to be complained about
     fixed = devices_from_command_line or not plan_from_command_line
     if text.endswith(".json"):
         written, entries = _read_json(text, base)
@@ -97,7 +97,7 @@ def resolve_plan(
     if text.split(",")[0].strip() == "auto":
         notes.append(f"plan auto: '{plan}', data parallel over {plan.num_devices} of {count} {kind}s")
     notes += _warn_of_devices(plan, count, kind)
-    return ResolvedPlan(plan_json=plan.to_json(), notes=tuple(notes))
+    return ResolvedPlan(plan=plan, notes=tuple(notes))
 
 
 def _resolve_deepspeed(
@@ -128,7 +128,7 @@ def _resolve_deepspeed(
     )
     refuse_unbuilt(resolution.plan)
     return ResolvedPlan(
-        plan_json=resolution.plan.to_json(),
+        plan=resolution.plan,
         notes=tuple(_warn_of_devices(resolution.plan, count, kind)),
         changes=resolution.to_dict()["changes"],
         plan_rows=rows_of(resolution, sections),
@@ -250,7 +250,7 @@ def _check_name(config: TrainConfig) -> None:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    train, plan = config.train, Plan.from_json(config.plan_json)
+    train, plan = config.train, config.plan
     pieces = plan.dp * plan.micro_batches
     if train.global_batch_size < pieces:
         raise ConfigError(

@@ -11,6 +11,7 @@ import pydantic
 from pydantic import BaseModel
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.spec.plan import Plan
 from meshwright.train.config.checks import check_config, resolve_plan, safe_name
 from meshwright.train.config.deepspeed import apply_changes
 from meshwright.train.config.types import ParamGroup, TrainConfig
@@ -47,7 +48,7 @@ def load_config(
     tables = _parse(text, path)
     for override in overrides:
         _set(tables, override)
-    tables |= {"plan_json": "{}", "base_directory": str(path.absolute().parent)}
+    tables |= {"plan": Plan(), "base_directory": str(path.absolute().parent)}
     train = tables.setdefault("train", {})
     if isinstance(train, dict):
         train.setdefault("name", safe_name(path.stem))
@@ -63,7 +64,7 @@ def load_config(
             sections=tables,
         )
         apply_changes(tables, resolved.changes, overrides, train.get("plan", "auto"))
-        tables |= {"plan_json": resolved.plan_json, "notes": resolved.notes, "plan_rows": resolved.plan_rows}
+        tables |= {"plan": resolved.plan, "notes": resolved.notes, "plan_rows": resolved.plan_rows}
     config = _validate(tables, text, path, overrides)
     return check_config(config)
 
@@ -83,7 +84,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for reserved in ("base_directory", "plan_json", "notes", "plan_rows"):
+    for reserved in ("base_directory", "plan", "notes", "plan_rows"):
         if reserved in tables:
             raise ConfigError(f"{path}: unknown key '{reserved}'; known: {', '.join(_SECTIONS)}")
     return tables

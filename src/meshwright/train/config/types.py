@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from meshwright.spec.plan import Plan
 
 __all__: list[str] = []
 
@@ -27,8 +29,13 @@ Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Betas = Annotated[tuple[float, float], Field(strict=False)]
 
 
+def _read_plan(value: Any) -> Any:
+    """Return the plan that JSON holds; a plan is one already."""
+    return Plan.from_dict(value) if isinstance(value, dict) else value
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
 class ModelConfig(_Section):
@@ -160,7 +167,7 @@ class TrainConfig(_Section):
     train: TrainSection
     base_directory: str
     """The configuration file's folder: relative paths start here, and it is on `sys.path` in the ranks."""
-    plan_json: str
+    plan: Annotated[Plan, BeforeValidator(_read_plan), PlainSerializer(Plan.to_dict)]
     """The plan that came of `train.plan`, `train.devices`, `train.micro_batches` and `train.precision`."""
     notes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """What the user should be told before the run starts."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.apply.pipeline.tracing.call_trace import modules_around
 from meshwright.apply.state.outside import Elsewhere, Outside
 
 __all__: list[str] = []
@@ -42,8 +43,7 @@ class SharedState:
         """Yield what a unit changes and others, or the code between them, use."""
         if not self._changes:
             return
-        inside = {id(child) for name in self._units for child in self._module.get_submodule(name).modules()}
-        around = [type(child).forward for child in self._module.modules() if id(child) not in inside]
+        around = [type(child).forward for _, child in modules_around(self._module, self._units)]
         users = {f"layer '{name}'": outside for name, outside in self._outside.items()}
         users["the code between layers"] = Outside(None, around)
         for name, changes in self._changes.items():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.pipeline.ownership.broadcasts import Collector
+from meshwright.apply.pipeline.tracing.call_trace import modules_around
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.pipeline.walking.bookkeeping import mark_home
 from meshwright.apply.pipeline.walking.stand_ins import mark, value_of
@@ -17,12 +18,6 @@ from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-
-def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are no part of a unit: their code runs on every stage."""
-    inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
-    return [(name, child) for name, child in module.named_modules() if id(child) not in inside]
 
 
 class Homes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,8 @@ class UnitCall:
     """Floating-point operations of the forward, 1 multiply-add = 2 [FLOPs]."""
     parameters: tuple[str, ...]
     """FQNs of what it uses: its own, and those that its code or the code after it looked up elsewhere."""
+    takes: tuple[int, ...] = ()
+    """Places of the calls of whose results it is given tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,10 @@ class Flow:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Flow:
         """Return what `to_json` gave."""
-        calls = tuple(UnitCall(**{**call, "parameters": tuple(call["parameters"])}) for call in value["calls"])
+        calls = tuple(
+            UnitCall(**{**call, "parameters": tuple(call["parameters"]), "takes": tuple(call["takes"])})
+            for call in value["calls"]
+        )
         idle = {unit: tuple(names) for unit, names in value["idle"].items()}
         texts = {
             key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts", "draws_python")
@@ -114,6 +120,12 @@ bytes of each (Rajbhandari et al. 2020, section 3.1: 16 bytes of state), and a c
 time in which it moves a byte [FLOPs]."""
 _BACKWARD = 3
 """A step's operations for each of forward's: backward takes twice as many (Narayanan et al. 2021, appendix)."""
+
+
+def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are no part of a unit: their code runs on every stage."""
+    inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
+    return [(name, child) for name, child in module.named_modules() if id(child) not in inside]
 
 
 def call_costs(module: nn.Module, flow: Flow) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.apply.pipeline.walking.stand_ins import value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, value_of, values_in
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
@@ -127,14 +127,28 @@ def refuse_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     Raises:
         ApplyError: It would have to go through several stages.
     """
-    inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
-    found = [value_of(tensor) for tensor in tensors_in(inputs)]
+    found = differentiated_by(func, args, kwargs)
     homes = {value.home for value in values_in(args[0] if args else kwargs)}
-    if func is torch.autograd.grad and len(homes) == 1 and found:
+    if len(homes) == 1 and found:
         (home,) = homes
         if all(value is not None and value.home == home for value in found):
             return
-    raise ApplyError(
+    raise gradient_refusal(func)
+
+
+def differentiated_by(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[StageValue | None]:
+    """Return what is known of the tensors that torch.autograd.grad differentiates by; nothing for another function."""
+    if func is not torch.autograd.grad:
+        return []
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else None)
+    return [value_of(tensor) for tensor in tensors_in(inputs)]
+
+
+def gradient_refusal(func: Callable[..., Any]) -> ApplyError:
+    """Return the error for a backward in the code between layers."""
+    return ApplyError(
         f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
         "training): that backward would run through layers of several stages",
         fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",

@@ -16,9 +16,16 @@ from meshwright._torch_private import without_function_modes
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.ownership.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall, call_costs
-from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, writes_to
+from meshwright.apply.pipeline.tracing.functions import (
+    DIFFERENTIATES,
+    METADATA,
+    differentiated_by,
+    gradient_refusal,
+    writes_to,
+)
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
+from meshwright.apply.pipeline.tracing.stage_map import latest_of
 from meshwright.apply.pipeline.walking.draws import python_moved, read_python
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
@@ -203,9 +210,11 @@ class _ForwardObserver(TorchFunctionMode):
             self._given = {id(tensor) for tensor in given}
             plain = {id(tensor) for tensor in tensors_of_call(args, kwargs, places_of_call(args, kwargs, opens=False))}
             self._in_objects = self._given - plain
+            values = [value for tensor in given if (value := value_of(tensor)) is not None and value.owner is self]
             self._calls.append(
                 {
                     "unit": name,
+                    "takes": tuple(sorted({value.home for value in values if value.home is not None})),
                     "flops": self.counter.get_total_flops(),
                     "module": unit,
                     "scene": Scene(args, kwargs, self._modules.items()),
@@ -279,7 +288,9 @@ class _ForwardObserver(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._running is None and func in DIFFERENTIATES:
-            self._refuse_gradient(func, args, kwargs)
+            found = differentiated_by(func, args, kwargs)
+            if not found or any(value is None or value.owner is not self for value in found):
+                raise gradient_refusal(func)  # whether all is on one stage, is known once stages are
         result = func(*args, **kwargs)
         if func in METADATA:
             return result
@@ -289,8 +300,7 @@ class _ForwardObserver(TorchFunctionMode):
             self._watch_unit(self._running, (args, kwargs), result)
             return result
         self._watch_between(func, (args, kwargs))
-        homes = [value.home for value in values_in((args, kwargs)) if value.owner is self and value.home is not None]
-        home = max(homes) if homes else None
+        home = latest_of(value.home for value in values_in((args, kwargs)) if value.owner is self)
         target = writes_to(func, args, kwargs)
         if home is not None:
             self._used[home] |= names
@@ -348,17 +358,6 @@ class _ForwardObserver(TorchFunctionMode):
                 unit = self._changed_buffers[id(tensor)]
                 self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
 
-    def _refuse_gradient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else None)
-        found = [value_of(tensor) for tensor in tensors_in(inputs)]
-        if func is torch.autograd.grad and found and all(v is not None and v.owner is self for v in found):
-            return  # whether all is on one stage, is known once stages are
-        raise ApplyError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
-            "training): that backward would run through layers of several stages",
-            fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
-        )
-
     def _may_draw(self) -> set[str]:
         """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
         if not Outside.of(self._module).draws:
@@ -370,7 +369,7 @@ class _ForwardObserver(TorchFunctionMode):
         if self._running is not None:
             raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
         calls = tuple(
-            UnitCall(unit=call["unit"], flops=call["flops"], parameters=tuple(sorted(used)))
+            UnitCall(unit=call["unit"], flops=call["flops"], parameters=tuple(sorted(used)), takes=call["takes"])
             for call, used in zip(self._calls, self._used, strict=True)
         )
         called = {call.unit for call in calls}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.walking.stand_ins import replace_tensors
+from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.trees import LEAVES
 
 __all__: list[str] = []
@@ -33,8 +34,6 @@ _OPAQUE = (
     torch.Generator,
 )
 _DEPTH = 6
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has: parameters, buffers, children and hooks are no state of a forward."""
 
 
 def fields_of(item: Any) -> dict[str, Any] | None:
@@ -113,7 +112,7 @@ def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Pa
     roots = [(("module", name), _AttributesOf(module)) for name, module in modules]
     found: list[tuple[Path, Any]] = []
     for name, attributes in roots:
-        own = {key: value for key, value in attributes.present.items() if key not in _OF_TORCH}
+        own = {key: value for key, value in attributes.present.items() if key not in OF_TORCH}
         found.append(((name,), attributes.present))
         found += [((name, *path), item) for path, item in Places(own.items()).found]
     seen: set[int] = set()
@@ -162,7 +161,7 @@ def substitute(places: Sequence[tuple[Path, Any]], function: Callable[[Tensor], 
     """Replace the tensors in these places, in place: whoever holds the containers sees it."""
     for path, place in places:
         for key, item in _items(place):
-            if _is_module(path) and (isinstance(item, nn.Parameter) or (len(path) == 1 and key in _OF_TORCH)):
+            if _is_module(path) and (isinstance(item, nn.Parameter) or (len(path) == 1 and key in OF_TORCH)):
                 continue
             if isinstance(item, Tensor):
                 new = function(item)
@@ -250,7 +249,7 @@ class Scene:
                 continue
             at_top = len(path) == 1 and _is_module(path)
             for key, value in place.items():
-                if not (at_top and key in _OF_TORCH) and (key not in start or start[key] is not value):
+                if not (at_top and key in OF_TORCH) and (key not in start or start[key] is not value):
                     found.append((path, "set", key, value))
             found += [(path, "del", key, None) for key in start if key not in place]
         return found

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.apply.pipeline.tracing.call_trace import modules_around
 from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, resolve
 from meshwright.apply.state.attributes import OF_TORCH
 
@@ -84,8 +85,7 @@ class SharedAttributes:
         """Yield what a unit changes and the code between the units uses."""
         if not self._changes:
             return
-        inside = {id(child) for name in self._units for child in self._module.get_submodule(name).modules()}
-        around = [child for child in self._module.modules() if id(child) not in inside]
+        around = [child for _, child in modules_around(self._module, self._units)]
         uses = _AttributeUses(self._module, around)
         for changes in self._changes.values():
             for change, text in changes.items():

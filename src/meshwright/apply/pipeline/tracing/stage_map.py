@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -27,6 +27,7 @@ class StageMap:
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use tensors inside of objects that they are given.
+        draws: Whether the code between units draws random numbers, by which it may leave units out.
         numbers: Unit's name -> its number among the units.
     """
 
@@ -37,6 +38,7 @@ class StageMap:
     leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     opens: frozenset[str] = frozenset()
+    draws: bool = False
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def number_of(self, unit: str) -> int:
@@ -45,15 +47,57 @@ class StageMap:
             self.numbers.update((name, number) for number, name in enumerate(self.calls))
         return self.numbers[unit]
 
-    def stage_of(self, unit: str, before: int) -> int:
-        """Return the stage of a unit's call, `before` of which came before; a call more than was seen runs with the last."""
+    def place_of_call(self, unit: str, before: int, module: nn.Module, homes: Iterable[int | None]) -> int:
+        """Return the stage that runs a unit's call; every stage, and the forecast of bytes, asks here.
+
+        Args:
+            unit: Its name.
+            before: Calls of it that came before; one more than was seen runs with the last [count].
+            module: The unit.
+            homes: The stages that compute the tensors which it takes.
+
+        Raises:
+            ApplyError: It would have to run on an earlier stage than one of its tensors.
+        """
         stages = self.calls[unit]
-        return stages[min(before, len(stages) - 1)]
+        stage, latest = stages[min(before, len(stages) - 1)], latest_of(homes)
+        place = _place_of(stage, latest, is_bare=not _holds_tensors(module), draws=self.draws)
+        if latest is None or latest <= place:
+            return place
+        if latest in stages and not any(True for _ in module.buffers()):
+            return latest  # it lies there for another of its calls; this batch makes others than the first one did
+        raise ApplyError(
+            f"'{unit}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
+            fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
+            "example_batch= to apply_plan with which every layer runs as often as it ever will",
+        )
 
     @property
     def stages(self) -> dict[str, int]:
         """Unit's name -> stage of its first call: what a plan says."""
         return {name: stages[0] for name, stages in self.calls.items()}
+
+
+def latest_of(homes: Iterable[int | None]) -> int | None:
+    """Return where what is computed of tensors with these homes takes place: on the latest; None where every stage has them."""
+    return max((home for home in homes if home is not None), default=None)
+
+
+def _place_of(stage: int, latest: int | None, *, is_bare: bool, draws: bool) -> int:
+    """Return the stage of a call that is dealt to `stage`, and takes tensors of no later one than `latest`.
+
+    A layer without parameters and buffers may serve several others, of which chance may have left some out: it runs where its
+    tensors are.
+    """
+    return latest if latest is not None and is_bare and (latest > stage or draws) else stage
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    """Tell whether a module has parameters, here or on another stage, or buffers."""
+    return any(
+        child._parameters or child._buffers or any(isinstance(item, nn.Parameter) for item in vars(child).values())
+        for child in module.modules()
+    )
 
 
 def _fix_for(num_pieces: int, rank_of_stage: Sequence[int]) -> str:
@@ -108,10 +152,15 @@ def cut(
     stages = [stage for stage, block in zip(dealt, blocks, strict=True) for _ in block]
     by_unit: dict[str, list[int]] = {}
     holders: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
+    places: list[int] = []
     for call, stage in zip(calls, stages, strict=True):
         by_unit.setdefault(call.unit, []).append(stage)
+        # What the code after a call looks up is used where that call takes place.
+        is_bare = not _holds_tensors(module.get_submodule(call.unit))
+        latest = latest_of(places[taken] for taken in call.takes)
+        places.append(_place_of(stage, latest, is_bare=is_bare, draws=flow.draws))
         for name in call.parameters:
-            holders[name].add(stage)
+            holders[name].add(places[-1])
     before = 0
     for unit in flow.units:
         if unit not in by_unit:
@@ -130,6 +179,7 @@ def cut(
         leaves=flow.leaves,
         takes=flow.takes,
         opens=frozenset(flow.opens),
+        draws=flow.draws,
     )
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, StandIn, mark, value_of
+from meshwright.apply.state.attributes import OF_TORCH
 
 __all__: list[str] = []
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -149,7 +149,7 @@ class _Same:
 
 
 def _is_state(key: str, value: Any) -> bool:
-    return key not in _OF_TORCH and not isinstance(value, (nn.Module, nn.Parameter)) and key != "training"
+    return key not in OF_TORCH and not isinstance(value, (nn.Module, nn.Parameter)) and key != "training"
 
 
 def _copy(value: Any) -> Any:

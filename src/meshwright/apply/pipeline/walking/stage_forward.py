@@ -28,7 +28,7 @@ from meshwright.apply.pipeline.tracing.scene import (
     substitute_call,
     tensors_of_call,
 )
-from meshwright.apply.pipeline.tracing.stage_map import StageMap
+from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
 from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Mail
 from meshwright.apply.pipeline.walking.draws import Draws, python_place
 from meshwright.apply.pipeline.walking.path_hash import Way
@@ -45,17 +45,8 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 )
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
-from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    """Tell whether a module has parameters, here or on another stage, or buffers."""
-    return any(
-        child._parameters or child._buffers or any(isinstance(item, nn.Parameter) for item in vars(child).values())
-        for child in module.modules()
-    )
 
 
 class StageForward(Bookkeeping):
@@ -253,22 +244,7 @@ class StageForward(Bookkeeping):
         """Return the stage of the next call of a unit, which takes these."""
         before = self._calls.get(name, 0)
         self._calls[name] = before + 1
-        stage = self._stage_map.stage_of(name, before)
-        homes = [value.home for value in values if value.home is not None]
-        latest = max(homes) if homes else stage
-        if (latest > stage or self._draws.apart) and not _holds_tensors(module):
-            return latest  # a dropout that serves several layers, of which chance may have left some out this time
-        if latest > stage and latest in self._stage_map.calls[name] and not any(True for _ in module.buffers()):
-            return (
-                latest  # it lies there, too, for another of its calls; this batch makes others than the first one did
-            )
-        if latest > stage:
-            raise ApplyError(
-                f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
-                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
-                "example_batch= to apply_plan with which every layer runs as often as it ever will",
-            )
-        return stage
+        return self._stage_map.place_of_call(name, before, module, [value.home for value in values])
 
     def end_model(self, outputs: Any) -> None:
         """Take note of what the model has returned; now comes the loss."""
@@ -296,8 +272,7 @@ class StageForward(Bookkeeping):
         values = self._own_values(args, kwargs)
         if not values:
             return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
-        homes = [value.home for value in values if value.home is not None]
-        home = max(homes) if homes else None
+        home = latest_of([value.home for value in values])
         self._way.between(home, values)
         if func in DIFFERENTIATES:
             refuse_gradient(func, args, kwargs)

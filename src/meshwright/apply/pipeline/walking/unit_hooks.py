@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from meshwright._torch_texts import says_not_assigned
 from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.user_hooks import (
     guard_hooks,
@@ -20,7 +20,6 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
-_NOT_ASSIGNED = re.compile(r"[Cc]annot assign .*(non-leaf Tensor|as parameter)")
 Forward = Callable[..., Any]
 
 
@@ -56,7 +55,7 @@ def refuse_compiled(module: nn.Module) -> None:
 def refuse_functional_call(error: Exception) -> Exception:
     """Return the error that names torch.func.functional_call where it met a layer of another stage; else the error itself."""
     # Such a layer has no parameters that torch could exchange, and what it says of that does not name the plan.
-    if not isinstance(error, (ValueError, TypeError)) or not _NOT_ASSIGNED.search(str(error)):
+    if not says_not_assigned(error):
         return error
     return ApplyError(
         "a layer of another stage was to run with other parameters than its own (functional_call, or an assignment to one): "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from meshwright.apply.tensor.proof.proof import Experiment
-from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
 from meshwright.apply.tensor.search.trace import MAX_CALLS, Call
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
 
@@ -96,5 +96,7 @@ class Conditions:
         if on_slices and idle:
             raise DisprovedError(f"{idle[0]} had no gradient, so that it is not known whether it would be a term")
         if both:
-            raise DisprovedError(f"the gradient of {both[0]} is a rank's term in one call, and the whole in another")
+            raise DisprovedError(
+                f"the gradient of {both[0]} is a rank's term in one call, and the whole in another", Disproof.GRADIENT
+            )
         return tuple(partial)

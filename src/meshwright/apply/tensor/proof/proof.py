@@ -23,10 +23,12 @@ from meshwright.apply.tensor.guards.ambient import surrounded_by
 from meshwright.apply.tensor.guards.asked import Asked, ask
 from meshwright.apply.tensor.proof.effects import Before, Left
 from meshwright.apply.tensor.proof.shards_against_whole import (
+    Disproof,
     DisprovedError,
     add_up,
     are_same,
     check_equal,
+    check_gradient,
     check_left,
     is_equal,
     join,
@@ -227,7 +229,8 @@ class Experiment:
             if isinstance(first, MisshapenError):
                 raise first
             raise DisprovedError(
-                f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
+                f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}",
+                Disproof.UNFIT_SIZES if type(first) is RuntimeError else Disproof.RAISED,
             )
         return found
 
@@ -283,7 +286,7 @@ class Experiment:
         check_left([outcome.left for outcome in outcomes], self.whole.left, runs[0][1])
         for index, whole in enumerate(self.whole.input_gradients):
             for outcome in outcomes:
-                check_equal(outcome.input_gradients[index], whole, f"the gradient of input {index}", self._scale)
+                check_gradient(outcome.input_gradients[index], whole, f"input {index}", self._scale)
         return self._check_types(outcomes[-1].types, self._check_gradients(outcomes, runs[0][1]))
 
     def check_types(self, layout: TensorLayout) -> TypeReport:
@@ -329,12 +332,12 @@ class Experiment:
         for name, whole in self.whole.gradients.items():
             own = [outcome.gradients[name] for outcome in outcomes]
             if name in tied:
-                check_equal(join(own, layouts[tied[name]]), whole, f"the gradient of {name}", self._scale)
+                check_gradient(join(own, layouts[tied[name]]), whole, name, self._scale)
             elif len({gradient is None for gradient in own}) > 1:
                 # Another batch may leave it out on another rank, and what one rank adds up all have to.
                 raise DisprovedError(f"{name} is used by some of the ranks")
             elif not all(is_equal(gradient, whole, self._scale) for gradient in own):
-                check_equal(add_up(own), whole, f"the gradient of {name}, added up", self._scale)
+                check_gradient(add_up(own), whole, f"{name}, added up", self._scale)
                 partial.append(name)
             elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
                 partial.append(name)  # zero but for rounding, which is each rank's own: copies would drift apart

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +23,45 @@ TOLERANCE = 1e-10
 """Largest difference, relative to the tensor's largest entry, that float64 is given; a wrong cut is off by far more."""
 
 
+class Disproof(enum.Enum):
+    """In what shards and the whole part; the search decides by it which change may help."""
+
+    UNFIT_SIZES = "torch refused an operation on shards"
+    RAISED = "code raised something else on shards"
+    GRADIENT_VALUES = "a gradient has other values"
+    GRADIENT = "a gradient has another shape, or is a term in one call and the whole in another"
+    OTHER = "anything else"
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether the shards did not come to their end."""
+        return self in (Disproof.UNFIT_SIZES, Disproof.RAISED)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the results were right, and a gradient was not."""
+        return self in (Disproof.GRADIENT_VALUES, Disproof.GRADIENT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a region was disproved. Two are equal where the same was found, to the rounding of the numbers in the text."""
+
+    kind: Disproof
+    text: str
+
+
 class DisprovedError(MeshwrightError):
-    """The shards do not give what the whole gives; the message says where they part."""
+    """The shards do not give what the whole gives; the message says where they part.
+
+    Args:
+        message: What was found where.
+        kind: What kind of difference it is.
+    """
+
+    def __init__(self, message: str, kind: Disproof = Disproof.OTHER) -> None:
+        super().__init__(message)
+        self.difference = Difference(kind, message)
 
 
 def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -63,15 +102,26 @@ def is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) ->
     return bool((mine - whole).abs().max().item() <= TOLERANCE * max(scale, least))
 
 
-def check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = 1e-30) -> None:
+def check_equal(mine: Tensor | None, whole: Tensor | None, what: str) -> None:
     """Raise DisprovedError where two tensors are not equal to rounding."""
-    if is_equal(mine, whole, least):
-        return
+    if not is_equal(mine, whole):
+        raise DisprovedError(_difference(mine, whole, what))
+
+
+def check_gradient(mine: Tensor | None, whole: Tensor | None, of: str, least: float) -> None:
+    """Raise DisprovedError where two gradients are not equal to rounding; see `is_equal`."""
+    if not is_equal(mine, whole, least):
+        is_shape = mine is None or whole is None or mine.shape != whole.shape
+        kind = Disproof.GRADIENT if is_shape else Disproof.GRADIENT_VALUES
+        raise DisprovedError(_difference(mine, whole, f"the gradient of {of}"), kind)
+
+
+def _difference(mine: Tensor | None, whole: Tensor | None, what: str) -> str:
     if mine is None or whole is None or mine.shape != whole.shape:
-        raise DisprovedError(f"{what} is {_shape(mine)} on shards, {_shape(whole)} of the whole")
+        return f"{what} is {_shape(mine)} on shards, {_shape(whole)} of the whole"
     wide = torch.complex128 if whole.is_complex() or mine.is_complex() else torch.float64
     difference = (mine.to(wide) - whole.to(wide)).abs().max().item()
-    raise DisprovedError(f"{what} differs by {difference:.1e} of {whole.to(wide).abs().max().item():.1e}")
+    return f"{what} differs by {difference:.1e} of {whole.to(wide).abs().max().item():.1e}"
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 
 from torch import Tensor
 
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof
 from meshwright.apply.tensor.search.pairs import Names, Pair
 from meshwright.apply.tensor.search.trace import Product, Trace
 from meshwright.apply.tensor.tensor_layout import Cut, Region, Role
@@ -304,7 +305,7 @@ def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_s
 # -- the order in which they are tried ----------------------------------------------------------------------------
 
 
-def candidates(options: Options) -> Generator[Region, str, None]:
+def candidates(options: Options) -> Generator[Region, Difference, None]:
     """Yield regions and take the reason why each failed: as they stand, with changes, last with sizes translated at run time.
 
     A change that leaves the reason as it was does not touch what stands in the way, so nothing is built on it.
@@ -312,13 +313,13 @@ def candidates(options: Options) -> Generator[Region, str, None]:
     trials = _Trials(options.num_parts)
     found = list(options.regions())
     for resizes in (False, True):
-        level: list[tuple[Region, Region, str, list[Region]]] = []  # base, candidate, its reason, changes of the base
+        level: list[tuple[Region, Region, Difference, list[Region]]] = []  # base, candidate, its reason, changes
         for base, changes in found:
             region = base.replace(resizes=resizes)
             reason = trials.known(region) or (yield from trials.run(region))
             level.append((region, region, reason, [change.replace(resizes=resizes) for change in changes]))
         for _ in range(_MAX_CHANGES):
-            following: list[tuple[Region, Region, str, list[Region]]] = []
+            following: list[tuple[Region, Region, Difference, list[Region]]] = []
             for base, region, before, changes in level:
                 for change in changes:
                     merged = _merge(base, region, change)
@@ -339,19 +340,19 @@ class _Trials:
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, Difference] = {}
 
-    def run(self, region: Region) -> Generator[Region, str, str]:
+    def run(self, region: Region) -> Generator[Region, Difference, Difference]:
         """Yield a region, and keep and return why it failed."""
         reason = yield region
         self._reasons[self._key(region)] = reason
-        if reason.startswith("on shards: RuntimeError"):
+        if reason.kind is Disproof.UNFIT_SIZES:
             self._reasons[self._key_of_sizes(region)] = reason
         return reason
 
-    def known(self, region: Region) -> str:
+    def known(self, region: Region) -> Difference | None:
         """Return why a region failed that for these ranks is the same, or whose tensors have the same sizes; or nothing."""
-        return self._reasons.get(self._key(region)) or self._reasons.get(self._key_of_sizes(region)) or ""
+        return self._reasons.get(self._key(region)) or self._reasons.get(self._key_of_sizes(region))
 
     def _key(self, region: Region) -> str:
         if region.resizes or region.shared or region.inputs:
@@ -364,13 +365,13 @@ class _Trials:
         return f"sizes {self._key(region.replace(cuts=sizes))}"
 
 
-def _may_help(reason: str, base: Region, change: Region) -> bool:
+def _may_help(reason: Difference, base: Region, change: Region) -> bool:
     """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
     if change.roles == base.roles:
-        return reason.startswith("on shards") or change.integers == base.integers
+        return reason.kind.is_raised or change.integers == base.integers
     if "inner" in change.roles.values():
-        return not reason.startswith("the gradient")
-    return reason.startswith("the gradient") and "differs" in reason
+        return not reason.kind.is_gradient
+    return reason.kind is Disproof.GRADIENT_VALUES
 
 
 def _merge(base: Region, into: Region, change: Region) -> Region:

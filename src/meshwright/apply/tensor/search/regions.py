@@ -1,4 +1,4 @@
-"""Finding a region that is right: proposals are tried one after the other, and each scope is proven for itself.
+"""Difference a region that is right: proposals are tried one after the other, and each scope is proven for itself.
 
 What was found for one block is the first thing that is tried for the next of its structure. It is proven there as well: blocks of
 one class may hold another activation, or ask for their number.
@@ -16,7 +16,7 @@ from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
-from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
 from meshwright.apply.tensor.search.pairs import Names
 from meshwright.apply.tensor.search.trace import Trace
 from meshwright.apply.tensor.tensor_layout import Region
@@ -113,15 +113,16 @@ class Proving:
         Raises:
             SurroundedError: None is, and what stands around was why for one of them.
         """
-        first, reason = "", ""
+        first = ""
+        difference: Difference | None = None
         surrounded: SurroundedError | None = None
         source = iter(tries)
-        for count in range(most):
+        for _ in range(most):
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
             try:
                 # A generator learns why its last one failed.
-                region = source.send(reason) if count and isinstance(source, Generator) else next(source)
+                region = source.send(difference) if difference and isinstance(source, Generator) else next(source)
             except StopIteration:
                 break
             except Exception as error:  # noqa: BLE001 - a proposal that cannot be made is none
@@ -129,10 +130,10 @@ class Proving:
             try:
                 return self._prove_apart(scope, region, accept), ""
             except SurroundedError as error:
-                reason, surrounded = error.message, surrounded or error
+                difference, surrounded = error.difference, surrounded or error
             except DisprovedError as disproved:
-                reason = disproved.message
-            first = first or reason
+                difference = disproved.difference
+            first = first or difference.text
         if surrounded is not None:
             raise surrounded
         return None, first or "it offers nothing that could be cut"

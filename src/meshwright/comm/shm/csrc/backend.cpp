@@ -75,7 +75,7 @@ void ShmBackend::shutdown() {
   }
   server_->wanted.notify_all();
   if (server_->thread.joinable()) server_->thread.join();
-  messages_.abandon("this rank has left the group");
+  messages_.abandon(LostPeer("this rank has left the group", rank_));
 }
 
 void ShmBackend::leave_all() {
@@ -109,18 +109,18 @@ void ShmBackend::refuse_if_forked() const {
 
 void ShmBackend::refuse_if_lost() const {
   refuse_if_forked();
-  if (waiter_.stopping()) throw std::runtime_error(reason());
+  if (waiter_.stopping()) throw reason();
 }
 
-std::string ShmBackend::reason() const {
+LostPeer ShmBackend::reason() const {
   std::lock_guard<std::mutex> held(failure_lock_);
-  return failure_.empty() ? "shm: this rank has left the group" : failure_;
+  return failure_.value_or(LostPeer("shm: this rank has left the group", rank_));
 }
 
-std::string ShmBackend::fail(const LostPeer& error) {
+LostPeer ShmBackend::fail(const LostPeer& error) {
   {
     std::lock_guard<std::mutex> held(failure_lock_);
-    if (failure_.empty()) failure_ = error.what();
+    if (!failure_) failure_.emplace(error);
   }
   waiter_.stop(kFailed, error.rank);
   messages_.abandon(reason());
@@ -137,7 +137,7 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
     try {
       body(Terms{patience, deadline_after(timeout)});
     } catch (const LostPeer& error) {
-      throw std::runtime_error(fail(error));
+      throw fail(error);
     }
   };
   if (async) {

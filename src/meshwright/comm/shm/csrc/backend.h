@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -90,9 +91,9 @@ class ShmBackend : public c10d::Backend {
   bool is_forked() const { return num_forks() != forks_at_birth_; }
   void refuse_if_forked() const;
   void refuse_if_lost() const;
-  std::string reason() const;
+  LostPeer reason() const;
   // End everything; returns why the group is lost, which is the first reason that anybody gave.
-  std::string fail(const LostPeer& error);
+  LostPeer fail(const LostPeer& error);
   void serve_messages();
 
   std::shared_ptr<Segment> segment_;
@@ -106,7 +107,7 @@ class ShmBackend : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
 
   mutable std::mutex failure_lock_;
-  std::string failure_;  // why the group is lost; "" while it is not
+  std::optional<LostPeer> failure_;  // why the group is lost
 
   // The thread for messages that nobody waits for.
   struct Server {

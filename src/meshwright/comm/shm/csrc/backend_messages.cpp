@@ -26,13 +26,13 @@ Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int 
   message->data = dense[0].data();
   message->bytes = dense[0].bytes();
   message->deadline = deadline_after(c10d::kUnsetTimeout);
-  message->on_end = [work, dense, is_send, raw = message.get()](const std::string& error) {
-    if (!is_send && error.empty()) {
+  message->on_end = [work, dense, is_send, raw = message.get()](const std::exception_ptr& error) {
+    if (!is_send && !error) {
       const at::NoGradGuard no_grad;
       give_back(dense);
     }
     work->source_rank_ = raw->peer;
-    work->complete(error.empty() ? nullptr : std::make_exception_ptr(std::runtime_error(error)));
+    work->complete(error);
   };
   work->help_ = [this, message] {
     refuse_if_forked();

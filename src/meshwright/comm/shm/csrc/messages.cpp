@@ -97,7 +97,8 @@ bool Messages::is_idle() {
          std::all_of(current_.begin(), current_.end(), [](const auto& arrival) { return !arrival || !arrival->receiver; });
 }
 
-void Messages::abandon(const std::string& error) {
+void Messages::abandon(const LostPeer& lost) {
+  const std::exception_ptr error = std::make_exception_ptr(lost);
   std::unique_lock<std::mutex> held(lock_);
   for (auto& sends : sends_) {
     for (const MessageRef& message : sends) end(message, error);
@@ -123,7 +124,7 @@ bool Messages::push_all(int target) {
     any = true;
     if (message->announced && message->moved == message->bytes) {
       sends.pop_front();
-      end(message, "");
+      end(message, nullptr);
     }
   }
   return any;
@@ -192,7 +193,7 @@ bool Messages::pull(int source) {
     const size_t bytes = std::min({there, kPieceBytes, arrival.bytes - arrival.moved});
     if (bytes == 0) return false;
     // A receive of another size has no room for this; the message is taken out and dropped.
-    char* target = arrival.receiver ? (arrival.receiver->error.empty() ? arrival.receiver->data : nullptr) : arrival.kept.get();
+    char* target = arrival.receiver ? (arrival.receiver->error ? nullptr : arrival.receiver->data) : arrival.kept.get();
     if (target != nullptr) read_ring(ring, segment_.ring_bytes(), at, target + arrival.moved, bytes);
     arrival.moved += bytes;
     ring.read.store(at + room_of(bytes), std::memory_order_release);
@@ -242,8 +243,10 @@ bool Messages::claim_kept(const MessageRef& receiver) {
 void Messages::hand_over(const MessageRef& receiver, int source, Arrival& arrival) {
   receiver->peer = source;
   if (receiver->bytes != arrival.bytes) {
-    receiver->error = "recv: " + waiter_.name_of(source) + " sent " + std::to_string(arrival.bytes) + " bytes with tag " +
-                      std::to_string(arrival.tag) + ", the tensor to receive into has " + std::to_string(receiver->bytes);
+    receiver->error = std::make_exception_ptr(
+        WrongLength("recv: " + waiter_.name_of(source) + " sent " + std::to_string(arrival.bytes) + " bytes with tag " +
+                        std::to_string(arrival.tag) + ", the tensor to receive into has " + std::to_string(receiver->bytes),
+                    arrival.bytes));
   } else if (arrival.moved != 0) {
     std::memcpy(receiver->data, arrival.kept.get(), arrival.moved);
   }
@@ -267,7 +270,7 @@ bool Messages::needs(const Message& message, int rank) const {
   return true;
 }
 
-void Messages::end(const MessageRef& message, const std::string& error) {
+void Messages::end(const MessageRef& message, const std::exception_ptr& error) {
   message->error = error;
   ended_.push_back(message);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <exception>
 #include <functional>
 #include <list>
 #include <memory>
@@ -16,6 +17,12 @@ namespace meshwright {
 
 constexpr int kAnySource = -1;
 
+// What came under a tag has not the length of the tensor that was to receive it.
+struct WrongLength : std::runtime_error {
+  WrongLength(const std::string& text, size_t sent_bytes) : std::runtime_error(text), sent_bytes(sent_bytes) {}
+  size_t sent_bytes;
+};
+
 // One send or receive.
 struct Message {
   bool is_send;
@@ -24,10 +31,10 @@ struct Message {
   char* data;
   size_t bytes;
   Deadline deadline;
-  std::function<void(const std::string& error)> on_end;  // "" where it went well; called without the lock
+  std::function<void(const std::exception_ptr& error)> on_end;  // null where it went well; called without the lock
   size_t moved = 0;
   bool announced = false;  // a send whose head is in the ring
-  std::string error;
+  std::exception_ptr error;
   std::atomic<bool> ended{false};
 };
 
@@ -51,7 +58,7 @@ class Messages {
   void nap();
   bool is_idle();
   // Every open message ends with this error.
-  void abandon(const std::string& error);
+  void abandon(const LostPeer& error);
 
  private:
   // A message on its way out of a ring.
@@ -74,7 +81,7 @@ class Messages {
   bool wants(int source) const;
   // Whether a message needs this rank, so that its loss is the message's.
   bool needs(const Message& message, int rank) const;
-  void end(const MessageRef& message, const std::string& error);
+  void end(const MessageRef& message, const std::exception_ptr& error);
   void tell_ended(std::unique_lock<std::mutex>& held);
   std::vector<MessageRef> open_messages();
 

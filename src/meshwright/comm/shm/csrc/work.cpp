@@ -18,7 +18,7 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
     } else {
       std::unique_lock<std::mutex> held(mutex_);
       if (!cv_.wait_for(held, timeout, [this] { return completed_; })) {
-        throw std::runtime_error("wait over shared memory: timed out after " + std::to_string(timeout.count()) + " ms");
+        throw LostPeer("wait over shared memory: timed out after " + std::to_string(timeout.count()) + " ms", -1);
       }
     }
   }

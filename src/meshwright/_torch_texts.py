@@ -1,0 +1,52 @@
+"""What torch says where it has no type of exception: the only file that reads the text of an error. Does not import torch.
+
+A release of torch may reword these, so each is used where a wrong answer costs a clear message and never a number.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__: list[str] = []
+
+# Of gloo, NCCL and the store: the other side is gone or late.
+_PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "timed out waiting",
+    "timed out after",
+    "wait timeout",
+    "broken pipe",
+    "read error",
+    "write error",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "connection was likely closed",
+    "failed to recv",
+    "socket closed",
+)
+_NOT_YET = "Operation timed out!"
+_INTO_EXPANDED = "more than one element of the written-to tensor"
+_NOT_ASSIGNED = re.compile(r"[Cc]annot assign .*(non-leaf Tensor|as parameter)")
+
+
+def says_peer_gone(error: RuntimeError) -> bool:
+    """Tell whether torch says that another rank is gone or late: all of it are plain RuntimeErrors."""
+    text = str(error).lower()
+    return any(part in text for part in _PEER_GONE)
+
+
+def says_not_yet(error: RuntimeError) -> bool:
+    """Tell whether gloo's `wait` for a time says that the exchange goes on."""
+    return _NOT_YET in str(error)
+
+
+def says_written_into_expanded(error: RuntimeError) -> bool:
+    """Tell whether code wrote into a tensor whose entries share memory, as the stand-in of a sharded parameter has them."""
+    return _INTO_EXPANDED in str(error)
+
+
+def says_not_assigned(error: Exception) -> bool:
+    """Tell whether nn.Module refused what was given in place of a parameter; a child module or a buffer is another matter."""
+    return isinstance(error, (ValueError, TypeError)) and _NOT_ASSIGNED.search(str(error)) is not None

@@ -1,0 +1,61 @@
+"""ranks/calls.py: what a rank learns of another's error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.errors import ApplyError, CorruptionError, MeshwrightError, NonFiniteError, rank_of
+from meshwright.ranks.calls import Calls
+
+
+class Store:
+    """torch's store, as far as calls use it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        if self.held.get(key, "") == expected:
+            self.held[key] = desired
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.held[key].encode()
+
+
+def _told(error: Exception) -> MeshwrightError:
+    """Return what rank 1 is told of an error that rank 0 has raised in a step."""
+    store: Any = Store()
+    with pytest.raises(type(error)), Calls(0, store).during("step"):
+        raise error
+    calls = Calls(1, store)
+    with calls.during("step"):
+        told = calls.others_error()
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (NonFiniteError("NaN", rank=2, micro_batch=3, parameter="head.weight", fix="lower it"), 2),
+        (CorruptionError("a bit", rank=1, step=7, part="loss"), 1),
+        (ApplyError("it cannot be cut", step=4, phase="step"), 0),
+    ],
+)
+def test_another_ranks_error_keeps_what_it_holds_beside_its_text(error: MeshwrightError, rank: int) -> None:
+    told = _told(error)
+    assert type(told) is type(error)
+    assert told.message == f"rank 0 cannot go on: {error.message}"
+    own = {name: value for name, value in vars(error).items() if name not in ("message", "rank")}
+    assert {name: vars(told)[name] for name in own} == own
+    assert rank_of(told) == rank
+
+
+def test_an_error_of_the_users_own_names_its_rank() -> None:
+    assert rank_of(_told(KeyError("x"))) == 0
