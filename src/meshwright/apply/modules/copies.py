@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,6 +64,21 @@ def _copy_object(value: Any) -> Any:
         return _Unpickler(file, pickler.shared).load()
     except Exception:  # noqa: BLE001 - whatever an object's own pickling raises; it is then shared
         return value
+
+
+@contextlib.contextmanager
+def sharing_attributes(module: nn.Module, copied: nn.Module) -> Iterator[None]:
+    """Have a module hold what its copy holds inside: a loss that reads attributes of the module sees what the copy left there."""
+    kept: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for (_, own), (_, twin) in zip(list(module.named_modules()), list(copied.named_modules()), strict=True):
+            if own is not twin:
+                kept.append((own, vars(own)))
+                object.__setattr__(own, "__dict__", vars(twin))
+        yield
+    finally:
+        for own, attributes in kept:
+            object.__setattr__(own, "__dict__", attributes)
 
 
 def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, trainable: bool = False) -> nn.Module:

@@ -48,6 +48,7 @@ class Flow:
         opens: Units whose calls use tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
+        has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
         counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
         bonds: What a unit changes in attributes and other units use, as text -> these units, which belong to one stage.
     """
@@ -64,6 +65,7 @@ class Flow:
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
+    has_loss_beside: bool = False
     bonds: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Flow:
             key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
             for key in ("leaves", "takes")
         }
-        flags = {"draws": value["draws"]}
+        flags = {key: value[key] for key in ("draws", "has_loss_beside")}
         bonds = {text: tuple(units) for text, units in value["bonds"].items()}
         return cls(calls=calls, idle=idle, bonds=bonds, **texts, **slots, **flags)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright._torch_private import without_function_modes
-from meshwright.apply.modules.copies import copy_module
+from meshwright.apply.modules.copies import copy_module, sharing_attributes
 from meshwright.apply.pipeline.ownership.shared_state import SharedState
-from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall, call_costs
+from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
     METADATA,
@@ -25,7 +24,7 @@ from meshwright.apply.pipeline.tracing.functions import (
 )
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
-from meshwright.apply.pipeline.tracing.stage_map import latest_of
+from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
 from meshwright.apply.pipeline.walking.draws import python_moved, read_python
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
@@ -56,7 +55,7 @@ def observe(
     units = [name for name, _ in find_layers(module)]
     while True:
         flow = _observe_once(module, run, units)
-        finer = _opened(module, flow, units, num_stages, closed)
+        finer = with_one_opened(module, flow, units, num_stages, closed)
         if finer is None:
             return flow
         units = finer
@@ -78,30 +77,11 @@ def observe_undisturbed(
     buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
     try:
-        return observe(observed, run, num_stages=num_stages, closed=closed)
+        with sharing_attributes(module, observed):
+            return observe(observed, run, num_stages=num_stages, closed=closed)
     finally:
         attributes.restore()
         buffers.restore()
-
-
-def _opened(
-    module: nn.Module, flow: Flow, units: Sequence[str], num_stages: int, closed: Collection[str]
-) -> list[str] | None:
-    """Return the units with one more of them opened: the heaviest one, while it is too heavy for one stage among several."""
-    costs: Counter[str] = Counter()
-    for call, cost in zip(flow.calls, call_costs(module, flow), strict=True):
-        costs[call.unit] += cost  # pyright: ignore[reportArgumentType] - a Counter of floats
-    calls_of = Counter(call.unit for call in flow.calls)
-    total = sum(costs.values())
-    for name, cost in costs.most_common():
-        is_heavy = cost / calls_of[name] > total / num_stages or len(flow.calls) < num_stages
-        inner = [child for child, _ in find_layers(module.get_submodule(name))]
-        if is_heavy and len(inner) > 1 and name not in closed:
-            found: list[str] = []
-            for unit in units:
-                found += [f"{name}.{child}" if name else child for child in inner] if unit == name else [unit]
-            return found
-    return None
 
 
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str]) -> Flow:
@@ -139,6 +119,8 @@ class _ForwardObserver(TorchFunctionMode):
         self._random_state = torch.get_rng_state()
         self._python_state = read_python()
         self._changed_buffers: dict[int, str] = {}
+        self._of_outputs: set[int] | None = None
+        self._has_loss_beside = False
         self._shared = SharedState(module, self._units)
         self._attributes = SharedAttributes(module, self._units)
 
@@ -182,14 +164,14 @@ class _ForwardObserver(TorchFunctionMode):
             self._draws_python.add(unit)
 
     def _enter_model(self, *_: Any) -> None:
-        self._is_in_model = True
+        self._is_in_model, self._of_outputs = True, None
         self._random_state = torch.get_rng_state()
         self._python_state = read_python()
 
-    def _leave_model(self, *_: Any) -> None:
+    def _leave_model(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
         if self._is_in_model:
             self._note_draws()
-        self._is_in_model = False
+        self._is_in_model, self._of_outputs = False, {id(tensor) for tensor in tensors_in(outputs)}
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(unit: nn.Module, args: Any, kwargs: Any) -> None:
@@ -302,6 +284,8 @@ class _ForwardObserver(TorchFunctionMode):
         self._watch_between(func, (args, kwargs))
         home = latest_of(value.home for value in values_in((args, kwargs)) if value.owner is self)
         target = writes_to(func, args, kwargs)
+        if self._of_outputs is not None:
+            self._watch_loss(self._of_outputs, (args, kwargs), (result, target))
         if home is not None:
             self._used[home] |= names
             is_number = isinstance(result, (bool, int, float, complex, list))
@@ -314,6 +298,12 @@ class _ForwardObserver(TorchFunctionMode):
             elif names and value_of(tensor) is None:
                 self._made_of[id(tensor)] = names
         return result
+
+    def _watch_loss(self, of_outputs: set[int], given: Any, results: Any) -> None:
+        """Find tensors of units that the loss takes beside the model's outputs: an auxiliary loss left on a layer."""
+        found = [(id(tensor) in of_outputs, value_of(tensor)) for tensor in tensors_in(given)]
+        self._has_loss_beside |= any(not own and known and known.owner is self for own, known in found)
+        of_outputs.update(id(tensor) for tensor in tensors_in(results))
 
     def _watch_unit(self, place: int, given: Any, result: Any) -> None:
         """Find tensors of other calls that a unit uses without being given them."""
@@ -358,12 +348,6 @@ class _ForwardObserver(TorchFunctionMode):
                 unit = self._changed_buffers[id(tensor)]
                 self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
 
-    def _may_draw(self) -> set[str]:
-        """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
-        if not Outside.of(self._module).draws:
-            return set()
-        return {name for name in self._units if Outside(self._module.get_submodule(name)).draws} | {""}
-
     def flow(self) -> Flow:
         """Return what was seen."""
         if self._running is not None:
@@ -384,12 +368,19 @@ class _ForwardObserver(TorchFunctionMode):
             idle=idle,
             draws=self._draws,
             reads=tuple(dict.fromkeys(self._reads)),
-            draws_python=tuple(sorted(self._draws_python | self._may_draw())),
+            draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
+            has_loss_beside=self._has_loss_beside,
             counts=self._attributes.units,
             leaks=tuple(dict.fromkeys(self._leaks)),
             shared=(*self._shared.texts(), *self._attributes.texts()),
             bonds=self._attributes.bonds(),
         )
+
+
+def _may_draw(module: nn.Module, units: Sequence[str]) -> set[str]:
+    """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
+    own = {name for name in units if Outside(module.get_submodule(name)).draws} if Outside.of(module).draws else None
+    return set() if own is None else own | {""}

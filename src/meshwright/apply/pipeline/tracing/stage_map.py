@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from meshwright.apply.one_process.balance import balance_over_ranks
 from meshwright.apply.pipeline.tracing.call_trace import Flow, call_costs
+from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError, did_you_mean
 
 __all__: list[str] = []
@@ -28,6 +29,7 @@ class StageMap:
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use tensors inside of objects that they are given.
         draws: Whether the code between units draws random numbers, by which it may leave units out.
+        has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
         numbers: Unit's name -> its number among the units.
     """
 
@@ -38,6 +40,7 @@ class StageMap:
     leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     opens: frozenset[str] = frozenset()
+    has_loss_beside: bool = False
     draws: bool = False
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -177,6 +180,7 @@ def cut(
         holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
         leaves=flow.leaves,
+        has_loss_beside=flow.has_loss_beside,
         takes=flow.takes,
         opens=frozenset(flow.opens),
         draws=flow.draws,
@@ -216,3 +220,23 @@ def _refuse_unknown(flow: Flow, given: Mapping[str, int]) -> None:
                 f"the plan puts '{name}' on a stage, and the model cannot be cut there{did_you_mean(name, flow.units)}",
                 fix=f"use names among {', '.join(flow.units[:8])}",
             )
+
+
+def with_one_opened(
+    module: nn.Module, flow: Flow, units: Sequence[str], num_stages: int, closed: Collection[str]
+) -> list[str] | None:
+    """Return the units with one more of them opened: the heaviest one, while it is too heavy for one stage among several."""
+    costs: Counter[str] = Counter()
+    for call, cost in zip(flow.calls, call_costs(module, flow), strict=True):
+        costs[call.unit] += cost  # pyright: ignore[reportArgumentType] - a Counter of floats
+    calls_of = Counter(call.unit for call in flow.calls)
+    total = sum(costs.values())
+    for name, cost in costs.most_common():
+        is_heavy = cost / calls_of[name] > total / num_stages or len(flow.calls) < num_stages
+        inner = [child for child, _ in find_layers(module.get_submodule(name))]
+        if is_heavy and len(inner) > 1 and name not in closed:
+            found: list[str] = []
+            for unit in units:
+                found += [f"{name}.{child}" if name else child for child in inner] if unit == name else [unit]
+            return found
+    return None

@@ -256,7 +256,7 @@ class StageForward(Bookkeeping):
     @property
     def owes_nothing_to_the_loss(self) -> bool:
         """Whether the model is done and other stages alone have its outputs, so that the loss cannot need this one."""
-        if self.outputs is None:
+        if self.outputs is None or self._stage_map.has_loss_beside:
             return False
         homes = [value.home for value in values_in(self.outputs)]
         return bool(homes) and self.stage not in homes and None not in homes
