@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 import gpt
 import meshwright as mw
-from meshwright.apply.tensor.expected_bytes import TokenWatch
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
 from meshwright.comm.compression.reducer import GradientSpec
 from meshwright.comm.ledger import Ledger
-from meshwright.compare.trial import formula_bytes, held_formula_bytes
+from meshwright.compare.trial import learn_step
 from parity import losses
 
 VOCABULARY = 64
@@ -91,16 +90,15 @@ def sent_and_formula(name: str, plan: str, num_samples: int = 8) -> tuple[float,
         BUILD[name], plan, loss_fn=losses.cross_entropy, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)
     )
     share = mw.split_batch(language(num_samples), model)
-    watch = TokenWatch(model.module) if model.plan.tp > 1 else None
+    forecast = model.engine.forecast()
     with model:
         model.step(share)
-        if watch is not None:
-            watch.close()
+        forecast.end_watching()
         before = model.ledger.sent_bytes
         model.step(share)
         sent = model.ledger.sent_bytes - before
-        held = held_formula_bytes(model, share, num_samples, watch)
-    return sent, formula_bytes(model, [torch.device("cpu")], share, num_samples, held)
+        learn_step(forecast, model, share, num_samples, is_cross_entropy=True)
+    return sent, forecast.sent_bytes()
 
 
 def payloads(compress: str) -> tuple[int, int]:

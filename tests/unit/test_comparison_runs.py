@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,16 @@ import torch
 from torch import nn
 
 from gpt import build_gpt
+from meshwright.apply.data.expected_bytes import CopiesForecast
+from meshwright.apply.forecast import SeenStep
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.compression.reducer import PlainReducer
+from meshwright.comm.ledger import Ledger
 from meshwright.compare import run_plans as module
 from meshwright.compare.comparison import Comparison
 from meshwright.compare.run_plans import compare_plans, run_comparison, split_plans
-from meshwright.compare.trial import RankSamples, formula_bytes
+from meshwright.compare.trial import RankSamples, learn_step
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import (
     ApplyError,
     ConfigError,
@@ -52,10 +57,12 @@ def chain(kind=nn.Sequential):
 def sent_and_formula(build, line, batch, num_devices=2):
     plan = Plan.parse(line, num_devices=num_devices)
     with apply_plan(build, plan, loss_fn=lambda outputs, _: outputs.float().square().mean()) as model:
+        forecast = model.engine.forecast()
         before = model.ledger.sent_bytes
         model.step(batch)
         sent = model.ledger.sent_bytes - before
-    return sent, formula_bytes(model, [torch.device("cpu")] * plan.num_devices, batch, len(batch[0]))
+        learn_step(forecast, model, batch, len(batch[0]), is_cross_entropy=False)
+    return sent, forecast.sent_bytes()
 
 
 def test_the_cut_of_a_chain_is_counted_exactly():
@@ -91,12 +98,12 @@ def test_a_model_that_needs_values_has_no_formula():
 def test_sparse_gradients_and_frozen_parameters_are_not_in_the_ring():
     module = nn.ModuleList([nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4), nn.Linear(4, 4)])
     module[2].bias.requires_grad_(False)
-    model = types.SimpleNamespace(
-        engine=None, module=module, plan=Plan.parse("dp=4"), world=types.SimpleNamespace(rank=0)
+    alone = Communicator(None, ranks=[0], rank=0, ledger=Ledger(), timeout_s=1.0)
+    forecast = CopiesForecast(module, 4, PlainReducer(alone))
+    forecast.learn(
+        SeenStep(plan=Plan.parse("dp=4"), batch=None, num_samples=1, splitter=BatchSplitter(), is_cross_entropy=False)
     )
-    assert formula_bytes(model, [torch.device("cpu")], None, 1) == 2 * 3 / 4 * 4 * (10 * 4 + 4 * 4)
-    model.plan = Plan.parse("dp=2,zero=1")
-    assert formula_bytes(model, [torch.device("cpu")], None, 1) is None
+    assert forecast.sent_bytes() == 2 * 3 / 4 * 4 * (10 * 4 + 4 * 4)
 
 
 # -- which runs are made ----------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ One engine per strategy, nested: `PipelineEngine(TensorEngine(ShardedEngine))`.
 
 engine        base class of all engines, which is also the engine of one device
 nested        base class of an engine around another
+passes        what a step gives an engine to run: micro-batches, losses, what ranks are told
+one_by_one    micro-batches one after the other, as all engines but pipelines run them
 data/         data parallelism and ZeRO: ranks that share a batch
 tensor/       tensor parallelism: ranks that share each layer
 pipeline/     pipeline parallelism: ranks that run some of the layers
@@ -14,6 +16,7 @@ state/        buffers, attributes, globals and generators that forwards leave, k
 modules/      copies, forwards and hooks of the user's modules
 first_look    one rank's look at the first batch, told to the others
 model_guard   checks that ranks hold one model, and that nobody changes it afterwards
+forecast      what a rank should send in a step, worked out beside a run
 finding       a difference from one device, as a value
 differences   tolerances for two runs of one module
 norm          global gradient norm and clipping

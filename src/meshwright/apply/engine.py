@@ -10,12 +10,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from meshwright._torch_private import without_function_modes
 from meshwright.apply.finding import Finding
+from meshwright.apply.forecast import Forecast
 from meshwright.apply.norm import squares_of, total_norm
+from meshwright.apply.one_by_one import run_one_by_one
+from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ApplyError
+from meshwright.describe.batches import call_model
+from meshwright.errors import ApplyError, LostPeerError
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -26,9 +31,11 @@ T = TypeVar("T")
 class Engine:
     """A module placed on its device(s), and how its gradients come together.
 
-    The step calls, in this order: `begin_step`, then for each micro-batch `forward_backward` (after `arm` for the last
-    one), then `finish_gradients`, and after the optimizer `finish_step` and `sync_buffers`. A rank with an empty share calls
-    everything but `forward_backward`, and `idle_pass` in its place where the strategy needs lockstep.
+    The step calls, in this order: `begin_step`, `run`, `finish_gradients`, and after the optimizer `finish_step` and
+    `sync_buffers`; an evaluation `begin_forward`, `run`, `end_forward`. A rank with an empty share calls all of them.
+
+    `run` is one micro-batch after the other, of which a strategy changes what it must: `arm`, `forward_backward`,
+    `begin_backward` and `idle_pass` are called by `run` alone. A strategy with another order has a `run` of its own.
 
     Args:
         module: The user's module; its parameters keep their identity and their FQNs.
@@ -97,6 +104,36 @@ class Engine:
         """
         return []
 
+    # -- what it says of itself ---------------------------------------------------------------------------------------
+
+    def forecast(self) -> Forecast:
+        """Return what works out the bytes that this rank sends in a step, before the first step."""
+        return Forecast()
+
+    @property
+    def num_walks(self) -> int:
+        """Forwards of the model, with stand-ins for layers of other ranks, that one micro-batch takes on this rank [count]."""
+        return 1
+
+    def gives_own(self, name: str) -> bool:  # noqa: ARG002 - for strategies that have parts
+        """Tell whether what a module gives here is its output, or a slice of it: no stand-in, and no term of a sum."""
+        return True
+
+    def own_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's values of a tensor that a module has just given, plain; None where another rank has them."""
+        with without_function_modes():
+            return tensor.detach()
+
+    @property
+    def outputs_have_graph(self) -> bool:
+        """Whether a backward could be run from what `forward` returns, though it would exchange nothing."""
+        return True
+
+    @property
+    def deals_parameters_out(self) -> bool:
+        """Whether this rank's optimizer gets some of the model's parameters alone, or pieces of them."""
+        return False
+
     @property
     def exchanges_in_backward(self) -> bool:
         """Whether gradients may be on their way before backward has ended."""
@@ -116,6 +153,15 @@ class Engine:
     def needs_lockstep(self) -> bool:
         """Whether every rank must run as many micro-batches as any: what it has none for, it plays with `idle_pass`."""
         return False
+
+    @property
+    def agrees_first(self) -> bool:
+        """Whether all ranks must have agreed to take a step before the first forward, since others may wait in it."""
+        return self.needs_lockstep
+
+    def trainable_states(self) -> dict[str, bool]:
+        """Return `requires_grad` of each parameter that this rank holds, by FQN."""
+        return {name: parameter.requires_grad for name, parameter in self.module.named_parameters()}
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take note of the optimizer before anything runs; a strategy that shards gives it this rank's shards."""
@@ -201,8 +247,44 @@ class Engine:
     def end_failed_pass(self) -> None:
         """Take part in what is left of a pass whose forward has raised here, in the user's code; other ranks go on with it."""
 
+    # -- trials: forwards outside of a step, to find out what a loss counts -------------------------------------------
+
+    @property
+    def forward_groups(self) -> list[Communicator]:
+        """Groups whose ranks run each forward together: what one notices in it is told to the others."""
+        return []
+
+    def look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a first micro-batch's inputs, before any forward on this rank."""
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Have forwards run by `try_forward` inside, and `idle_pass`: together as many on every rank."""
+        self.begin_forward()
+        yield
+        self.end_forward()
+
+    def try_forward(self, batch: Any) -> Any:
+        """Return the module's outputs for a batch."""
+        try:
+            return self.forward_backward(batch, call_model)[0]
+        except LostPeerError:
+            raise
+        except Exception:  # the trial ends with it here, and other ranks have exchanges of this pass to come
+            self.end_failed_pass()
+            raise
+
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched, on every rank."""
+
+    def run(self, work: StepWork[TermT]) -> list[TermT]:
+        """Run the micro-batches of a step, backward too where gradients are on, and return the losses that this rank computes.
+
+        Raises:
+            ApplyError: The ranks cannot take this step.
+            Exception: What the user's code raises; the other ranks have been told of it where they can be.
+        """
+        return run_one_by_one(self, work)
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         """Run `compute(module, batch)`, which does forward, loss and backward, and return its results."""

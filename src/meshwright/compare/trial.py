@@ -12,20 +12,12 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
-from meshwright.apply.data.expected_bytes import data_formula_bytes, dense_gradients
-from meshwright.apply.one_process.model_parallel import LayersEngine
-from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.apply.pipeline.expected_bytes import crossing_formula_bytes, part_formula_bytes
-from meshwright.apply.tensor.expected_bytes import TokenWatch, tensor_formula_bytes
-from meshwright.describe.batches import model_inputs
-from meshwright.describe.layers import describe_chain
+from meshwright.apply.forecast import Forecast, SeenStep
 from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.ranks.join import join_world
 from meshwright.run.assembly import choose_devices
 from meshwright.run.parallel_model import ParallelModel, apply_plan
-from meshwright.traffic import cut_activation_bytes, replica_copy_bytes
 from meshwright.train.config.checks import resolve_loss
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
@@ -58,7 +50,7 @@ class RankSamples:
     """Whether the host stands still while devices exchange, so that `wait_seconds` mean something."""
     peak_memory_bytes: list[int] = dataclasses.field(default_factory=list)
     formula_bytes: float | None = None
-    """What this rank should send in a step; where all send alike, only the first one says so [bytes]."""
+    """What this rank should send in a step, where there is a formula [bytes]."""
     elapsed_s: float = 0.0
     """Wall time of the measured steps, reading of data included [s]."""
     own_busy_s: float = 0.0
@@ -99,18 +91,39 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
         on_finding=config.train.on_finding,
     )
     with model:
-        watch = TokenWatch(model.module) if plan.tp > 1 else None
-        first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices, watch=watch)
+        forecast = model.engine.forecast()
+        first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices, forecast=forecast)
         samples.peak_memory_bytes = _peaks(devices)
         per_step = sum(samples.num_samples[num_warm_up:]) / num_steps
-        # Of a loss of the user's own it is not known what it gathers over tp.
-        knows_loss = watch is None or resolve_loss(config) == "cross_entropy"
-        held = held_formula_bytes(model, first_batch, per_step, watch) if knows_loss else None
+        learn_step(forecast, model, first_batch, per_step, is_cross_entropy=resolve_loss(config) == "cross_entropy")
     if world.stop_requested():  # since the last step began, which is when the ranks agree on it
         raise StoppedOnRequest("stopped on request after the last step")
     # After the peak was read, and with the hooks gone: describing a model copies its buffers.
-    samples.formula_bytes = formula_bytes(model, devices, first_batch, per_step, held)
+    samples.formula_bytes = forecast.sent_bytes()
     return samples
+
+
+def learn_step(
+    forecast: Forecast, model: ParallelModel, batch: Any, num_samples: float, *, is_cross_entropy: bool
+) -> None:
+    """Have a forecast learn from a step of a model that is not closed yet.
+
+    Args:
+        forecast: Of the model's engine, from before the step.
+        model: The applied model.
+        batch: A batch as this rank gets it.
+        num_samples: Samples in a step over all ranks, on average [count].
+        is_cross_entropy: Whether the loss is cross-entropy.
+    """
+    step = SeenStep(
+        plan=model.plan,
+        batch=batch,
+        num_samples=num_samples,
+        splitter=model.splitter,
+        is_cross_entropy=is_cross_entropy,
+    )
+    with model.engine.switch.plain():  # what this rank holds; user code would see the whole model's parameters listed
+        forecast.learn(step)
 
 
 def _take_steps(
@@ -120,9 +133,9 @@ def _take_steps(
     samples: RankSamples,
     devices: Sequence[torch.device],
     *,
-    watch: TokenWatch | None = None,
+    forecast: Forecast,
 ) -> Any:
-    """Take the steps, so many to warm up and so many measured, and return the first batch; watch the first step's tokens."""
+    """Take the steps, so many to warm up and so many measured, and return the first batch; the forecast watches that one."""
     if model.optimizer is None:
         raise ConfigError("the model has no optimizer")
     schedule = LRSchedule(model.optimizer, config)
@@ -143,8 +156,8 @@ def _take_steps(
             start = time.perf_counter()
             result = model.step(batch)
             _finish(devices)
-            if watch is not None and number == 0:
-                watch.close()
+            if number == 0:
+                forecast.end_watching()
             now = time.perf_counter()
             samples.seconds.append(now - start)
             samples.num_samples.append(result.num_samples)
@@ -255,79 +268,3 @@ def _peaks(devices: Sequence[torch.device]) -> list[int]:
     if devices[0].type == "cuda":
         return [peak_memory_bytes(device) for device in dict.fromkeys(devices)]
     return [peak_memory_bytes(devices[0])]
-
-
-# -- formulas ---------------------------------------------------------------------------------------------------------
-
-
-def held_formula_bytes(model: ParallelModel, batch: Any, num_samples: float, watch: TokenWatch | None) -> float | None:
-    """Return what of `formula_bytes` must be worked out while the plan is in force: what a rank of a pipeline holds, or a shard.
-
-    Args:
-        model: The applied model after a step, not closed yet.
-        batch: A batch as this rank gets it.
-        num_samples: Samples in a step over all ranks, on average [count].
-        watch: What counted the tokens of the step that took this batch, where there is tp.
-    """
-    if isinstance(model.engine, PipelineEngine):
-        with (
-            model.engine.switch.plain()
-        ):  # what this rank holds; user code would see the whole model's parameters listed
-            return part_formula_bytes(model.engine, model.plan, batch, num_samples, watch)
-    if watch is None or model.world.rank > 0:
-        return None
-    return tensor_formula_bytes(model.engine, model.plan, batch, num_samples, watch)
-
-
-def formula_bytes(
-    model: ParallelModel, devices: Sequence[torch.device], batch: Any, num_samples: float, held: float | None = None
-) -> float | None:
-    """Return what this rank of the plan should send in a step, worked out from the model alone.
-
-    Args:
-        model: The applied model, closed.
-        devices: This process's devices.
-        batch: A batch as this rank gets it.
-        num_samples: Samples in a step over all ranks, on average [count].
-        held: What `held_formula_bytes` gave.
-
-    Returns:
-        The bytes [bytes]; None for a plan without a formula, or a model that does not run on shapes, and where another rank
-        speaks for all.
-    """
-    if isinstance(model.engine, PipelineEngine):
-        crossing = (
-            None
-            if held is None
-            else crossing_formula_bytes(model.engine, model.plan, model.splitter, batch, num_samples)
-        )
-        return None if held is None or crossing is None else held + crossing
-    if model.plan.tp > 1:
-        return held
-    if model.plan.num_ranks > 1 and model.world.rank > 0:
-        return None
-    plan, module = model.plan, model.module
-    if isinstance(model.engine, LayersEngine):
-        per_batch = _cut_bytes(module, model.engine.stage_of, batch)
-        return None if per_batch is None else per_batch * num_samples / model.splitter.count(batch)
-    if plan.mode == "data_parallel":
-        others = sum(device != devices[0] for device in devices)
-        parameters = sum(parameter.nbytes for parameter in module.parameters())
-        gradients = sum(parameter.nbytes for parameter in dense_gradients(module).values())
-        return float(replica_copy_bytes(parameters, gradients, others))
-    return data_formula_bytes(module, model.engine, plan) if (plan.tp, plan.pp, plan.cp) == (1, 1, 1) else None
-
-
-def _cut_bytes(module: nn.Module, stage_of: dict[str, int], batch: Any) -> float | None:
-    args, kwargs = model_inputs(batch)
-    try:
-        chain = describe_chain(module, args, kwargs)
-    except Exception:  # noqa: BLE001 - any model may need real values, which the meta device has not
-        return None
-    names = [layer.name for layer in chain.layers]
-    returns: list[int | None] = [None] * len(names)
-    for before, fqn in chain.outside_uses:
-        owner = next((name for name in names if fqn.startswith(f"{name}.")), None)
-        returns[names.index(before)] = stage_of[owner] if owner is not None else 0
-    outputs = [layer.output_bytes for layer in chain.layers]  # of the whole batch: b = 1 batch
-    return cut_activation_bytes(outputs, [stage_of[name] for name in names], 1, returns)

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside
 from meshwright.measure.oracle import ModuleOutputs
 
 __all__: list[str] = []
@@ -28,22 +27,6 @@ class RankOutputs:
     """Where the rank stands among those that share each layer."""
     modules: Mapping[str, ModuleOutputs]
     """Name of a module -> its numbers, of this rank's share."""
-
-
-def is_readable(name: str, layout: TensorLayout) -> bool:
-    """Tell whether a module's output is a copy or in slices on the ranks that share it; by name.
-
-    What experts give is a term of the sum that the module around them returns; and of keys that are whole (grouped, fewer
-    heads than ranks) each rank has those that its queries need.
-    """
-    for region in layout.regions:
-        sums = [place for place, role in region.roles.items() if role == "sum"]
-        if any(name != place and is_inside(name, place) for place in sums):
-            return False
-        is_edge = name in (region.scope, *region.roles)
-        if region.shared and is_inside(name, region.scope) and not is_edge:
-            return False
-    return True
 
 
 def first_difference(

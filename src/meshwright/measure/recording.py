@@ -10,16 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import FakeTensor, current_function_mode, without_function_modes
-from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.apply.pipeline.walking.stage_forward import StageForward
-from meshwright.apply.pipeline.walking.stand_ins import value_of
-from meshwright.apply.tensor.engine import TensorEngine
-from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.tensor_layout import is_inside
+from meshwright.apply.engine import Engine
 from meshwright.describe.batches import split_batch
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs, to_dtype
-from meshwright.measure.outputs import is_readable
 from meshwright.run.parallel_model import ParallelModel, apply_plan
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY
 from meshwright.spec import Plan
@@ -97,13 +90,17 @@ def plan_steps(
                 options.before_step(step, model.module)
             share = split_batch(batches[step % len(batches)], model) if shares is None else shares[step % len(shares)]
             seen.gradients = {}
-            is_recorded = with_outputs and step == 0 and plan.mode != "data_parallel"
+            is_recorded = with_outputs and step == 0 and model.engine.num_replicas == 1
             if is_recorded:
                 with model.engine.switch.plain():  # as in a step: the library's own code reads parts of parameters
                     model.stepper.prepare(share)  # a strategy's own look at the model is not the step's forward
-            with record_outputs(model.module, _local) if is_recorded else contextlib.nullcontext({}) as outputs:
+            with (
+                record_outputs(model.module, model.engine.own_value)
+                if is_recorded
+                else contextlib.nullcontext({}) as outputs
+            ):
                 result = model.step(share)
-            outputs = _of_this_rank(model, outputs)
+            outputs = _of_this_rank(model.engine, outputs)
             with model.whole_parameters():
                 parameters = {name: p.detach().clone().cpu() for name, p in model.module.named_parameters()}
                 buffers = {name: b.detach().clone().cpu() for name, b in model.module.named_buffers()}
@@ -125,39 +122,13 @@ def plan_steps(
         model.close()
 
 
-def _local(tensor: Tensor) -> Tensor | None:
-    """Return what this rank has of a tensor, plain; None where another stage of a pipeline computes it."""
-    walk = current_function_mode()
-    if isinstance(walk, StageForward):
-        value = value_of(tensor)
-        # What comes of the inputs alone every stage computes: it counts on the first.
-        home = 0 if value is None or value.owner is not walk or value.home is None else value.home
-        if home != walk.stage:
-            return None
-    elif isinstance(tensor, FakeTensor):  # inside a layer of another stage, of which only the shapes are found
-        return None
-    with without_function_modes():
-        return tensor.local if isinstance(tensor, Slices) else tensor.detach()
-
-
-def _of_this_rank(model: ParallelModel, outputs: dict[str, ModuleOutputs]) -> dict[str, ModuleOutputs]:
+def _of_this_rank(engine: Engine, outputs: dict[str, ModuleOutputs]) -> dict[str, ModuleOutputs]:
     """Return what modules gave without what stands for others: layers of other stages, terms of sums over shards."""
-    engine = model.engine
-    if isinstance(engine, PipelineEngine):
-        calls, rank_of = engine.stage_map.calls, engine.schedule(1).rank_of_stage
-        elsewhere = [
-            unit for unit, stages in calls.items() if engine.pipe.group_rank not in {rank_of(stage) for stage in stages}
-        ]
-        outputs = {
-            name: dataclasses.replace(numbers, num_forwards=numbers.num_forwards // model.plan.virtual)
-            for name, numbers in outputs.items()
-            if not any(is_inside(name, unit) for unit in elsewhere)
-        }
-        engine = engine.inner
-    if isinstance(engine, TensorEngine) and engine.cutting is not None:
-        layout = engine.cutting.layout
-        outputs = {name: numbers for name, numbers in outputs.items() if is_readable(name, layout)}
-    return outputs
+    return {
+        name: dataclasses.replace(numbers, num_forwards=numbers.num_forwards // engine.num_walks)
+        for name, numbers in outputs.items()
+        if engine.gives_own(name)
+    }
 
 
 class GradientRecorder:

@@ -5,7 +5,7 @@ assembly        module, engine and optimizer from what the user hands over
 step            the step: micro-batches, weights, reduction, clipping, the optimizer
 agreement       first exchange of a step: what the ranks bring
 exchange        second exchange: losses, weights and failures
-stages          a schedule run, and its failure told
+work            the work of a step as its engine sees it: losses, roots of backward, sums
 losses/         losses with exact weights, and what a loss is a mean over
 sentinels/      what ranks must have alike, compared while they train
 result          what a step returns

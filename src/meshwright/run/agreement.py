@@ -58,12 +58,12 @@ class Agreement:
         num_tokens: Tokens of this rank's share [count].
         wants_stop: Whether this rank was asked to stop.
         switched: A parameter whose `requires_grad` was switched on this rank, or None.
+        held: Gives `requires_grad` by FQN of what this rank holds: ranks may hold different parameters.
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
         copies: Ranks of the group that bring the same share [count].
         sayings: What ranks must say alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
-        held: Gives `requires_grad` by FQN of what this rank holds, where ranks hold different parameters; else None.
         moved: Whether this rank's buffers were written to since the last step or evaluation ended.
         knows_first: Whether all ranks wait for this before they run a forward.
         has_changed: Whether the model on this rank is to be tried on parts of the batch again.
@@ -79,12 +79,12 @@ class Agreement:
         num_tokens: int,
         wants_stop: bool,
         switched: str | None,
+        held: Callable[[], dict[str, bool]],
         broken: ApplyError | None,
         num_passes: int | None = None,
         copies: int = 1,
         sayings: Sequence[Saying] = (),
         on_difference: Callable[[list[str]], None] | None = None,
-        held: Callable[[], dict[str, bool]] | None = None,
         moved: bool = False,
         knows_first: bool = True,
         has_changed: bool = False,
@@ -143,11 +143,11 @@ class Agreement:
         raise_first(reasons, self._broken, self._group.ranks)
 
     def _refuse_switched(self) -> None:
-        if self._held is not None:
+        if self._knows_first:
             states: dict[str, bool] = {}
             rows = self._group.all_gather_json(self._held(), device=self._device)
             if all(states.setdefault(name, state) == state for row in rows for name, state in row.items()):
-                return  # all ranks that hold it agree
+                return  # all ranks that hold it agree, and all of them learn of it now
         names = self._group.all_gather_json(self._switched, device=self._device)
         ranks = [self._group.ranks[index] for index, name in enumerate(names) if name is not None]
         name = next(name for name in names if name is not None)

@@ -210,7 +210,7 @@ def start_sums(
     terms: Sequence[LossTerm],
     agreement: Agreement,
     *,
-    is_trained: bool,
+    is_trained: bool | None,
     failure: Exception | None,
     is_alone: bool = False,
 ) -> SumExchange:
@@ -220,20 +220,21 @@ def start_sums(
         engine: The strategy.
         terms: The losses of this rank's micro-batches.
         agreement: What the ranks bring to the step.
-        is_trained: As for `SumExchange`, like the next ones.
+        is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation, which has no backward.
         failure: Why this rank cannot go on.
         is_alone: Whether it stops at once.
     """
     agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
     # Over shared memory it is quicker done once backward has ended than handed to another thread now; but not behind
     # gradients that some ranks have begun to exchange by then.
-    later = engine.group.shares_memory and not engine.exchanges_in_backward
+    later = is_trained is None or (engine.group.shares_memory and not engine.exchanges_in_backward)
+    has_begun = is_trained is not None and engine.may_stop_alone
     return SumExchange(
         *(engine.loss_group, engine.device, terms),
         buffers_changed=engine.buffers_changed(),
         in_background=not later,
-        is_trained=is_trained,
+        is_trained=bool(is_trained),
         failure=failure,
         is_alone=is_alone,
-        drain=functools.partial(engine.finish_gradients, 1.0) if engine.may_stop_alone else None,
+        drain=functools.partial(engine.finish_gradients, 1.0) if has_begun else None,
     )

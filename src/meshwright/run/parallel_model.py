@@ -123,7 +123,7 @@ def apply_plan(
     place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
     engine.use_switch(ShardSwitch(str(plan)))
     sentinels = make_sentinels(engine, place, built, loss_fn, options)
-    if built is not None and (plan.pp > 1 or (plan.zero and plan.dp > 1)):
+    if built is not None and engine.deals_parameters_out:
         refuse_coupled(built, str(plan))
     gate = OptimizerGate(built)
     engine.adopt_optimizer(built)
@@ -300,7 +300,7 @@ class ParallelModel:
         """
         with self.engine.switch.plain(), self._told("forward"):
             outputs = self.stepper.forward(args, kwargs)
-        has_graph = self._plan.pp == 1 and (self._plan.zero < 2 or self._plan.dp == 1)
+        has_graph = self.engine.outputs_have_graph
         is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
         return outputs if has_graph or not is_trained else without_backward(outputs, str(self._plan))
 

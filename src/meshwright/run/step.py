@@ -13,35 +13,30 @@ before backward starts; a Loss is run backward from its sum, and the whole gradi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.model_guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
-from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
 from meshwright.describe.batches import BatchSplitter, count_tokens
 from meshwright.errors import CorruptionError, NonFiniteError
 from meshwright.run.agreement import Agreement, raise_first
 from meshwright.run.diagnose import diagnose, unchanged_draws
-from meshwright.run.exchange import SumExchange, Sums, start_sums
 from meshwright.run.gate import OptimizerGate
-from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.loss import LossRule
 from meshwright.run.losses.settle import ModelWatch, settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels.sentinels import Sentinels
-from meshwright.run.stages import run_schedule
+from meshwright.run.work import LossWork
 from meshwright.trees import move_to
 
 __all__: list[str] = []
@@ -95,7 +90,6 @@ class Stepper:
         self.stop_requested = False
         self.gate = gate or OptimizerGate(None)
         self._watch()
-        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Let the optimizer step anywhere, with the user's own hooks."""
@@ -121,8 +115,10 @@ class Stepper:
         engine.begin_step()
         self._hooks.guard()
         on_phase("forward")
-        parts = [part for part, weight in zip(parts, weights, strict=True) if weight]
-        sums = self._forward_backward(parts, [weight for weight in weights if weight], agreement, on_phase)
+        work = LossWork(
+            *(engine, self._terms, agreement, parts, weights), is_trained=self._guard.is_trained, on_phase=on_phase
+        )
+        sums = work.sums(engine.run(work))
         engine.finish_gradients(sums.gradient_scale)
         norm = engine.gradient_norm()
         norm_value = norm.item()
@@ -131,6 +127,7 @@ class Stepper:
         if skipped:
             on_phase("diagnose")
             engine.refuse_taken()
+            parts = [micro_batch.batch for micro_batch in work.micro_batches]
             error = diagnose(engine, self._terms, parts, snapshot.random_state, loss=sums.loss, norm=norm_value)
             self._leave_out(snapshot, error)
         else:
@@ -223,11 +220,7 @@ class Stepper:
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
         is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
-        stages = self.engine if isinstance(self.engine, PipelineEngine) else None
-        has_stages = stages is not None
-        knows_first = (
-            is_there or has_stages or self.engine.needs_lockstep or may_try or self.sentinels.needs_agreement_first
-        )
+        knows_first = is_there or self.engine.agrees_first or may_try or self.sentinels.needs_agreement_first
         agreement = Agreement(
             self.engine.everyone,
             self.engine.device,
@@ -241,14 +234,15 @@ class Stepper:
             copies=self.engine.copies,
             sayings=self.sentinels.sayings(batch, self.casts.dtype),
             on_difference=self.sentinels.explain,
-            held=None if stages is None else stages.trainable_states,
+            held=self.engine.trainable_states,
             moved=moved,
             knows_first=knows_first,
             has_changed=may_try and self._watch_model.has_changed(),
         )
         if (knows_first or moved) and agreement.buffers_moved:
             self.engine.sync_buffers()
-        may_be_told = switched is not None or has_stages
+        # A rank that does not hold a parameter hears of its switch from the others.
+        may_be_told = switched is not None or knows_first
         if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
             self._guard.accept_trainable()
@@ -256,81 +250,6 @@ class Stepper:
         if may_try and agreement.has_changed:
             self._watch_model.refuse_mixing(parts)
         return agreement
-
-    def _forward_backward(
-        self, parts: list[Any], weights: list[float], agreement: Agreement, on_phase: Callable[[str], None]
-    ) -> Sums:
-        engine = self.engine
-        terms: list[LossTerm] = []
-        exchange: SumExchange | None = None
-        alone = engine.everyone.size == 1 and len(parts) == 1 and engine.num_replicas == 1
-
-        def exchange_sums(raised: Exception | None = None) -> SumExchange:
-            return start_sums(
-                *(engine, terms, agreement),
-                is_trained=self._guard.is_trained,
-                failure=raised or self._watch_loss.failure,
-                is_alone=raised is not None,
-            )
-
-        lockstep = engine.needs_lockstep
-        if lockstep:
-            agreement.wait()  # before anything that another rank may wait in
-
-        def compute(module: nn.Module, part: Any, *, is_last: bool) -> None:
-            nonlocal exchange
-            term = self._told(self._terms.of_any, (module, part), lambda error: exchange_sums(error).wait())
-            if term is None:
-                return
-            with self._lock:  # replicas come here from several threads
-                terms.append(term)
-            if is_last and engine.num_replicas == 1 and not lockstep:
-                exchange = exchange_sums()
-                on_phase("backward")
-            root = self._terms.root(term, agreement, alone=alone)
-            engine.begin_backward()
-            if root is not None:
-                torch.autograd.backward(*root)
-
-        if isinstance(engine, PipelineEngine):
-            agreement.wait()
-            terms += self._run_schedule(
-                engine, parts, weights, lambda term: self._terms.root(term, agreement, alone=alone)
-            )
-            parts = []
-        for index, part in enumerate(parts):
-            is_last = index == len(parts) - 1
-            if is_last:
-                engine.arm()
-            engine.forward_backward(part, lambda module, chunk, last=is_last: compute(module, chunk, is_last=last))
-        if lockstep:
-            for _ in range(agreement.num_passes - len(parts)):
-                engine.idle_pass()
-            on_phase("backward")
-        exchange = exchange or exchange_sums()
-        sums = exchange.wait()  # alone, backward was run from the mean
-        return dataclasses.replace(sums, has_sums=False) if alone else sums
-
-    def _told(self, compute: Any, args: tuple[nn.Module, Any], tell: Callable[[Exception], Any]) -> LossTerm | None:
-        """Return a loss; where the user's code raises, the other ranks hear of it before this one stops."""
-        try:
-            return compute(*args)
-        except Exception as error:
-            if self.engine.may_stop_alone:
-                tell(error)
-            raise
-
-    def _run_schedule(
-        self,
-        engine: PipelineEngine,
-        parts: list[Any],
-        weights: list[float],
-        root_of: Callable[[LossTerm], tuple[torch.Tensor, torch.Tensor | None] | None],
-    ) -> list[LossTerm]:
-        def term_of(module: nn.Module, index: int) -> LossTerm | None:
-            return self._terms.of(module, parts[index], weights[index]) if weights[index] else None
-
-        return run_schedule(engine, len(parts), term_of, root_of)
 
     # -- what is not finite -------------------------------------------------------------------------------------
 
@@ -354,42 +273,15 @@ class Stepper:
             self._watch_loss.begin(batch, is_due=False)
             agreement = self._agree(batch, parts, weights, wants_stop=False)
             with torch.no_grad(), unchanged_draws(engine):
-                sums = self._evaluate(parts, weights, agreement)
+                work = LossWork(engine, self._terms, agreement, parts, weights)
+                engine.begin_forward()
+                sums = work.sums(engine.run(work))
+                engine.end_forward()
+                if sums.buffers_changed:
+                    engine.sync_buffers()
         return {
             "loss": sums.loss,
             "weight": sums.weight,
             "num_samples": agreement.num_samples,
             "num_tokens": agreement.num_tokens,
         }
-
-    def _evaluate(self, parts: list[Any], weights: list[float], agreement: Agreement) -> Sums:
-        engine = self.engine
-
-        def sums_of(terms: Sequence[LossTerm], failure: Exception | None, *, is_alone: bool = False) -> Sums:
-            agreement.wait()
-            return SumExchange(
-                *(engine.loss_group, engine.device, terms),
-                buffers_changed=engine.buffers_changed(),
-                failure=failure,
-                is_alone=is_alone,
-            ).wait()
-
-        def compute(module: nn.Module, part: Any) -> LossTerm | None:
-            return self._told(self._terms.of_any, (module, part), lambda error: sums_of((), error, is_alone=True))
-
-        engine.begin_forward()
-        if engine.needs_lockstep:
-            agreement.wait()
-        if isinstance(engine, PipelineEngine):
-            found = self._run_schedule(engine, parts, weights, lambda _: None)
-        else:
-            found = [term for part in parts for term in engine.forward_backward(part, compute)]
-        agreement.wait()
-        for _ in range(agreement.num_passes - len(parts)):
-            engine.idle_pass()
-        terms = [term for term in found if term is not None]
-        sums = sums_of(terms, self._watch_loss.failure)
-        engine.end_forward()
-        if sums.buffers_changed:
-            engine.sync_buffers()
-        return sums

@@ -1,6 +1,7 @@
 """Data parallelism: ranks that share a global batch, with whole copies of the model or with shards of it (ADR 0004, 0007).
 
 base             base class: equal copies at the start, buffers, sparse gradients
+sparse           names of parameters with sparse gradients
 distributed      whole copies whose gradients are summed (DDP)
 buckets          flat memory that owns gradients and is summed during backward
 unbucketed       gradients that stay where autograd put them, summed after backward

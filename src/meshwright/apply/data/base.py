@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.data.sparse import names_with_sparse_gradients
 from meshwright.apply.engine import Engine
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
@@ -162,16 +163,6 @@ def describe_buffers(module: nn.Module) -> dict[str, list[Any]]:
         for name in owner._buffers.keys() - owner._non_persistent_buffers_set
     }
     return {name: [list(b.shape), str(b.dtype), name in kept] for name, b in module.named_buffers()}
-
-
-def names_with_sparse_gradients(module: nn.Module) -> set[str]:
-    """Return the FQNs of embeddings that produce sparse gradients; these cannot lie in flat memory."""
-    sparse_ids = {
-        id(child.weight)
-        for child in module.modules()
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
-    }
-    return {name for name, parameter in module.named_parameters() if id(parameter) in sparse_ids}
 
 
 def make_copies_equal(tensors: Iterable[torch.Tensor], group: Communicator) -> None:

@@ -9,7 +9,9 @@ from torch import nn
 
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.buckets import GradientBuckets
+from meshwright.apply.data.expected_bytes import CopiesForecast
 from meshwright.apply.data.unbucketed import LooseGradients
+from meshwright.apply.forecast import Forecast
 from meshwright.apply.norm import norm_of_norms
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
@@ -61,6 +63,9 @@ class DistributedEngine(DataParallelEngine):
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
         return [(self.group, [*self.module.named_parameters(), *persistent_buffers(self.module)])]
+
+    def forecast(self) -> Forecast:
+        return CopiesForecast(self.module, self.group.size, self.reducer)
 
     @property
     def exchanges_in_backward(self) -> bool:

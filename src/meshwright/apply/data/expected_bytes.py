@@ -2,55 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from meshwright.apply.data.base import DataParallelEngine, names_with_sparse_gradients
-from meshwright.apply.data.sharded import ShardedEngine
-from meshwright.apply.engine import Engine
+from meshwright.apply.data.sharding import Sharding
+from meshwright.apply.data.sparse import names_with_sparse_gradients
+from meshwright.apply.forecast import Forecast, SeenStep
 from meshwright.comm.compression.reducer import GradientSpec, Reducer
-from meshwright.spec.plan import Plan
 from meshwright.traffic import ring_gradient_bytes, sharded_bytes
 
 __all__: list[str] = []
 
 
-def data_formula_bytes(module: nn.Module, engine: Engine | None, plan: Plan) -> float | None:
-    """Return what one rank sends over dp in a step.
+class CopiesForecast(Forecast):
+    """Whole copies: gradients in a ring.
 
     Args:
         module: What this rank has of the model; its parameters may be without values.
-        engine: What sums its gradients, None for one that sums them as they are.
-        plan: The plan.
-
-    Returns:
-        The bytes [bytes]; None where the engine is not the plan's.
+        num_ranks: Ranks that share a global batch [count].
+        reducer: What sums the gradients.
     """
-    if plan.dp == 1:
-        return 0.0
-    dense = dense_gradients(module)
-    as_they_are = sum(parameter.nbytes for parameter in dense.values())
-    reducer = engine.reducer if isinstance(engine, DataParallelEngine) else None
-    payload = as_they_are if reducer is None else payload_bytes(dense, reducer)
-    if plan.zero == 0:
-        return ring_gradient_bytes(payload, plan.dp)
-    if not isinstance(engine, ShardedEngine) or reducer is None:
-        return None
-    shares, shards = engine.memory_bytes(), plan.shard_degree
-    replicas = plan.dp // shards
-    times = 1 if reducer.sends_slices or replicas > 1 else 2  # an all-reduce is twice a reduce-scatter
-    return sharded_bytes(
-        as_they_are if replicas > 1 else times * payload,
-        shares["whole"],
-        shares["gathered"],
-        zero=plan.zero,
-        shards=shards,
-        replicas=replicas,
-        passes=plan.micro_batches,
-        per_step=engine.sharding.per_step,
-        replicated_bytes=payload,
-    )
+
+    def __init__(self, module: nn.Module, num_ranks: int, reducer: Reducer) -> None:
+        self._module = module
+        self._num_ranks = num_ranks
+        self._reducer = reducer
+        self._bytes = 0.0
+
+    def learn(self, step: SeenStep) -> None:
+        del step
+        self._bytes = ring_gradient_bytes(payload_bytes(dense_gradients(self._module), self._reducer), self._num_ranks)
+
+    def sent_bytes(self) -> float | None:
+        return self._bytes
+
+
+class ShardsForecast(Forecast):
+    """Shards: gradients to their owners, and values from them.
+
+    Args:
+        module: What this rank has of the model.
+        num_ranks: Ranks that share a global batch [count].
+        sharding: What is sharded, and over whom.
+        reducer: What sums the gradients; where shards have replicas, over these.
+        memory_bytes: Gives the bytes of the parameters that are "whole" and trainable, and of those "gathered" when needed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_ranks: int,
+        sharding: Sharding,
+        reducer: Reducer,
+        memory_bytes: Callable[[], dict[str, int]],
+    ) -> None:
+        self._module = module
+        self._num_ranks = num_ranks
+        self._sharding = sharding
+        self._reducer = reducer
+        self._memory_bytes = memory_bytes
+        self._bytes = 0.0
+
+    def learn(self, step: SeenStep) -> None:
+        dense, shares = dense_gradients(self._module), self._memory_bytes()
+        payload = payload_bytes(dense, self._reducer)
+        as_they_are = sum(parameter.nbytes for parameter in dense.values())
+        shards = self._sharding.shards.size
+        replicas = self._num_ranks // shards
+        # An all-reduce is twice a reduce-scatter.
+        times = 1 if self._reducer.sends_slices or replicas > 1 else 2
+        self._bytes = sharded_bytes(
+            as_they_are if replicas > 1 else times * payload,
+            shares["whole"],
+            shares["gathered"],
+            zero=self._sharding.zero,
+            shards=shards,
+            replicas=replicas,
+            passes=step.plan.micro_batches,
+            per_step=self._sharding.per_step,
+            replicated_bytes=payload,
+        )
+
+    def sent_bytes(self) -> float | None:
+        return self._bytes
 
 
 def dense_gradients(module: nn.Module) -> dict[str, nn.Parameter]:

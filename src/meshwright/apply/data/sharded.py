@@ -19,12 +19,14 @@ from torch import nn
 
 from meshwright._torch_private import foreach_norm
 from meshwright.apply.data.base import DataParallelEngine
+from meshwright.apply.data.expected_bytes import ShardsForecast
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.gathering import Gathering
 from meshwright.apply.data.held import held_parts
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
+from meshwright.apply.forecast import Forecast
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
@@ -165,6 +167,14 @@ class ShardedEngine(DataParallelEngine):
     @property
     def needs_lockstep(self) -> bool:
         return self._gathering is not None
+
+    @property
+    def outputs_have_graph(self) -> bool:
+        return self._gathering is None
+
+    @property
+    def deals_parameters_out(self) -> bool:
+        return True
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -351,6 +361,9 @@ class ShardedEngine(DataParallelEngine):
             found.update(unit.full_gradients())
         named = self.module.named_parameters()
         return {name: found.get(name, parameter.grad) for name, parameter in named}
+
+    def forecast(self) -> Forecast:
+        return ShardsForecast(self.module, self.group.size, self.sharding, self.reducer, self.memory_bytes)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters that are "whole" and trainable, and of those that are "gathered" when needed."""

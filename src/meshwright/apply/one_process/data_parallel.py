@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.forecast import Forecast
+from meshwright.apply.one_process.expected_bytes import ReplicasForecast
 from meshwright.apply.state.mirror import LeftByForward, Mirror
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import BatchSplitter, join_samples
@@ -127,6 +129,9 @@ class ReplicasEngine(Engine):
         self._pool = ThreadPoolExecutor(
             len(devices), "meshwright-replica", initializer=torch.set_num_threads, initargs=(threads,)
         )
+
+    def forecast(self) -> Forecast:
+        return ReplicasForecast(self.module, [replica.device for replica in self.replicas])
 
     def begin_step(self) -> None:
         super().begin_step()

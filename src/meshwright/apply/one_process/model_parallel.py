@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.forecast import Forecast
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.one_process.balance import balance_layers
+from meshwright.apply.one_process.expected_bytes import LayersForecast
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.layers import ChainDescription, describe_chain, find_layers
 from meshwright.errors import ApplyError
@@ -105,6 +107,9 @@ class LayersEngine(Engine):
                 owner = first.setdefault(id(parameter), name)
                 owners[name] = owners[owner] if owner != name else owners[name]
         return owners
+
+    def forecast(self) -> Forecast:
+        return LayersForecast(self.module, lambda: self.stage_of)
 
     def look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Balance the layers by these inputs, unless inputs were seen before."""

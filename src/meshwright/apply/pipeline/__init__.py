@@ -5,6 +5,7 @@ walking/        one stage's forward of one micro-batch
 ownership/      parameters and buffers of other stages: taken out, tied, gathered
 stage           forward and backward of a micro-batch on one stage
 split_backward  backward in halves, for zero-bubble schedules
+placed          what exists once calls are dealt out: this rank's stages and what they share
 executor        actions of a schedule, in their order, whatever the schedule
 p2p             tensors between stages
 notes           notes beside tensors: a forward has ended, a stage has failed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,42 +14,36 @@ from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
+from meshwright.apply.forecast import Forecast
 from meshwright.apply.nested import OuterEngine
-from meshwright.apply.pipeline.inspection import BoundaryInspection
-from meshwright.apply.pipeline.ownership.broadcasts import Collector
+from meshwright.apply.passes import StepWork, TermT
+from meshwright.apply.pipeline.executor import ScheduleExecutor, make_schedule
+from meshwright.apply.pipeline.expected_bytes import PipelineForecast, StagePlaces
 from meshwright.apply.pipeline.ownership.early_copies import EarlyCopies
-from meshwright.apply.pipeline.ownership.holding import Holding, keep_only
-from meshwright.apply.pipeline.ownership.tied import TiedGradients
-from meshwright.apply.pipeline.ownership.whole_buffers import Homes, spread_buffers
+from meshwright.apply.pipeline.ownership.holding import keep_only
+from meshwright.apply.pipeline.ownership.whole_buffers import spread_buffers
 from meshwright.apply.pipeline.p2p import Post
-from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.pipeline.placed import Placed
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
-from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
+from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observation import observe_undisturbed
-from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
-from meshwright.apply.pipeline.walking.draws import Draws
-from meshwright.apply.pipeline.walking.own_state import OwnState
-from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
-from meshwright.apply.pipeline.walking.unit_hooks import Interception, UnderWay, refuse_compiled
+from meshwright.apply.pipeline.walking.own_values import is_own
+from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_compiled, refuse_functional_call
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ApplyError
-from meshwright.schedule import ActionKind, PipelineSchedule
+from meshwright.describe.batches import model_inputs
+from meshwright.errors import ApplyError, LostPeerError
 from meshwright.spec import Plan
 
 __all__: list[str] = []
-
-T = TypeVar("T")
-
-_LIVES = itertools.count()  # pipelines of this process so far; rank 0's number is that of all ranks
 
 
 class PipelineEngine(OuterEngine):
     """A model whose calls are dealt out to stages.
 
-    `inner` is the engine on what this rank holds; this one adds what stages exchange. The step runs a schedule on it
+    `inner` is the engine on what this rank holds; this one adds what stages exchange. Its `run` is a schedule
     (`apply/pipeline/executor.py`) instead of one micro-batch after the other.
 
     Args:
@@ -94,37 +88,17 @@ class PipelineEngine(OuterEngine):
         self._tensor = tensor
         self._make_group = make_group
         self._optimizer: torch.optim.Optimizer | None = None
-        self._schedules: dict[int, PipelineSchedule] = {}
-        self._streams: dict[tuple[int, int], Any] = {}
-        self._interception: Interception
-        self._inspection: BoundaryInspection
-        self._holding: Holding
-        self._collector: Collector
-        self._draws: Draws
-        self._tied: TiedGradients
+        self._schedule_of = functools.cache(functools.partial(make_schedule, plan))
         self._under_way = UnderWay()
         self._copies_before = EarlyCopies(module)
-        self._stages: dict[int, Stage] = {}
-        self._shapes: Shapes
-        self._own_state: OwnState | None = None
-        self._homes: Homes
-        self.stage_map: StageMap
-        schedule = self.schedule(1)
-        self._post = Post(pipe, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pipe.group_rank))
+        self._placed: Placed
+        schedule = self._schedule_of(1)
+        self._rank_of_stage = schedule.rank_of_stage
+        own = schedule.stages_of_rank(pipe.group_rank)
+        self._post = Post(pipe, self._rank_of_stage, plan.num_stages, own)
         if tensor is None:
             make_copies_equal(self.parameters, everyone)
             make_copies_equal(module.buffers(), everyone)
-
-    def schedule(self, num_micro_batches: int) -> PipelineSchedule:
-        """Return the order of work for so many micro-batches."""
-        found = self._schedules.get(num_micro_batches)
-        if found is None:
-            plan = self._plan
-            found = PipelineSchedule.build(
-                plan.schedule, num_ranks=plan.pp, num_micro_batches=num_micro_batches, virtual=plan.virtual
-            )
-            self._schedules[num_micro_batches] = found
-        return found
 
     # -- the cut ------------------------------------------------------------------------------------------------
 
@@ -159,41 +133,19 @@ class PipelineEngine(OuterEngine):
         return observe_undisturbed(self.module, run, num_stages=self._plan.num_stages, closed=closed, on_copy=is_cut)
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
-        together = [] if layout is None else units_together(layout, flow.units)
-        schedule = self.schedule(1)
-        ranks = [schedule.rank_of_stage(stage) for stage in range(self._plan.num_stages)]
-        stage_map = cut(self.module, flow, ranks, self._plan.stages, together)
-        self.stage_map = stage_map
-        own = schedule.stages_of_rank(self.pipe.group_rank)
-        around = modules_around(self.module, flow.units)
-        self._homes = Homes(self.module, [child for _, child in around], self.group, self.device)
-        twins = {} if layout is None else make_twins(self.module, flow.units)
-        self._shapes = Shapes(twins, lambda _: around, flow.draws_python)
-        seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
-        self._post.life = life * 37  # failures count on from here: not into the lives of the next pipeline
-        self._draws = Draws(seed, self.device, apart=flow.draws, python=bool(flow.draws_python))
-        self._own_state = OwnState([module for _, module in around], own) if len(own) > 1 else None
-        self._stages = {
-            index: Stage(
-                index,
-                self.module,
-                stage_map,
-                shapes=self._shapes,
-                post=self._post,
-                draws=self._draws,
-                under_way=self._under_way,
-                own_state=self._own_state,
-            )
-            for index in own
-        }
-        self._inspection = BoundaryInspection(self._stages.values())
-        self._holding = Holding(self.module, stage_map.holders, own)
-        self.switch.on_state = self._holding.on_state
-        places = {
-            name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
-        }
-        self._collector = Collector(self.pipe, self.device, places)
-        self._tied = TiedGradients.over(places, self._holding.all, self._make_group, self.pipe.rank)
+        placed = self._placed = Placed(
+            self.module,
+            flow,
+            self._plan,
+            self._schedule_of(1),
+            post=self._post,
+            group=self.group,
+            device=self.device,
+            under_way=self._under_way,
+            together=None if layout is None else units_together(layout, flow.units),
+            make_group=self._make_group,
+        )
+        self.switch.on_state = placed.holding.on_state
         self.parameters = list(self.module.parameters())
         if self._optimizer is not None:
             keep_only(self._optimizer, self.parameters)
@@ -204,73 +156,107 @@ class PipelineEngine(OuterEngine):
             tensors = dict(self.module.named_parameters(remove_duplicate=False))
             tensors |= dict(self.module.named_buffers(remove_duplicate=False))
             self._tensor.adopt_optimizer(self._optimizer)
-            self._tensor.cut(restrict(layout, stage_map, own, tensors))
+            self._tensor.cut(restrict(layout, placed.stage_map, self._post.own, tensors))
             self._inner = self._tensor
-        held = self._holding.held_values(self._inner.held_parts(self.switch.moment))
-        self._holding.learn(self.pipe.all_gather_json(held, device=self.device))
-        self._interception = Interception(self.module, flow.units, [child for _, child in around], self._under_way)
+        held = placed.holding.held_values(self._inner.held_parts(self.switch.moment))
+        placed.holding.learn(self.pipe.all_gather_json(held, device=self.device))
+        placed.intercept()
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with the stage of each layer, and each stage's share of the work."""
         if self._inner is None:
             return plan
-        shares = ", ".join(f"{share:.1%}" for share in self.stage_map.shares)
-        lines = [
-            f"pp={self.pipe.size} cuts {len(self.stage_map.stages)} layers into {plan.num_stages} stages: {shares} of the work"
-        ]
-        if self._tied.names:
-            lines.append(f"used on several stages, gradients summed: {', '.join(self._tied.names[:4])}")
-        detailed = plan.replace(stages=self.stage_map.stages, reasons=(*plan.reasons, *lines))
+        stages, tied = self._placed.stage_map.stages, self._placed.tied.names
+        shares = ", ".join(f"{share:.1%}" for share in self._placed.stage_map.shares)
+        lines = [f"pp={self.pipe.size} cuts {len(stages)} layers into {plan.num_stages} stages: {shares} of the work"]
+        if tied:
+            lines.append(f"used on several stages, gradients summed: {', '.join(tied[:4])}")
+        detailed = plan.replace(stages=stages, reasons=(*plan.reasons, *lines))
         return self._inner.detail(detailed)
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
-        return [*super().copies_of_state(), *self._tied.copies()]
+        return [*super().copies_of_state(), *self._placed.tied.copies()]
 
-    # -- a schedule's actions -----------------------------------------------------------------------------------
+    # -- what it says of itself ---------------------------------------------------------------------------------
 
-    def run_forward(self, stage: int, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool) -> T | None:
-        """Run a stage's part of a forward; tensors that other stages compute are fake in what is returned.
+    @property
+    def outputs_have_graph(self) -> bool:
+        return False
 
-        None where the loss reads numbers that other stages have. `in_halves` says how its backward will be run.
-        """
-        result = self._stages[stage].forward(micro_batch, run, in_halves=in_halves)
-        if self._tensor is not None and torch.is_grad_enabled():
-            self._streams[stage, micro_batch] = self._tensor.streams()
-        return result
+    @property
+    def deals_parameters_out(self) -> bool:
+        return True
+
+    @property
+    def num_walks(self) -> int:
+        return self._plan.virtual
+
+    def gives_own(self, name: str) -> bool:
+        return self._placed.stage_map.runs_on(name, self._post.own) and self.inner.gives_own(name)
+
+    def own_value(self, tensor: Tensor) -> Tensor | None:
+        return self.inner.own_value(tensor) if is_own(tensor) else None
+
+    def forecast(self) -> Forecast:
+        def inside() -> tuple[StagePlaces, Forecast]:
+            return StagePlaces(self._placed.stage_map, self._rank_of_stage, self.pipe.group_rank), self.inner.forecast()
+
+        tensor = None if self._tensor is None else self._tensor.forecast()
+        return PipelineForecast(self.module, self.device, tensor, inside)
+
+    # -- the micro-batches --------------------------------------------------------------------------------------
+
+    @property
+    def agrees_first(self) -> bool:
+        return True
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
         walk = self._under_way.walk
         return walk is not None and walk.owes_nothing_to_the_loss
 
-    def computes(self, stage: int, tensor: Tensor) -> bool:
-        """Tell whether a tensor that `run_forward` returned is the stage's own."""
-        return self._stages[stage].home_of(tensor) == stage
-
-    def run_backward(
-        self, stage: int, micro_batch: int, root: tuple[Tensor, Tensor | None] | None, kind: ActionKind
-    ) -> None:
-        """Run a stage's part of a backward, or a half of it; `root` is the loss and its gradient, where it is computed."""
-        if kind is ActionKind.WEIGHT_GRAD:
-            self._stages[stage].run_rest(micro_batch)
-        else:
-            if self._tensor is not None:
-                self._tensor.set_streams(self._streams.pop((stage, micro_batch)))
-            self._stages[stage].backward(micro_batch, root)
-
-    def begin_schedule(self, num_micro_batches: int) -> None:
-        """Make sure that all ranks of the pipeline have as many micro-batches; a later stage would wait for ever else.
+    def run(self, work: StepWork[TermT]) -> list[TermT]:
+        """Run the micro-batches through the stages of this rank, and return the losses that these compute.
 
         Raises:
-            ApplyError: They have not.
+            Exception: What this rank's code raised, or an ApplyError that names the rank whose code did; on every rank.
         """
-        if self._post.has_notes(self.device):
-            self._post.compare_counts(num_micro_batches)
+        work.agree()
+        num = len(work.micro_batches)
+        try:
+            self._post.compare_counts(num, self.device)  # a later stage would wait for ever else
+            if not num:
+                return []
+            place = (self._placed.stages, self._schedule_of(num), self.pipe.group_rank)
+            return ScheduleExecutor(*place, work, arm=self.arm, tensor=self._tensor).run()
+        except LostPeerError:
+            raise
+        except Exception as raised:
+            error = refuse_functional_call(raised)
+            self._tell_stages(num)
+            work.tell_failure(error, is_alone=False)
+            if error is not raised:
+                raise error from raised
+            raise
 
-    def tell_failure(self, num_micro_batches: int) -> None:
+    @property
+    def forward_groups(self) -> list[Communicator]:
+        return [self.pipe, *self.inner.forward_groups]
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        yield
+
+    def try_forward(self, batch: Any) -> Any:
+        return self.forward(*model_inputs(batch))
+
+    def idle_pass(self) -> None:
+        self.begin_forward()
+        self.end_forward()
+
+    def _tell_stages(self, num_micro_batches: int) -> None:
         """Tell the other stages that this rank has failed: they may wait for it."""
-        if self._post.has_notes(self.device):
-            self._post.fail(num_micro_batches)
+        self._post.fail(num_micro_batches, self.device)
         self._post.forget()
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -289,56 +275,51 @@ class PipelineEngine(OuterEngine):
 
     def begin_step(self) -> None:
         self._post.begin()
-        self._streams.clear()
-        for stage in self._stages.values():
-            stage.forget()
-        self._draws.begin_step()
-        if self._own_state is not None:
-            self._own_state.begin_step()
+        self._placed.begin_step()
         self.inner.begin_step()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs, on every rank of the pipeline."""
         self.prepare(lambda module: module(*args, **kwargs))
+        placed = self._placed
         self.begin_forward()
         with torch.no_grad():
-            with self._collector.together(lambda: self.tell_failure(1)):
+            with placed.collector.together(lambda: self._tell_stages(1)):
                 found = {
                     index: stage.forward(0, lambda module: module(*args, **kwargs))
-                    for index, stage in sorted(self._stages.items())
+                    for index, stage in sorted(placed.stages.items())
                 }
             self._post.finish()
-            home_of = next(iter(self._stages.values())).home_of
-            outputs = self._collector.outputs(found, home_of, self.schedule(1).rank_of_stage)
+            home_of = next(iter(placed.stages.values())).home_of
+            outputs = placed.collector.outputs(found, home_of, self._rank_of_stage)
         self.end_forward()
         return outputs
 
     def finish_gradients(self, scale: float) -> None:
         self._post.finish()
-        if self._own_state is not None:
-            self._own_state.end_step()
+        self._placed.end_forwards()
         sums_first = self._plan.zero and self._plan.dp > 1  # there a rank is left with pieces
-        steps = [self._tied.sum, lambda: self.inner.finish_gradients(scale)]
+        steps = [self._placed.tied.sum, lambda: self.inner.finish_gradients(scale)]
         for run in steps if sums_first else reversed(steps):
             run()
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
-        squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
+        squares = self.inner.gradient_squares(skipped | self._placed.tied.counted_elsewhere, exact=exact)
         self.pipe.all_reduce(squares)
         return squares
 
     def sync_buffers(self) -> None:
-        self._homes.agree()
+        self._placed.homes.agree()
         super().sync_buffers()
 
     def begin_inspection(self, number: int) -> str | None:
         """Have the inputs of stages checked for what was sent, and a part of the engine inside."""
         self.inner.begin_inspection(number)
         # Equal on all ranks, whether or not there is a part to inspect on each.
-        return self._inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
+        return self._placed.inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
 
     def end_inspection(self) -> Sequence[Finding]:
-        return [*self.inner.end_inspection(), *self._inspection.end()]
+        return [*self.inner.end_inspection(), *self._placed.inspection.end()]
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -348,50 +329,46 @@ class PipelineEngine(OuterEngine):
         if self._inner is None:
             yield
             return
-        with self._interception.suspended(), self._inner.whole_parameters(), self._copies_before.whole():
-            rank_of_stage = self.schedule(1).rank_of_stage
-            spread_buffers(self.module, self.stage_map, self._collector, rank_of_stage, self._stages)
-            with self._holding.whole(self._collector.values(self._holding.all)):
+        placed = self._placed
+        with placed.interception.suspended(), self._inner.whole_parameters(), self._copies_before.whole():
+            spread_buffers(self.module, placed.stage_map, placed.collector, self._rank_of_stage, placed.stages)
+            with placed.holding.whole(placed.collector.values(placed.holding.all)):
                 yield
 
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""
-        told: dict[str, bool] = {}
-        for states in self.pipe.all_gather_json(self.trainable_states(), device=self.device):
-            told |= states
-        self._holding.set_trainable(told)
-        self._shapes.forget(told)
+        rows = self.pipe.all_gather_json(self.trainable_states(), device=self.device)
+        told = {name: state for states in rows for name, state in states.items()}
+        self._placed.holding.set_trainable(told)
+        self._placed.shapes.forget(told)
         self.inner.refresh_trainable()
 
     def trainable_states(self) -> dict[str, bool]:
-        """Return `requires_grad` of each parameter that this rank holds, by FQN."""
-        return {name: p.requires_grad for name, p in self._holding.all.items() if name not in self._holding.absent}
+        holding = self._placed.holding
+        return {name: p.requires_grad for name, p in holding.all.items() if name not in holding.absent}
 
     def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
-        return [*super().held_parts(moment), *(self._holding.held_parts(moment) if self.is_prepared else ())]
+        return [*super().held_parts(moment), *(self._placed.holding.held_parts(moment) if self.is_prepared else ())]
 
     def gradient_terms(self) -> set[int]:
-        tied = self._tied.names if self.is_prepared else ()
-        return super().gradient_terms() | {id(self._holding.all[name]) for name in tied}
+        tied = self._placed.tied.names if self.is_prepared else ()
+        return super().gradient_terms() | {id(self._placed.holding.all[name]) for name in tied}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        return self._collector.gradients(self._holding.all, self.inner.full_gradients())
+        return self._placed.collector.gradients(self._placed.holding.all, self.inner.full_gradients())
 
     def begin_forward(self) -> None:
         self._post.begin()
-        self._draws.begin_forward()
-        if self._own_state is not None:
-            self._own_state.begin_step()
+        self._placed.begin_forward()
         self.inner.begin_forward()
 
     def end_forward(self) -> None:
         self._post.finish()
-        if self._own_state is not None:
-            self._own_state.end_step()
+        self._placed.end_forwards()
         super().end_forward()
 
     def close(self) -> None:
         if self._inner is not None:
-            self._interception.close()
+            self._placed.interception.close()
             self._inner.close()
-            self._holding.close()
+            self._placed.holding.close()

@@ -2,86 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic
 
 import torch
-from torch import Tensor, nn
 
-from meshwright.apply.pipeline.engine import PipelineEngine
-from meshwright.schedule import ActionKind
+from meshwright.apply.passes import StepWork, TermT
+from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.schedule import ActionKind, PipelineSchedule
+from meshwright.spec import Plan
 
 __all__: list[str] = []
 
 
-class HasValue(Protocol):
-    """The loss of a micro-batch, as far as the executor looks at it."""
-
-    @property
-    def value(self) -> Tensor:
-        """What was computed, on the stage that computes it."""
-        ...
+def make_schedule(plan: Plan, num_micro_batches: int) -> PipelineSchedule:
+    """Return the order of work of a plan's stages for so many micro-batches."""
+    return PipelineSchedule.build(
+        plan.schedule, num_ranks=plan.pp, num_micro_batches=num_micro_batches, virtual=plan.virtual
+    )
 
 
-_Term = TypeVar("_Term", bound=HasValue)
-
-
-class ScheduleExecutor(Generic[_Term]):
+class ScheduleExecutor(Generic[TermT]):
     """Runs the micro-batches of one step through the stages of this rank.
 
     Args:
-        engine: The pipeline.
-        num_parts: Micro-batches, which every rank of the pipeline has [count].
-        term_of: (module, which micro-batch) -> its loss.
-        root_of: Loss -> what backward is run from and the gradient there; None where nothing is to be trained.
+        stages: The stages of this rank, by number.
+        schedule: The order of work of all ranks.
+        rank: This rank's place on the pipe.
+        work: What the step has it run; every rank of the pipeline has as many micro-batches.
+        arm: Called before the last backward, where gradients may leave while it runs.
+        tensor: The engine that cuts the layers inside of the stages, or None.
     """
 
     def __init__(
         self,
-        engine: PipelineEngine,
-        num_parts: int,
-        term_of: Callable[[nn.Module, int], _Term | None],
-        root_of: Callable[[_Term], tuple[Tensor, Tensor | None] | None],
+        stages: Mapping[int, Stage],
+        schedule: PipelineSchedule,
+        rank: int,
+        work: StepWork[TermT],
+        *,
+        arm: Callable[[], None],
+        tensor: TensorEngine | None,
     ) -> None:
-        self._engine = engine
-        self._num_parts = num_parts
-        self._term_of = term_of
-        self._root_of = root_of
-        self._terms: dict[int, _Term] = {}
-        self._in_halves: set[tuple[int, int]] = set()
-
-    def run(self) -> list[_Term]:
-        """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
-        self._engine.begin_schedule(self._num_parts)
-        if not self._num_parts:
-            return []
-        schedule = self._engine.schedule(self._num_parts)
-        actions = schedule.actions[self._engine.pipe.group_rank]
-        if not torch.is_grad_enabled():
+        self._stages = stages
+        self._work = work
+        self._arm = arm
+        self._tensor = tensor
+        self._has_backward = torch.is_grad_enabled()
+        actions = schedule.actions[rank]
+        if not self._has_backward:
             actions = tuple(action for action in actions if action.kind is ActionKind.FORWARD)
+        self._actions = actions
+        self._arms_last = schedule.virtual == 1
         self._in_halves = {(stage, index) for stage, kind, index in actions if kind is ActionKind.INPUT_GRAD}
-        last = len(actions) - 1
-        for place, action in enumerate(actions):
+        self._terms: dict[int, TermT] = {}
+        self._streams: dict[tuple[int, int], Any] = {}
+
+    def run(self) -> list[TermT]:
+        """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
+        last = len(self._actions) - 1
+        for place, action in enumerate(self._actions):
             if action.kind is ActionKind.FORWARD:
                 self._forward(action.stage, action.micro_batch)
                 continue
-            if place == last and schedule.virtual == 1:
-                self._engine.arm()
+            if place == last and self._arms_last:
+                self._arm()
             self._backward(action.stage, action.micro_batch, action.kind)
         return [self._terms[index] for index in sorted(self._terms)]
 
-    def _forward(self, stage: int, micro_batch: int) -> None:
-        term = self._engine.run_forward(
-            stage,
-            micro_batch,
-            lambda module: self._term_of(module, micro_batch),
-            in_halves=(stage, micro_batch) in self._in_halves,
+    def _forward(self, stage: int, index: int) -> None:
+        micro_batch = self._work.micro_batches[index]
+        # Tensors that other stages compute are fake in what is returned; None where the loss reads numbers that they have.
+        term = self._stages[stage].forward(
+            index,
+            lambda module: self._work.loss_of(module, micro_batch),
+            in_halves=(stage, index) in self._in_halves,
         )
-        if term is not None and self._engine.computes(stage, term.value):
-            self._terms[micro_batch] = term
+        if self._tensor is not None and self._has_backward:
+            self._streams[stage, index] = self._tensor.streams()
+        if term is not None and self._computes(stage, term):
+            self._terms[index] = term
 
-    def _backward(self, stage: int, micro_batch: int, kind: ActionKind) -> None:
-        term = self._terms.get(micro_batch)
-        is_home = term is not None and self._engine.computes(stage, term.value)
-        root = self._root_of(term) if is_home and term is not None else None
-        self._engine.run_backward(stage, micro_batch, root, kind)
+    def _computes(self, stage: int, term: TermT) -> bool:
+        return self._stages[stage].home_of(term.value) == stage
+
+    def _backward(self, stage: int, index: int, kind: ActionKind) -> None:
+        """Run a stage's part of a backward, or a half of it, from the loss where this stage computes it."""
+        if kind is ActionKind.WEIGHT_GRAD:
+            self._stages[stage].run_rest(index)
+            return
+        term = self._terms.get(index)
+        root = self._work.root_of(term) if term is not None and self._computes(stage, term) else None
+        if self._tensor is not None:
+            self._tensor.set_streams(self._streams.pop((stage, index)))
+        self._stages[stage].backward(index, root)

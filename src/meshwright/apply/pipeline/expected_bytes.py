@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright._torch_private import PlainCheckpoints
-from meshwright.apply.data.expected_bytes import data_formula_bytes, dense_gradients
-from meshwright.apply.engine import Engine
+from meshwright.apply.data.expected_bytes import dense_gradients
+from meshwright.apply.forecast import Forecast, SeenStep
 from meshwright.apply.modules.copies import copy_module
-from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.pipeline.tracing.functions import METADATA, writes_to
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
 from meshwright.apply.pipeline.walking.stand_ins import (
@@ -26,83 +26,99 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
-from meshwright.apply.tensor.engine import TensorEngine
-from meshwright.apply.tensor.expected_bytes import TokenWatch, tensor_part_bytes
-from meshwright.describe.batches import BatchSplitter, call_model
-from meshwright.spec.plan import Plan
+from meshwright.describe.batches import call_model
 from meshwright.traffic import ring_gradient_bytes
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
 
-def part_formula_bytes(
-    engine: Engine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch | None
-) -> float | None:
-    """Return what a rank sends for the parameters that it holds: over dp, over tp, and where a weight is tied over stages.
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagePlaces:
+    """Where a pipeline has put what."""
+
+    stage_map: StageMap
+    """Which stage runs what."""
+    rank_of_stage: Callable[[int], int]
+    """Stage -> place of its rank on the pipe."""
+    rank: int
+    """This rank's place."""
+
+
+class PipelineForecast(Forecast):
+    """Stages: what passes between them, gradients of tied weights, and what the engine inside sends for what a rank holds.
 
     Args:
-        engine: What runs the stages, after a step; it is not closed yet.
-        plan: The plan.
-        batch: A batch as this rank gets it.
-        num_samples: Samples in a step over all ranks, on average [count].
-        watch: What counted the step that took this batch, where there is tp.
-
-    Returns:
-        The bytes [bytes]; None where there is no formula for a part of it.
+        module: The user's module.
+        device: This rank's device.
+        tensor: The forecast of the engine that cuts the layers inside of stages, which watches the first step; or None.
+        inside: Gives the places, and the forecast of the engine inside, once the stages are known.
     """
-    if not isinstance(engine, PipelineEngine):
-        return None
-    inner, over_tp = engine.inner, 0.0
-    if isinstance(inner, TensorEngine):
-        exchanged = None if watch is None else tensor_part_bytes(inner, plan, batch, num_samples, watch)
-        if exchanged is None:
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        tensor: Forecast | None,
+        inside: Callable[[], tuple[StagePlaces, Forecast]],
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._tensor = tensor
+        self._inside = inside
+        self._inner = Forecast()
+        self._tied = 0.0
+        self._places: StagePlaces | None = None
+        self._step: SeenStep | None = None
+
+    def end_watching(self) -> None:
+        if self._tensor is not None:
+            self._tensor.end_watching()
+
+    def learn(self, step: SeenStep) -> None:
+        self._step = step
+        self._places, inner = self._inside()
+        self._inner = self._tensor or inner
+        self._inner.learn(step)
+        self._tied = self._tied_bytes(self._places)
+
+    def _tied_bytes(self, places: StagePlaces) -> float:
+        """Return what this rank sends for gradients of weights of which other stages' ranks have a copy [bytes]."""
+        sent = 0.0
+        for name, parameter in dense_gradients(self._module).items():
+            ranks = {places.rank_of_stage(stage) for stage in places.stage_map.holders[name]}
+            sent += ring_gradient_bytes(parameter.nbytes, len(ranks))
+        return sent
+
+    def sent_bytes(self) -> float | None:
+        if self._step is None or self._places is None:
             return None
-        inner, over_tp = inner.inner, exchanged
-    over_dp = data_formula_bytes(engine.module, inner, plan)
-    return None if over_dp is None else _tied_bytes(engine) + over_tp + over_dp
+        inner = self._inner.sent_bytes()
+        crossing = None if inner is None else self._crossing_bytes(self._step, self._places)
+        return None if inner is None or crossing is None else inner + self._tied + crossing
 
+    def _crossing_bytes(self, step: SeenStep, places: StagePlaces) -> float | None:
+        """Return what goes to other stages: what they take of this rank's, and gradients of what it takes of theirs.
 
-def _tied_bytes(engine: PipelineEngine) -> float:
-    """Return what this rank sends for gradients of weights of which other stages' ranks have a copy [bytes]."""
-    rank_of = engine.schedule(1).rank_of_stage
-    sent = 0.0
-    for name, parameter in dense_gradients(engine.module).items():
-        ranks = {rank_of(stage) for stage in engine.stage_map.holders[name]}
-        sent += ring_gradient_bytes(parameter.nbytes, len(ranks))
-    return sent
-
-
-def crossing_formula_bytes(
-    engine: Engine, plan: Plan, splitter: BatchSplitter, batch: Any, num_samples: float
-) -> float | None:
-    """Return what a rank sends to other stages: what they take of its own, and the gradients of what it takes of theirs.
-
-    Args:
-        engine: What ran the stages; its module is whole again.
-        plan: The plan.
-        splitter: How batches are counted and cut.
-        batch: A batch as this rank gets it.
-        num_samples: Samples in a step over all ranks, on average [count].
-
-    Returns:
-        The bytes [bytes]; None for a model that does not run on shapes.
-    """
-    if not isinstance(engine, PipelineEngine):
-        return None
-    own, rank_of = engine.pipe.group_rank, engine.schedule(1).rank_of_stage
-    autocast = torch.autocast(engine.device.type, dtype=torch.bfloat16, enabled=plan.precision == "bf16")
-    crossing = Counter[tuple[int, int]]()
-    try:
-        # Buffers keep their values, and are copies: a forward may write over them.
-        twin = copy_module(engine.module, lambda t: make_fake(Meta.of(t)) if isinstance(t, nn.Parameter) else t.clone())
-        for part in splitter.cut(batch, plan.micro_batches):
-            with autocast:
-                crossing += count_crossings(twin, engine.stage_map, part)
-    except Exception:  # noqa: BLE001 - any model may need numbers, which shapes have not
-        return None
-    sent = sum(size for (source, to), size in crossing.items() if rank_of(source) == own != rank_of(to))
-    return sent * num_samples / plan.dp / splitter.count(batch)
+        The module is whole again. None for a model that does not run on shapes.
+        """
+        crossing = Counter[tuple[int, int]]()
+        autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=step.plan.precision == "bf16")
+        try:
+            # Buffers keep their values, and are copies: a forward may write over them.
+            twin = copy_module(
+                self._module, lambda t: make_fake(Meta.of(t)) if isinstance(t, nn.Parameter) else t.clone()
+            )
+            for part in step.splitter.cut(step.batch, step.plan.micro_batches):
+                with autocast:
+                    crossing += count_crossings(twin, places.stage_map, part)
+        except Exception:  # noqa: BLE001 - any model may need numbers, which shapes have not
+            return None
+        ranks = [
+            ((places.rank_of_stage(source), places.rank_of_stage(to)), size) for (source, to), size in crossing.items()
+        ]
+        sent = sum(size for (source, to), size in ranks if source == places.rank != to)
+        return sent * step.num_samples / step.plan.dp / step.splitter.count(step.batch)
 
 
 def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Counter[tuple[int, int]]:

@@ -196,14 +196,14 @@ class Post:
             raise OtherStageError(f"stage {source} has failed, and stage {target} waited for it")
         return note
 
-    def compare_counts(self, num_micro_batches: int) -> None:
+    def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
 
         Raises:
             ApplyError: They differ.
         """
         group, rank = self.group.process_group, self.group.group_rank
-        if group is None:
+        if group is None or not self.has_notes(device):
             return
         tag = (self.life % 1024) * _LIFE + _LIFE - 1
         if rank + 1 < self.group.size:
@@ -221,8 +221,10 @@ class Post:
                     fix="give them the same batch: meshwright.split_batch(batch, model), or make_loader",
                 )
 
-    def fail(self, num_micro_batches: int) -> None:
+    def fail(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell all stages of other ranks, wherever they may wait for one of this rank, that it will not come."""
+        if not self.has_notes(device):
+            return
         for micro_batch in range(max(num_micro_batches, 1)):
             for source in self.own:
                 for target in range(self.num_stages):

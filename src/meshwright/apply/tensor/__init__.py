@@ -21,6 +21,7 @@ data_alias         `.data` of a tensor in slices
 copied_attributes  attributes of a forward's copy shown on the model
 inspection         a part run a second time as on one device, and compared
 reasons            what a plan says of its layout
+wishes             what a plan may wish of its layout, and models that cannot be followed
 engine             the engine
 expected_bytes     bytes that a step should send
 

@@ -16,32 +16,32 @@ from meshwright.apply.data.optimizer import acts_per_element
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
+from meshwright.apply.forecast import Forecast
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.norm import squares_of
 from meshwright.apply.shards.facts import RunMoment, ShardFacts, join_parts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.apply.state.buffers import holds_values, persistent_buffers
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
+from meshwright.apply.tensor.expected_bytes import TensorForecast
 from meshwright.apply.tensor.guards.part_guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
 from meshwright.apply.tensor.partial import sum_partial, sum_term
 from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.search.search import Search
-from meshwright.apply.tensor.slices import whole_outputs
-from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.apply.tensor.slices import Slices, whole_outputs
+from meshwright.apply.tensor.tensor_layout import TensorLayout, is_readable
 from meshwright.apply.tensor.whole import assign_values
+from meshwright.apply.tensor.wishes import refuse_opaque, refuse_unknown
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ApplyError, CorruptionError, did_you_mean
+from meshwright.errors import ApplyError, CorruptionError
 from meshwright.nn.shards import gather_full
 from meshwright.spec import Plan
 
 __all__: list[str] = []
 
 T = TypeVar("T")
-
-WISHES = ("whole", "column", "row", "vocabulary")
-"""What a plan's `layouts` may say of a parameter."""
 
 
 class TensorEngine(OuterEngine):
@@ -94,33 +94,10 @@ class TensorEngine(OuterEngine):
         self._whole_matrices: WholeMatrices
         self._partial: list[nn.Parameter] = []
         self._cut_ids: set[int] = set()
-        self._refuse_unknown()
-        self._refuse_opaque()
+        refuse_unknown(module, self._wanted)
+        refuse_opaque(module, shards.size)
         make_copies_equal(self.parameters, everyone)
         make_copies_equal(module.buffers(), everyone)
-
-    def _refuse_unknown(self) -> None:
-        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-        for name, wish in self._wanted.items():
-            if name not in names:
-                raise ApplyError(
-                    f"the plan's layouts name '{name}', which is no parameter of the model{did_you_mean(name, names)}",
-                    fix="use the names of named_parameters()",
-                )
-            if wish not in WISHES:
-                raise ApplyError(
-                    f"the plan's layout of '{name}' is '{wish}'{did_you_mean(wish, WISHES)}; known: {', '.join(WISHES)}",
-                    fix=f"layouts={{'{name}': 'whole'}}",
-                )
-
-    def _refuse_opaque(self) -> None:
-        for name, child in self.module.named_modules():
-            if isinstance(child, torch.jit.ScriptModule) or type(child).__name__ == "OptimizedModule":
-                raise ApplyError(
-                    f"'{name or 'the model itself'}' is compiled, and what happens inside cannot be followed; "
-                    f"tp={self.shards.size} needs to see which tensors feed which",
-                    fix="pass the model before torch.compile or torch.jit",
-                )
 
     # -- the layout ---------------------------------------------------------------------------------------------
 
@@ -245,6 +222,25 @@ class TensorEngine(OuterEngine):
         return True
 
     @property
+    def outputs_have_graph(self) -> bool:
+        return self.inner.outputs_have_graph
+
+    @property
+    def deals_parameters_out(self) -> bool:
+        return self._zero > 0
+
+    def forecast(self) -> Forecast:
+        return TensorForecast(
+            self.module, self.shards.size, lambda: (self.cutting and self.cutting.layout, self.inner.forecast())
+        )
+
+    def gives_own(self, name: str) -> bool:
+        return self.inner.gives_own(name) and (self.cutting is None or is_readable(name, self.cutting.layout))
+
+    def own_value(self, tensor: Tensor) -> Tensor | None:
+        return self.inner.own_value(tensor.local if isinstance(tensor, Slices) else tensor)
+
+    @property
     def needs_lockstep(self) -> bool:
         return self.inner.needs_lockstep
 
@@ -287,6 +283,10 @@ class TensorEngine(OuterEngine):
 
     def end_failed_pass(self) -> None:
         self.inner.end_failed_pass()
+
+    @property
+    def forward_groups(self) -> list[Communicator]:
+        return [self.shards, *self.inner.forward_groups]
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self.cutting is not None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.apply.data.expected_bytes import data_formula_bytes
-from meshwright.apply.engine import Engine
+from meshwright.apply.forecast import Forecast, SeenStep
 from meshwright.apply.state.undisturbed import is_trying
 from meshwright.apply.tensor.cutting import find_tensor, is_inside
-from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.inspection import is_inspecting
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
 from meshwright.describe.batches import model_inputs
-from meshwright.spec.plan import Plan
 from meshwright.traffic import TensorExchange, tensor_bytes
 
 __all__: list[str] = []
@@ -60,49 +58,51 @@ class TokenWatch:
         return True
 
 
-def tensor_formula_bytes(engine: Engine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch) -> float | None:
-    """Return what one rank of a plan with tp sends in a step, worked out from the layout, over tp and dp.
+class TensorForecast(Forecast):
+    """Layers shared by ranks: what their regions exchange, and what the engine inside sends.
 
     Args:
-        engine: What cuts the model, after a step; it is not closed yet.
-        plan: The plan.
-        batch: A batch as this rank gets it.
-        num_samples: Samples in a step over all ranks, on average [count].
-        watch: What counted the step that took this batch.
-
-    Returns:
-        The bytes [bytes]; None where the layout has more than the formula knows.
+        module: The module, cut or to be cut.
+        num_ranks: Ranks that share each layer [count].
+        inside: Gives the layout and the forecast of the engine inside, once the module is cut.
     """
-    if not isinstance(engine, TensorEngine):
-        return None
-    over_tp = tensor_part_bytes(engine, plan, batch, num_samples, watch)
-    over_dp = data_formula_bytes(engine.module, engine.inner, plan)
-    return None if over_tp is None or over_dp is None else over_tp + over_dp
 
+    def __init__(
+        self, module: nn.Module, num_ranks: int, inside: Callable[[], tuple[TensorLayout | None, Forecast]]
+    ) -> None:
+        self._module = module
+        self._num_ranks = num_ranks
+        self._inside = inside
+        self._watch = TokenWatch(module)
+        self._inner = Forecast()
+        self._over_tp: float | None = None
 
-def tensor_part_bytes(
-    engine: TensorEngine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch
-) -> float | None:
-    """Return what one rank sends over tp alone in a step; see `tensor_formula_bytes`.
+    def end_watching(self) -> None:
+        self._watch.close()
 
-    Args:
-        engine: What cuts the model, or one rank's stages of it; it is not closed yet.
-        plan: The plan.
-        batch: A batch as this rank gets it.
-        num_samples: Samples in a step over all ranks, on average [count].
-        watch: What counted the step that took this batch.
-    """
-    if engine.cutting is None or (plan.cp, plan.precision, plan.recompute) != (1, "fp32", "none"):
-        return None
-    args, kwargs = model_inputs(batch)
-    inputs = [*args, *kwargs.values()]
-    if len(inputs) != 1 or not _is_ids(inputs[0]) or inputs[0].shape[1] % plan.tp:
-        return None
-    if not watch.fits(engine.module, engine.cutting.layout, inputs[0].numel(), plan.tp):
-        return None
-    tokens = inputs[0].shape[1] * num_samples / plan.dp
-    exchange = exchange_of(engine.module, engine.cutting.layout, round(tokens), plan.tp)
-    return None if exchange is None else exchange.sent_bytes(plan.tp)
+    def learn(self, step: SeenStep) -> None:
+        layout, self._inner = self._inside()
+        self._inner.learn(step)
+        self._over_tp = None if layout is None else self._exchanged(step, layout)
+
+    def _exchanged(self, step: SeenStep, layout: TensorLayout) -> float | None:
+        """Return what this rank sends over tp; None where the layout, or the step, has more than the formula knows [bytes]."""
+        plan, num_ranks = step.plan, self._num_ranks
+        if not step.is_cross_entropy or (plan.cp, plan.precision, plan.recompute) != (1, "fp32", "none"):
+            return None
+        args, kwargs = model_inputs(step.batch)
+        inputs = [*args, *kwargs.values()]
+        if len(inputs) != 1 or not _is_ids(inputs[0]) or inputs[0].shape[1] % num_ranks:
+            return None
+        if not self._watch.fits(self._module, layout, inputs[0].numel(), num_ranks):
+            return None
+        tokens = inputs[0].shape[1] * step.num_samples / plan.dp
+        exchange = exchange_of(self._module, layout, round(tokens), num_ranks)
+        return None if exchange is None else exchange.sent_bytes(num_ranks)
+
+    def sent_bytes(self) -> float | None:
+        inner = self._inner.sent_bytes()
+        return None if self._over_tp is None or inner is None else self._over_tp + inner
 
 
 def exchange_of(module: nn.Module, layout: TensorLayout, num_tokens: int, num_ranks: int) -> TensorExchange | None:

@@ -256,3 +256,19 @@ class TensorLayout(Value):
     def partial(self) -> set[str]:
         """FQNs of the parameters that every rank has whole, and whose gradients have to be added up."""
         return {name for part in (*self.regions, *self.chains) for name in part.partial}
+
+
+def is_readable(name: str, layout: TensorLayout) -> bool:
+    """Tell whether a module's output is a copy or in slices on the ranks that share it; by name.
+
+    What experts give is a term of the sum that the module around them returns; and of keys that are whole (grouped, fewer
+    heads than ranks) each rank has those that its queries need.
+    """
+    for region in layout.regions:
+        sums = [place for place, role in region.roles.items() if role == "sum"]
+        if any(name != place and is_inside(name, place) for place in sums):
+            return False
+        is_edge = name in (region.scope, *region.roles)
+        if region.shared and is_inside(name, region.scope) and not is_edge:
+            return False
+    return True

@@ -1,14 +1,13 @@
 """Losses: a sum and a weight, however the batch is cut.
 
-loss             Loss, and how a loss is read
-weights          what a mean counts: samples or labels
-settle           the decision on the first batch
-trials           trial forwards that show what a loss is a mean over
-trial_runs       trials run on one rank, or on all together
-trial_writes     parameters that trials have written to
-pipeline_trials  the same with all stages
-terms            a micro-batch's loss as a term of the step's
-watch            losses that are a mean no longer
+loss         Loss, and how a loss is read
+weights      what a mean counts: samples or labels
+settle       the decision on the first batch
+trials       trial forwards that show what a loss is a mean over
+trial_runs   trials run on one rank, or on all that a forward takes
+trial_writes parameters that trials have written to
+terms        a micro-batch's loss as a term of the step's
+watch        losses that are a mean no longer
 
 To recognise another kind of mean: `weights.py`, with a trial in `trials.py`.
 """

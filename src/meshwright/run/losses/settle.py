@@ -12,14 +12,11 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.one_process.model_parallel import LayersEngine
-from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule, LossTerm
-from meshwright.run.losses.pipeline_trials import run_in_pipeline
-from meshwright.run.losses.trial_runs import run_alone, run_in_lockstep
+from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import refusal_of
 from meshwright.run.losses.trials import Evidence, examine, second_sample
 from meshwright.run.losses.weights import Counted, Guard
@@ -67,7 +64,7 @@ def settle_loss(
     if not is_cut and rule.is_given:
         rule.settle(None)
         return False
-    if isinstance(engine, LayersEngine) and parts:
+    if parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     with engine.group.ledger.of_checks():
         evidence = _look(rule, engine, splitter, parts)
@@ -108,7 +105,7 @@ class ModelWatch:
     def is_joint(self) -> bool:
         """Whether a forward takes several ranks, so that none of them can try the model alone."""
         engine = self._engine
-        return engine.needs_lockstep or engine.copies > 1 or isinstance(engine, PipelineEngine)
+        return engine.needs_lockstep or engine.copies > 1
 
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
@@ -193,10 +190,8 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
 
     trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
     is_noted = not engine.buffers_changed()
-    if isinstance(engine, PipelineEngine) and engine.is_prepared:
-        found = run_in_pipeline(engine, module, trials, term)
-    elif engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
-        found = run_in_lockstep(engine, module, trials, term)
+    if engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
+        found = run_together(engine, module, trials, term)
     else:
         found = run_alone(engine, module, trials, term)
     if is_noted:

@@ -74,10 +74,10 @@ class LossTerms:
             self._rule.try_term(outputs, few, self._rule.known_weight(few))
         return outputs
 
-    def of_any(self, module: nn.Module, part: Any) -> LossTerm | None:
-        """Return the loss of a part of a batch; None also where nothing in it counts."""
+    def of_any(self, module: nn.Module, part: Any, weight: float | None = None) -> LossTerm | None:
+        """Return the loss of a part of a batch, whose weight is found where it is not given; None also where nothing counts."""
         # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
-        weight = self._rule.known_weight(part)
+        weight = self._rule.known_weight(part) if weight is None else weight
         return self.of(module, part, weight) if weight else None
 
     @staticmethod

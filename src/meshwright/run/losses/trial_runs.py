@@ -1,4 +1,4 @@
-"""Trial forwards of a model that no pipeline has dealt out: on one rank alone, or on all ranks together."""
+"""Trial forwards of a model: on one rank alone, or on the ranks together that a forward takes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.kept_parameters import KeptParameters
-from meshwright.apply.tensor.engine import TensorEngine
+from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
-from meshwright.errors import LostPeerError
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.pipeline_trials import told_by_any
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, run_trial
 
 __all__: list[str] = []
@@ -54,44 +52,52 @@ def _run_kept(
     return dataclasses.replace(outcome, written=tuple(parameters.restore()))
 
 
-def run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    """Return what trials show where every rank runs as many forwards as any, or ranks that share layers run each together.
+def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
+    """Return what trials show where a forward takes several ranks, which share layers, stages or an order of exchanges.
+
+    Every rank calls it, and runs as many forwards as any.
 
     Args:
         engine: The strategy.
         module: The model.
-        trials: What to run, or None where this rank has no samples; the same on ranks that share layers.
+        trials: What to run, or None where this rank has no samples; the same on ranks that run a forward together.
         term: (outputs, batch) -> loss.
     """
-
-    def forward(batch: Any) -> Any:
-        try:
-            return engine.forward_backward(batch, call_model)[0]
-        except LostPeerError:
-            raise
-        except Exception:  # the trial ends with it here, and other ranks have exchanges of this pass to come
-            engine.end_failed_pass()
-            raise
-
     found: Evidence | None = None
     wanted = [] if trials is None else next(trials)
-    run = (
-        run_trial if engine.copies > 1 or engine.holds_parts else _run_kept
-    )  # others hold parameters whole, and as long
+    # Others hold parameters whole, and as long.
+    run = run_trial if engine.copies > 1 or engine.holds_parts else _run_kept
     while True:
         most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
         if most == 0:
             return found
-        with torch.no_grad():
-            engine.begin_forward()
-            outcomes = [run(module, engine.device, trial, forward, term) for trial in wanted]
+        with torch.no_grad(), engine.trying():
+            outcomes = [run(module, engine.device, trial, engine.try_forward, term) for trial in wanted]
             for _ in range(most - len(wanted)):
                 engine.idle_pass()
-            engine.end_forward()
-        if isinstance(engine, TensorEngine):
-            outcomes = told_by_any(outcomes, engine.shards, engine.device)
+        for group in engine.forward_groups:
+            outcomes = _told_by_any(outcomes, group, engine.device)
         if trials is not None and wanted:
             try:
                 wanted = trials.send(outcomes)
             except StopIteration as end:
                 found, wanted = end.value, []
+
+
+def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torch.device) -> list[TrialOutcome]:
+    """Return outcomes with what any rank has noticed: random numbers, buffers that were written, statistics of the batch.
+
+    Whether Python read a value is left out: what ranks exchange and compare reads some.
+
+    Args:
+        outcomes: Of the same trials on every rank.
+        group: The ranks that ran them together.
+        device: Where this travels.
+    """
+    told = group.all_gather_json([outcome.obstacle for outcome in outcomes], device=device)
+    return [
+        dataclasses.replace(
+            outcome, obstacle=next((row[place] for row in told if row[place] is not None), None), branches=False
+        )
+        for place, outcome in enumerate(outcomes)
+    ]

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.apply.one_process.balance import balance_over_ranks
 from meshwright.apply.pipeline.tracing.call_trace import Flow, call_costs
+from meshwright.apply.tensor.tensor_layout import is_inside
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError, did_you_mean
 
@@ -74,6 +75,11 @@ class StageMap:
             fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
             "example_batch= to apply_plan with which every layer runs as often as it ever will",
         )
+
+    def runs_on(self, name: str, own: Collection[int]) -> bool:
+        """Tell whether a module runs on one of these stages: it lies in a unit with a call there, or between the units."""
+        around = (stages for unit, stages in self.calls.items() if is_inside(name, unit))
+        return all(set(stages) & set(own) for stages in around)
 
     @property
     def stages(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ own_state        state of the code between layers, on a rank with several stages
 draws            random numbers that several stages draw
 path_hash        the way that a forward takes, as a number
 received         a tensor from another stage, as an autograd leaf
+own_values       test of which tensors a stage computes, for those who look on
 
 To let code between layers do more: `stage_forward.py`, with a test in `tests/parity/test_never_wrong_pipeline.py`.
 """

@@ -1,0 +1,91 @@
+"""The work of a step as its engine sees it: losses of micro-batches, what backward runs from, and the sum over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.passes import MicroBatch, Root
+from meshwright.run.agreement import Agreement
+from meshwright.run.exchange import SumExchange, Sums, start_sums
+from meshwright.run.losses.loss import LossTerm
+from meshwright.run.losses.terms import LossTerms
+
+__all__: list[str] = []
+
+
+class LossWork:
+    """Micro-batches of one step or evaluation, with the losses that all ranks add up.
+
+    Args:
+        engine: The strategy that runs them.
+        terms: Computes losses.
+        agreement: What all ranks bring.
+        parts: This rank's parts of the batch.
+        weights: The weight of each; what weighs nothing is left out.
+        is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation.
+        on_phase: Called with "backward" when the last one begins.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        terms: LossTerms,
+        agreement: Agreement,
+        parts: Sequence[Any],
+        weights: Sequence[float],
+        *,
+        is_trained: bool | None = None,
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.micro_batches = [MicroBatch(*pair) for pair in zip(parts, weights, strict=True) if pair[1]]
+        self._engine = engine
+        self._terms = terms
+        self._agreement = agreement
+        self._is_trained = is_trained
+        self._on_phase = on_phase
+        self._exchange: SumExchange | None = None
+        # Alone, backward is run from the mean.
+        self._is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
+
+    def agree(self) -> int:
+        self._agreement.wait()
+        return self._agreement.num_passes
+
+    def loss_of(self, module: nn.Module, micro_batch: MicroBatch) -> LossTerm | None:
+        return self._terms.of_any(module, micro_batch.batch, micro_batch.weight)
+
+    def root_of(self, term: LossTerm) -> Root | None:
+        return self._terms.root(term, self._agreement, alone=self._is_alone)
+
+    def end_losses(self, terms: Sequence[LossTerm]) -> None:
+        self._exchange = self._start(terms, self._terms.watch.failure)
+        self._on_phase("backward")
+
+    def tell_failure(self, error: Exception, *, is_alone: bool) -> None:
+        self._start((), error, is_alone=is_alone).wait()
+
+    def _start(self, terms: Sequence[LossTerm], failure: Exception | None, *, is_alone: bool = False) -> SumExchange:
+        return start_sums(
+            *(self._engine, terms, self._agreement),
+            is_trained=self._is_trained,
+            failure=failure,
+            is_alone=is_alone,
+        )
+
+    def sums(self, terms: Sequence[LossTerm]) -> Sums:
+        """Return what the losses of all ranks add up to.
+
+        Args:
+            terms: All losses of this rank.
+
+        Raises:
+            ApplyError: The losses cannot be added up, or a rank cannot go on; see `SumExchange.wait`.
+        """
+        exchange = self._exchange or self._start(terms, self._terms.watch.failure)
+        sums = exchange.wait()
+        return dataclasses.replace(sums, has_sums=False) if self._is_alone else sums
