@@ -150,7 +150,7 @@ def build_engine(
         return _pipeline_engine(module, plan, world, group, device)
     if plan.tp > 1:
         return _tensor_engine(module, plan, world, group, device)
-    return _data_engine(module, plan, world, group, device)
+    return data_engine(module, plan, world, group, device)
 
 
 def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
@@ -204,7 +204,7 @@ def _tensor_engine(
         subgroup(world, plan.mesh.groups("tp"), "tp"),
         world.default_group,
         device,
-        make_inner=lambda: _data_engine(module, plan, world, group, device),
+        make_inner=lambda: data_engine(module, plan, world, group, device),
         zero=plan.zero if plan.dp > 1 else 0,
         wanted=plan.layouts,
         on_slices=plan.uses_sequence_parallel,
@@ -226,14 +226,14 @@ def _pipeline_engine(module: nn.Module, plan: Plan, world: World, group: Communi
         plan,
         pipe=subgroup(world, columns, "pp"),
         everyone=world.default_group,
-        make_inner=lambda: _data_engine(module, plan, world, group, device),
+        make_inner=lambda: data_engine(module, plan, world, group, device),
         tensor=None if plan.tp == 1 else _tensor_engine(module, plan, world, group, device),
         make_group=make_group,
         loss_group=subgroup(world, plan.mesh.groups("pp", "dp"), "dp"),
     )
 
 
-def _data_engine(module: nn.Module, plan: Plan, world: World, group: Communicator, device: torch.device) -> Engine:
+def data_engine(module: nn.Module, plan: Plan, world: World, group: Communicator, device: torch.device) -> Engine:
     if plan.zero > 0 and plan.dp > 1:
         return ShardedEngine(module, group, device, _sharding(plan, world))
     if plan.dp > 1:
