@@ -17,6 +17,7 @@ modules/      copies, forwards and hooks of the user's modules
 first_look    one rank's look at the first batch, told to the others
 model_guard   checks that ranks hold one model, and that nobody changes it afterwards
 forecast      what a rank should send in a step, worked out beside a run
+gradient_sums terms of gradients that several ranks have, and when gradients leave
 finding       a difference from one device, as a value
 differences   tolerances for two runs of one module
 norm          global gradient norm and clipping

@@ -13,7 +13,8 @@ from torch import nn
 from meshwright._torch_private import without_function_modes
 from meshwright.apply.finding import Finding
 from meshwright.apply.forecast import Forecast
-from meshwright.apply.norm import squares_of, total_norm
+from meshwright.apply.gradient_sums import GradientExit
+from meshwright.apply.norm import squares_of, total_norm, values_of
 from meshwright.apply.one_by_one import run_one_by_one
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
@@ -194,11 +195,6 @@ class Engine:
         return ""
 
     @property
-    def takes_whole_writes(self) -> bool:
-        """Whether what is written into parameters inside `whole_parameters`, on every rank alike, stays."""
-        return True
-
-    @property
     def fixes_memory(self) -> bool:
         """Whether the parameters' values have to stay in the memory where they are."""
         return False
@@ -294,6 +290,11 @@ class Engine:
         """Return the module's outputs for these inputs."""
         return self.module(*args, **kwargs)
 
+    @property
+    def gradients_leave(self) -> GradientExit:
+        """When whole gradients leave this rank: an engine around this one has to add up its own terms before."""
+        return GradientExit.NEVER
+
     def finish_gradients(self, scale: float) -> None:
         """Return when every parameter's `.grad` is the whole batch's, multiplied by `scale`."""
         if scale != 1.0:
@@ -308,7 +309,7 @@ class Engine:
     def gradient_pieces(self) -> list[tuple[torch.Tensor, nn.Parameter]]:
         """Return (gradient, parameter), each gradient element once, over the ranks of `sum_over_pieces`."""
         pairs = [(parameter.grad, parameter) for parameter in self.parameters if parameter.grad is not None]
-        return [(grad.coalesce().values() if grad.is_sparse else grad, parameter) for grad, parameter in pairs]
+        return [(values_of(grad), parameter) for grad, parameter in pairs]
 
     def sum_over_pieces(self, values: torch.Tensor) -> None:
         """Add up, in place, over the ranks that hold other pieces of the same gradients."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
+from meshwright.apply.gradient_sums import GradientExit
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
@@ -79,6 +80,52 @@ class OuterEngine(Engine):
 
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
         return super().accept_groups(optimizer) if self._inner is None else self._inner.accept_groups(optimizer)
+
+    # -- what the inner engine says: it knows of no other, and would be right alone -------------------------------------
+
+    @property
+    def needs_lockstep(self) -> bool:
+        return self.inner.needs_lockstep
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        return self.inner.exchanges_in_backward
+
+    @property
+    def gradients_leave(self) -> GradientExit:
+        return self.inner.gradients_leave
+
+    @property
+    def outputs_have_graph(self) -> bool:
+        return self.inner.outputs_have_graph
+
+    @property
+    def num_walks(self) -> int:
+        return self.inner.num_walks
+
+    def trainable_states(self) -> dict[str, bool]:
+        return self.inner.trainable_states()
+
+    def refuse_lost_writes(self) -> None:
+        if self._inner is not None:
+            self._inner.refuse_lost_writes()
+
+    def refuse_taken(self) -> None:
+        self.inner.refuse_taken()
+
+    def idle_pass(self) -> None:
+        self.inner.idle_pass()
+
+    def end_failed_pass(self) -> None:
+        self.inner.end_failed_pass()
+
+    def gradient_pieces(self) -> list[tuple[Tensor, nn.Parameter]]:
+        return self.inner.gradient_pieces()
+
+    def sum_over_pieces(self, values: Tensor) -> None:
+        self.inner.sum_over_pieces(values)
+
+    # -- the step -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self.inner.begin_step()

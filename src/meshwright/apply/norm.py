@@ -12,6 +12,11 @@ from meshwright._torch_private import foreach_mul_, foreach_norm
 __all__: list[str] = []
 
 
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that holds each entry of a gradient once, of a sparse one those that are there; to be scaled in place."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def total_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the 2-norm over all tensors, a scalar; 0 where there are none.
 
@@ -19,7 +24,7 @@ def total_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     """
     if not tensors:
         return torch.zeros((), device=device)
-    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    dense = [values_of(tensor) for tensor in tensors]
     return finite_norm(torch.nn.utils.get_total_norm(dense), lambda: dense, device)
 
 
@@ -37,7 +42,7 @@ def squares_of(tensors: Sequence[torch.Tensor], device: torch.device, *, exact: 
     total = torch.zeros((), dtype=torch.float64, device=device)
     if exact:
         for tensor in tensors:
-            total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+            total += _norm_in_float64(tensor).square()
         return total
     for dtype in {tensor.dtype for tensor in tensors}:
         norms = foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype])
@@ -51,8 +56,14 @@ def finite_norm(
     """Return the norm, or where it is not finite the norm in float64."""
     if math.isfinite(norm.item()):
         return norm
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(device) for tensor in tensors()]
+    norms = [_norm_in_float64(tensor).to(device) for tensor in tensors()]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm_in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    # Of complex numbers torch takes a complex dtype alone here.
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.linalg.vector_norm(real, dtype=torch.float64)
 
 
 def clip_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.apply.data.sparse import names_with_sparse_gradients
 from meshwright.apply.engine import Engine
+from meshwright.apply.norm import values_of
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.errors import ApplyError
@@ -96,8 +97,8 @@ class DataParallelEngine(Engine):
             parameter.grad = summed.coalesce()
 
     def sparse_values(self) -> list[torch.Tensor]:
-        """Return the values of the sparse gradients, which every rank has whole."""
-        return [p.grad.coalesce().values() for p in self._sparse if p.grad is not None]
+        """Return the values of the sparse gradients, which every rank has whole; all of one that was made dense further out."""
+        return [values_of(p.grad) for p in self._sparse if p.grad is not None]
 
     def _read_buffer_versions(self) -> list[tuple[int, int]]:
         # Twice in each step: to walk through the module, as `buffers` does, takes ten times as long.

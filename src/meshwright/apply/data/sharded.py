@@ -10,14 +10,12 @@ micro-batches, or one that takes another branch, plays its part with zeros. See 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from meshwright._torch_private import foreach_norm
 from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.expected_bytes import ShardsForecast
 from meshwright.apply.data.flat_unit import FlatUnit
@@ -27,6 +25,8 @@ from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, 
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
 from meshwright.apply.forecast import Forecast
+from meshwright.apply.gradient_sums import GradientExit
+from meshwright.apply.norm import values_of
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
@@ -173,6 +173,10 @@ class ShardedEngine(DataParallelEngine):
         return self._gathering is None
 
     @property
+    def gradients_leave(self) -> GradientExit:
+        return GradientExit.AT_END if self._gathering is None else GradientExit.IN_BACKWARD
+
+    @property
     def deals_parameters_out(self) -> bool:
         return True
 
@@ -314,27 +318,14 @@ class ShardedEngine(DataParallelEngine):
         pieces = [(p.tensor.grad, unit.parameters[p.span.index]) for unit in self.units for p in unit.pieces]
         found = [(grad, parameter) for grad, parameter in pieces if grad is not None]
         if self.sharding.shards.group_rank == 0:
-            found += [(p.grad.coalesce().values(), p) for p in self._sparse if p.grad is not None]
+            found += [(values_of(p.grad), p) for p in self._sparse if p.grad is not None]
         return found
 
     def sum_over_pieces(self, values: torch.Tensor) -> None:
         self.sharding.shards.all_reduce(values)
 
     def gradient_norm(self) -> torch.Tensor:
-        mine = self._piece_gradients()
-        if self.sharding.shards.group_rank == 0:
-            mine += self.sparse_values()  # which every rank has whole
-        norm = self._norm_over_shards([torch.stack(foreach_norm(kind)) for kind in _by_dtype(mine)])
-        if not math.isfinite(norm.item()):  # on all ranks; the squares may only be too large for their dtype
-            norm = self._norm_over_shards([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in _real(mine)])
-        return norm
-
-    def _norm_over_shards(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for part in norms:
-            squares += part.double().square().sum()
-        self.sharding.shards.all_reduce(squares)
-        return squares.sqrt()
+        return self.norm_of_squares()
 
     def finish_step(self) -> None:
         for unit in self.units:
@@ -385,11 +376,3 @@ class ShardedEngine(DataParallelEngine):
             hook.remove()
         if self._gathering is not None:
             self._gathering.close()
-
-
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {tensor.dtype for tensor in tensors}]
-
-
-def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -15,6 +15,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.forecast import Forecast
+from meshwright.apply.gradient_sums import GradientExit
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.executor import ScheduleExecutor, make_schedule
@@ -188,6 +189,10 @@ class PipelineEngine(OuterEngine):
         return True
 
     @property
+    def exchanges_in_backward(self) -> bool:
+        return False  # not while losses are summed, which is after all backward
+
+    @property
     def num_walks(self) -> int:
         return self._plan.virtual
 
@@ -298,7 +303,7 @@ class PipelineEngine(OuterEngine):
     def finish_gradients(self, scale: float) -> None:
         self._post.finish()
         self._placed.end_forwards()
-        sums_first = self._plan.zero and self._plan.dp > 1  # there a rank is left with pieces
+        sums_first = self.inner.gradients_leave is not GradientExit.NEVER
         steps = [self._placed.tied.sum, lambda: self.inner.finish_gradients(scale)]
         for run in steps if sums_first else reversed(steps):
             run()

@@ -58,17 +58,11 @@ class StateGuard:
             )
 
     def _refuse_load(self, module: nn.Module, *_: Any) -> None:
-        takes_writes = self._depth and self._engine.takes_whole_writes
-        if self._engine.holds_parts and not takes_writes:
-            where = (
-                ""
-                if not self._engine.takes_whole_writes
-                else ", or inside `with model.whole_parameters():` on every rank"
-            )
+        if self._has_parts():
             raise ApplyError(
                 f"load_state_dict() of {_name(module)} cannot be taken over: under the plan '{self._plan}' a rank has its "
                 "shards alone",
-                fix=f"load the state into the module before apply_plan{where}",
+                fix="load the state into the module before apply_plan, or inside `with model.whole_parameters():` on every rank",
             )
 
     def _refuse_copy(self, copied: Mapping[int, Any]) -> None:

@@ -15,7 +15,7 @@ sizes              sizes of the full model translated to the shard's
 attention          nn.MultiheadAttention with some of its heads
 masks              random states for dropout of shards and of copies
 matrices           whole matrices for an optimizer that needs them
-partial            gradients of which each rank has a term
+partial            a gradient's terms, summed while backward runs
 held_buffers       buffers of which each rank has a part
 data_alias         `.data` of a tensor in slices
 copied_attributes  attributes of a forward's copy shown on the model

@@ -17,6 +17,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.forecast import Forecast
+from meshwright.apply.gradient_sums import GradientExit, sum_gradients
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.norm import squares_of
 from meshwright.apply.shards.facts import RunMoment, ShardFacts, join_parts
@@ -27,7 +28,7 @@ from meshwright.apply.tensor.expected_bytes import TensorForecast
 from meshwright.apply.tensor.guards.part_guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
-from meshwright.apply.tensor.partial import sum_partial, sum_term
+from meshwright.apply.tensor.partial import sum_term
 from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.slices import Slices, whole_outputs
@@ -57,7 +58,7 @@ class TensorEngine(OuterEngine):
         everyone: All ranks.
         device: This rank's device.
         make_inner: Gives the engine of data parallelism, once the module is cut.
-        zero: What that engine shards over the data-parallel ranks.
+        zero: What that engine will shard over the data-parallel ranks, for what is refused before it is made.
         wanted: FQN -> "whole", "column" or "row".
         on_slices: Whether layers run on slices of the sequence between their regions.
     """
@@ -168,9 +169,9 @@ class TensorEngine(OuterEngine):
         self._cut_ids = {id(find_tensor(self.module, name)) for name in layout.cuts}
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._partial = list({id(named[name]): named[name] for name in sorted(layout.partial)}.values())
-        self._hook_partial()
         self._inner = self._make_inner()
         self._inner.adopt_optimizer(self._optimizer)
+        self._hook_partial()
 
     def _refuse_misplaced(self, names: Sequence[str]) -> None:
         told = zip(self._everyone.ranks, self._everyone.all_gather_json(list(names), device=self.device), strict=True)
@@ -199,8 +200,8 @@ class TensorEngine(OuterEngine):
     def _hook_partial(self) -> None:
         for hook in self._partial_hooks:
             hook.remove()
-        # With ZeRO-2 and 3 gradients leave for their owners while backward runs.
-        wanted = [p for p in self._partial if p.requires_grad] if self._zero > 1 else []
+        leave_in_backward = self.inner.gradients_leave is GradientExit.IN_BACKWARD
+        wanted = [p for p in self._partial if p.requires_grad] if leave_in_backward else []
         self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.shards)) for p in wanted]
 
     def refresh_trainable(self) -> None:
@@ -222,10 +223,6 @@ class TensorEngine(OuterEngine):
         return True
 
     @property
-    def outputs_have_graph(self) -> bool:
-        return self.inner.outputs_have_graph
-
-    @property
     def deals_parameters_out(self) -> bool:
         return self._zero > 0
 
@@ -239,10 +236,6 @@ class TensorEngine(OuterEngine):
 
     def own_value(self, tensor: Tensor) -> Tensor | None:
         return self.inner.own_value(tensor.local if isinstance(tensor, Slices) else tensor)
-
-    @property
-    def needs_lockstep(self) -> bool:
-        return self.inner.needs_lockstep
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and not acts_per_element(optimizer):
@@ -278,12 +271,6 @@ class TensorEngine(OuterEngine):
         if self.cutting is not None:
             self.cutting.set_streams(streams)
 
-    def idle_pass(self) -> None:
-        self.inner.idle_pass()
-
-    def end_failed_pass(self) -> None:
-        self.inner.end_failed_pass()
-
     @property
     def forward_groups(self) -> list[Communicator]:
         return [self.shards, *self.inner.forward_groups]
@@ -301,11 +288,12 @@ class TensorEngine(OuterEngine):
             return whole_outputs(self.inner.forward(args, kwargs))
 
     def finish_gradients(self, scale: float) -> None:
-        if self._zero == 1:
-            sum_partial(self._partial, self.shards)
+        leave = self.inner.gradients_leave
+        if leave is GradientExit.AT_END:
+            sum_gradients(self._partial, self.shards)
         self.inner.finish_gradients(scale)
-        if self._zero == 0:
-            sum_partial(self._partial, self.shards)
+        if leave is GradientExit.NEVER:  # as late as can be: the exchange over dp may have begun in backward
+            sum_gradients(self._partial, self.shards)
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         """Return the sum of the whole gradient's squares: each shard's added up, what every rank holds counted once."""

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from meshwright.apply.gradient_sums import sum_gradients
 from meshwright.apply.state.buffers import holds_values
 from meshwright.comm.communicator import Communicator
 
@@ -67,29 +68,4 @@ class TiedGradients:
     def sum(self) -> None:
         """Give every copy the sum of all copies' gradients; a copy that none has used keeps none."""
         for group, parameters in self._own.items():
-            kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    kinds.setdefault(parameter.dtype, []).append(parameter)
-            for members in kinds.values():
-                _sum_together(group, members)
-
-
-def _sum_together(group: Communicator, parameters: Sequence[nn.Parameter]) -> None:
-    dense = [None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
-    used = [float(gradient is not None) for gradient in dense]
-    parts = [
-        torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.detach().reshape(-1)
-        for gradient, parameter in zip(dense, parameters, strict=True)
-    ]
-    flat = torch.cat([*parts, parts[0].new_tensor(used)])
-    group.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
-    counts = flat[-len(parameters) :]
-    sums = flat[: -len(parameters)].split([part.numel() for part in parts])
-    for parameter, total, count in zip(parameters, sums, counts, strict=True):
-        if not count:
-            continue
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = total.view_as(parameter).clone()
-        else:
-            parameter.grad.copy_(total.view_as(parameter))
+            sum_gradients(parameters, group)
