@@ -22,7 +22,7 @@ finding       a difference from one device, as a value
 differences   tolerances for two runs of one module
 norm          global gradient norm and clipping
 
-To add a strategy: a folder with an engine, one line in `run/assembly.py`, rows in the parity cases.
+To add a strategy: a folder with an engine, one line in `run/assembly.py`, rows in the parity cases (docs/adding_a_strategy.md).
 """
 
 __all__: list[str] = []
