@@ -85,7 +85,7 @@ def test_a_group_that_is_destroyed_ends_what_is_in_flight(zygote: Zygote) -> Non
     with zygote.ranks("destroy_in_flight", 2) as ranks:
         ranks.hear(0, "ended", 10)
         for each in ranks.said(0, "ended"):
-            assert each["kind"] == "RuntimeError", each
+            assert each["kind"] == "PeerGoneError", each
             assert "this rank has left the group" in each["text"], each
             assert each["at"] - each["began"] < AT_ONCE_S
 

@@ -38,7 +38,7 @@ def check_survivors(ranks: Ranks, victim: int, killed_at: float, word: str = "is
     survivors = [rank for rank in range(ranks.size) if rank != victim]
     firsts = ranks.hear_all("first", survivors)
     for rank, first in zip(survivors, firsts, strict=True):
-        assert first["kind"] in ("RuntimeError", "DistBackendError"), first
+        assert first["kind"] in ("PeerGoneError", "DistBackendError"), first
         assert name in first["text"], first
         assert first["at"] - killed_at < LIMIT_S, first
         for again in ("again", "posted", "barrier", "send"):
@@ -48,7 +48,7 @@ def check_survivors(ranks: Ranks, victim: int, killed_at: float, word: str = "is
 
 
 def check_again(again: dict[str, Any], name: str) -> None:
-    assert again["kind"] == "RuntimeError", again
+    assert again["kind"] == "PeerGoneError", again
     assert name in again["text"], again
     assert again["at"] - again["began"] < AT_ONCE_S, again
 
@@ -164,7 +164,10 @@ def test_everything_outstanding_has_the_same_cause(zygote: Zygote) -> None:
         ends = [each for key in ("first", "posted", "futures", "chained") for each in ranks.said(0, key)]
         assert len(ends) == 16
         for each in ends:
-            assert each["kind"] == "RuntimeError", each
+            # Of what a callback raises torch makes a text, and a RuntimeError of its own.
+            assert each["kind"] == ("RuntimeError" if "callback: PeerGoneError" in each["text"] else "PeerGoneError"), (
+                each
+            )
             assert name in each["text"], each
             assert each["at"] - killed_at < LIMIT_S
 
