@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -67,8 +68,6 @@ def read_rows() -> dict[str, list[Cell]]:
 
 def first_sides(path: Path, case: str) -> dict[str, dict[str, int]]:
     """Return what the sides of a case said of themselves."""
-    import json
-
     return json.loads(path.read_text())["results"][case]["starts"][0]["sides"]
 
 
