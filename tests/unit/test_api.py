@@ -32,8 +32,8 @@ ENTRIES = [entry for found in CHAPTERS.values() for entry in found]
 UNIT = re.compile(r"\[(?:[a-zA-Z]+(?:/\w+)?(?:; .*?)?)\]")
 WITHOUT_UNIT = re.compile(
     r"\b(rank|ranks|index|degree|seeds?|norm|2-norm|loss|losses|share|ratio|0 to 1|version|stage|step|micro-batch|dims?|shape|"
-    r"intervals?|sizes|token|status|ids?|spaces|place|number (?:among|on)|as (?:in|for)|mfu|tolerance|relative difference|weights?|"
-    r"processes)\b|\b0 \.\. \w",
+    r"intervals?|sizes|token|status|ids?|spaces|place|number (?:among|on)|as (?:in|for)|mfu|tolerance|relative difference|"
+    r"weights?|processes)\b|\b0 \.\. \w",
     re.IGNORECASE,
 )
 NUMBER = re.compile(r"(?<!Literal)\b(int|float)\b")
