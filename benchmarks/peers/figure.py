@@ -30,7 +30,7 @@ KINDS = {
     "zero2": ("dp=2,zero=2", "ZeRO-2"),
     "zero3": ("dp=2,zero=3", "ZeRO-3"),
     "tensor": ("tp=2", "tensor parallelism"),
-    "pipeline": ("pp=2", "pipeline"),
+    "pipeline": ("pp=2", "pipeline, zb-h1, head not tied"),
 }
 COLOURS = ("#9ecae1", "#4292c6", "#08519c")
 WIDTH, LEFT, RIGHT, TOP, ROW = 760, 190, 24, 66, 52
@@ -114,7 +114,7 @@ def picture(rows: dict[str, list[Cell]]) -> str:
         x = across(0) + 96 * index
         parts += [
             f'<circle cx="{x + 6:.1f}" cy="44" r="6" fill="{COLOURS[index]}"/>',
-            text(x + 17, 48.5, millions(cell.num_parameters), 12),
+            text(x + 17, 48.5, millions(cell.num_parameters) + (" parameters" if index == 2 else ""), 12),
         ]
     for tick in range(0, round(FULL * 10) + 1, 2):
         x = across(tick / 10)

@@ -160,7 +160,7 @@ def _good(size: int, scale: float) -> int:
         ("Return a thing.", "Return a thing", "its first sentence has no end"),
         ("        size: How large [count].\n", "", "does not say what 'size' is"),
         ("How large [count].", "How large.", "says no unit of 'size', int"),
-        ("size: How", "sise: How", "describes 'sise', which is no argument"),
+        ("size: How", "width: How", "describes 'width', which is no argument"),
         ("Return a thing.", "Do it.", ""),
         ("        How many [count].", "        How many.", "says no unit of what it returns, int"),
     ],
