@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", default=None, help="names; default: all of the kind")
     parser.add_argument("--ours", nargs="+", choices=["shm", "gloo"], help="ratios are of the first; default: shm")
     parser.add_argument("--schedules", nargs="+", choices=OUR_SCHEDULES, help="of our pipeline; default: 1f1b")
+    parser.add_argument("--settings", help="more of our plan, for example bucket_bytes=4MiB")
     parser.add_argument("--optimizer", choices=["adamw", "adamw-fused", "sgd"], default="adamw")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--starts", type=int, default=4, help="the rounds are split over so many fresh starts")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from cases import build_gpt, build_llama, build_untied_gpt
-from deepspeed_peers import deepspeed
-from pipeline_peers import PIPELINES
-from replicated_peers import REPLICATED
-from sharded_peers import FSDP2, ZERO_REDUNDANCY
+from competitors.deepspeed_peers import deepspeed
+from competitors.pipeline_peers import PIPELINES
+from competitors.replicated_peers import REPLICATED
+from competitors.sharded_peers import FSDP2, ZERO_REDUNDANCY
+from competitors.tensor_peers import DTENSOR, TRANSFORMERS
 from side import KEEP_FREED_MEMORY, Side, ours
-from tensor_peers import DTENSOR, TRANSFORMERS
 from torch import nn
 
 Bounds = dict[str, float]
@@ -40,7 +40,8 @@ class Kind:
         schedules: Collection[str | None] = [self.schedule]
         if self.schedule is not None:
             schedules = options.schedules or schedules
-        sides = [ours(transport, self.preset, schedule) for transport in options.ours for schedule in schedules]
+        preset = ",".join(filter(None, (self.preset, options.settings)))
+        sides = [ours(transport, preset, schedule) for transport in options.ours for schedule in schedules]
         peers = [side for side in self.peers if options.peers is None or side.name in options.peers]
         if options.keep_freed_memory:
             peers = [dataclasses.replace(side, environment=(*side.environment, *KEEP_FREED_MEMORY)) for side in peers]

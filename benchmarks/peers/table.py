@@ -76,8 +76,9 @@ def read_results(paths: Iterable[Path]) -> dict[str, dict[str, Result]]:
 
 
 def unusual(options: dict[str, Any]) -> str:
-    """Return what changes the other sides, where it was asked for."""
-    words = [] if options["optimizer"] == "adamw" else [f"--optimizer {options['optimizer']}"]
+    """Return what is not as each side comes, where it was asked for."""
+    words = [f"--settings {options['settings']}"] if options.get("settings") else []  # older results have no such key
+    words += [] if options["optimizer"] == "adamw" else [f"--optimizer {options['optimizer']}"]
     words += ["--keep-freed-memory"] if options["keep_freed_memory"] else []
     return f" ({' '.join(words)})" if words else ""
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from meshwright.spec import ModelSpec, Plan, Prediction, RunRecord, TrainSpec
     from meshwright.train.data.loader import make_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ApplyError",

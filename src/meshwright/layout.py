@@ -148,7 +148,7 @@ class ShardLayout(Value):
             groups: Sizes of the groups that lie along it, for example `(q, k, v)`; one where nothing is fused.
             num_parts: Number of ranks [count].
             part: This rank, 0 .. num_parts - 1.
-            units: For each group the number of entries that stay together, an attention head's for example; None is 1.
+            units: For each group the number of entries that stay together, an attention head's for example; None is 1 [count].
 
         Returns:
             A layout with this rank's share of every group, by the rule of `even_sizes`, counted in units. Neighbouring

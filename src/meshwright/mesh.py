@@ -94,11 +94,11 @@ class MeshSpec(Value):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The degrees, outermost axis first."""
+        """The degrees, outermost axis first: pp, dp, cp, tp [count]."""
         return (self.pp, self.dp, self.cp, self.tp)
 
     def degree(self, axis: AxisName | str) -> int:
-        """Return the size of an axis.
+        """Return the degree of an axis: its ranks [count].
 
         Raises:
             ConfigError: There is no such axis.
@@ -123,6 +123,12 @@ class MeshSpec(Value):
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank at a coordinate; the inverse of ``coordinate``.
+
+        Args:
+            pp: Index along the pipeline axis, 0 .. degree - 1; so are the others along theirs.
+            dp: Index along the data parallel axis.
+            cp: Index along the context parallel axis.
+            tp: Index along the tensor parallel axis.
 
         Raises:
             ConfigError: An index is outside its axis.

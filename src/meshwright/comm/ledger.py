@@ -73,6 +73,7 @@ class Ledger:
     """Counts of every exchange of this rank, keyed by (collective, axis)."""
 
     entries: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
+    """(collective, axis) -> what that exchange has cost so far."""
     checks: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
     """The same of checks of the numbers, which come in some steps and belong to no step's formula."""
     _aside: int = 0
@@ -87,7 +88,14 @@ class Ledger:
             self._aside -= 1
 
     def record(self, collective: str, axis: str, tensor_bytes: int, num_ranks: int) -> LedgerEntry:
-        """Count one call and return its entry, to which the caller adds the time it waits."""
+        """Count one call and return its entry, to which the caller adds the time it waits.
+
+        Args:
+            collective: As for `ring_bytes`.
+            axis: The axis of the mesh that it goes along, such as "dp".
+            tensor_bytes: Size of the tensor [bytes].
+            num_ranks: Ranks that take part [count].
+        """
         entries = self.checks if self._aside else self.entries
         entry = entries.get((collective, axis))
         if entry is None:

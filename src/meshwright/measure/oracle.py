@@ -23,18 +23,18 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepRecord:
-    """What one optimizer step did, as full CPU tensors under the names of the user's own model."""
+    """What one optimizer step did, as CPU tensors of the full shapes, under the names of the user's own model."""
 
     loss: float
     """The step's loss, over the whole global batch."""
     grad_norm: float
     """Global 2-norm of the gradients before clipping."""
     gradients: dict[str, Tensor | None]
-    """What the optimizer saw: after clipping, before the update."""
+    """What the optimizer saw: after clipping, before the update; in the parameters' full shapes, None where there is none."""
     parameters: dict[str, Tensor]
-    """Values after the update."""
+    """Values after the update, in their full shapes."""
     buffers: dict[str, Tensor]
-    """Buffers after the update."""
+    """Buffers after the update, in their own shapes."""
     skipped: bool = False
     """Whether the update was left out because something was not finite."""
     outputs: Mapping[str, ModuleOutputs] = dataclasses.field(default_factory=dict)
@@ -78,7 +78,7 @@ def oracle_steps(
         batches: Global batches; step i uses batch i, starting over at the end.
         loss_fn: `loss_fn(outputs, batch)` returning a scalar mean over the samples, or an object with `.sum` and
             `.weight`. None: the outputs' own `.loss`.
-        num_steps: Optimizer steps; None: one per batch.
+        num_steps: Optimizer steps; None: one per batch [count].
         optimizer: Factory from parameters to an optimizer; None: SGD with a learning rate of 0.1.
         seed: Seed of the model's initialisation.
         max_grad_norm: Clip the gradients to this global 2-norm; None: do not clip.

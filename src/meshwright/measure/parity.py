@@ -239,7 +239,7 @@ class ParityReport:
         """Return a table for people.
 
         Args:
-            max_rows: Parameters to list, worst first; the others are counted.
+            max_rows: Parameters to list, worst first; the others are counted [count].
         """
         verdict = "equal to one process" if self.equal else "NOT equal to one process"
         lines = [

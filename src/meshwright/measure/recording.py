@@ -22,7 +22,16 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What both sides of a comparison share."""
+    """What both sides of a comparison share.
+
+    Args:
+        num_steps: Optimizer steps; None: one per batch [count].
+        optimizer: Factory from parameters to an optimizer; None: SGD with a learning rate of 0.1.
+        seed: Seed of the model's initialisation.
+        max_grad_norm: Clip the gradients to this global 2-norm; None: do not clip.
+        dtype: Convert floating-point parameters, buffers and batches to this; None: leave them.
+        before_step: Called with the step's index and the model before every step, for example to freeze a part.
+    """
 
     num_steps: int | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None

@@ -62,7 +62,7 @@ def verify_plan(
         plan: The plan to verify.
         batches: Global batches; step i uses batch i, starting over at the end.
         loss_fn: As for `apply_plan`.
-        num_steps: Optimizer steps.
+        num_steps: Optimizer steps [count].
         dtype: What both sides compute in. In float64 a wrong scale and a rounding cannot be mistaken for each other.
         optimizer: Factory from parameters to an optimizer; None: SGD with a learning rate of 0.1.
         seed: Seed of the model's initialisation.

@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy(
         vocab_size: Classes on all ranks together, V [count].
         sizes: Every rank's classes, in group order; None is `even_sizes`: the first V % n ranks have one more. A rank may
             have none.
-        ignore_index: Rows with this target count nothing.
+        ignore_index: Class index of the targets whose rows count nothing.
         label_smoothing: The share of the target that is spread evenly over all classes, 0 to 1.
         reduction: "mean" over the rows that count (weighted by `weight`), "sum", or "none".
         weight: For each class the weight of its rows [V], the same on every rank; None is 1.

@@ -75,7 +75,7 @@ class VocabParallelEmbedding(ShardedModule):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
     ) -> Self:
-        """Make the module from one for a single device, which is left as it is.
+        """Return the module made from one for a single device, which is left as it is.
 
         Args:
             embedding: The full table; its values, dtype, device, `requires_grad` and mode are kept.
@@ -122,12 +122,17 @@ class VocabParallelEmbedding(ShardedModule):
         self.load_full_state_dict({"weight": full.weight})
 
     def layout_of(self, name: str, part: int) -> ShardLayout:  # noqa: ARG002 - there is only one
-        """Return the layout of the table on one rank of the group."""
+        """Return the layout of the table on one rank of the group.
+
+        Args:
+            name: "weight".
+            part: The rank, counted in the group.
+        """
         shape = (self.num_embeddings, self.embedding_dim)
         return ShardLayout.cut(shape, 0, (self.num_embeddings,), self.group.size, part)
 
     def extra_repr(self) -> str:
-        """Say the sizes of the full table, and how many ranks share it."""
+        """Return the sizes of the full table, and how many ranks share it, for `repr`."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         sequence = ", sequence_parallel=True" if self.sequence_parallel else ""
         ranks = f", rank {self.group.group_rank} of {self.group.size}"

@@ -80,7 +80,7 @@ class _ParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Communicator, **options: Any) -> Self:
-        """Make the layer from one for a single device, which is left as it is.
+        """Return the layer made from one for a single device, which is left as it is.
 
         Args:
             linear: The full layer; its values, dtype, device, `requires_grad` and mode are kept.
@@ -95,7 +95,7 @@ class _ParallelLinear(ShardedModule):
 
     @classmethod
     def from_conv1d(cls, conv1d: nn.Module, *, group: Communicator, **options: Any) -> Self:
-        """Make the layer from Hugging Face's `Conv1D` (GPT-2's linear layer), which is left as it is.
+        """Return the layer made from Hugging Face's `Conv1D` (GPT-2's linear layer), which is left as it is.
 
         Its weight stays transposed, [in, out], so that its full shape is that of the checkpoint.
 
@@ -126,7 +126,7 @@ class _ParallelLinear(ShardedModule):
         return module.train(source.training)
 
     def extra_repr(self) -> str:
-        """Say the sizes of the full layer, and how many ranks share it."""
+        """Return the sizes of the full layer, and how many ranks share it, for `repr`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank {self.group.group_rank} of {self.group.size}"
@@ -201,7 +201,12 @@ class ColumnParallelLinear(_ParallelLinear):
         self._make_parameters(bias, device, dtype)
 
     def layout_of(self, name: str, part: int) -> ShardLayout:
-        """Return the layout of a parameter on one rank of the group: both are cut along the output features."""
+        """Return the layout of a parameter on one rank of the group: both are cut along the output features.
+
+        Args:
+            name: "weight" or "bias".
+            part: The rank, counted in the group.
+        """
         if name == "bias":
             return self._cut((self.out_features,), 0, part)
         if self.transposed:
@@ -303,7 +308,12 @@ class RowParallelLinear(_ParallelLinear):
         self._make_parameters(bias, device, dtype)
 
     def layout_of(self, name: str, part: int) -> ShardLayout:
-        """Return the layout of a parameter on one rank of the group: the weight is cut along the input features."""
+        """Return the layout of a parameter on one rank of the group: the weight is cut along the input features.
+
+        Args:
+            name: "weight" or "bias".
+            part: The rank, counted in the group.
+        """
         if name == "bias":
             return ShardLayout.whole((self.out_features,))
         shape, dim = (self.out_features, self.in_features), 1

@@ -74,7 +74,7 @@ class ShardedModule(nn.Module):
         """Return the full parameters, on every rank. All ranks of the group call it.
 
         Returns:
-            What `state_dict` of the module for one device would return, detached.
+            What `state_dict` of the module for one device would return, in its shapes, detached.
         """
         return {name: self.gather_full(name, parameter) for name, parameter in self.named_parameters()}
 
@@ -82,7 +82,7 @@ class ShardedModule(nn.Module):
         """Keep this rank's parts of full parameters. Exchanges nothing.
 
         Args:
-            full: What `full_state_dict`, or `state_dict` of the module for one device, returned.
+            full: What `full_state_dict`, or `state_dict` of the module for one device, returned; tensors have the full shapes.
 
         Raises:
             ConfigError: A parameter is missing, unknown, or of another shape.

@@ -91,7 +91,7 @@ def gather_full(shard: Tensor, layouts: Sequence[ShardLayout], group: Communicat
     """Return a full tensor, on every rank, from the shards of a group: a parameter, its gradient, its moments.
 
     Args:
-        shard: This rank's part.
+        shard: This rank's part, of its layout's `local_shape`.
         layouts: All ranks' layouts, in group order; all whole where every rank holds a copy.
         group: The ranks; all of them call this.
 

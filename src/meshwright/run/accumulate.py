@@ -108,6 +108,9 @@ class GradientAccumulation:
 
         Returns:
             Whether there was anything to step on.
+
+        Raises:
+            ConfigError: The model is under DistributedDataParallel, and the window is neither empty nor full.
         """
         if self.num_accumulated == 0:
             return False

@@ -363,12 +363,12 @@ class ParallelModel:
         return self.module.named_parameters()
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """Set training mode, as nn.Module.train does."""
+        """Set training mode, or evaluation mode, as nn.Module.train does; return this model."""
         self.module.train(mode)
         return self
 
     def eval(self) -> ParallelModel:
-        """Set evaluation mode, as nn.Module.eval does."""
+        """Set evaluation mode, as nn.Module.eval does; return this model."""
         return self.train(mode=False)
 
     def close(self) -> None:

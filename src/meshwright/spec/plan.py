@@ -38,8 +38,8 @@ class Plan(Value):
         tp: Tensor parallel degree: each layer's weights are split.
         pp: Pipeline parallel degree: the layers are split. In mode "model_parallel" the number of devices.
         cp: Context parallel degree: the sequence is split.
-        zero: What is sharded over dp: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
-        shard: Neighbours on the dp axis that ZeRO shards over, a divisor of dp; None means all of dp.
+        zero: ZeRO's stage, what is sharded over dp: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        shard: Neighbours on the dp axis that ZeRO shards over, a divisor of dp; None means all of dp [count].
         micro_batches: Forward passes of one step on each dp rank [count].
         schedule: The order of work in a pipeline.
         virtual: Stages that a pp rank holds [count].

@@ -27,8 +27,8 @@ def assert_parity(
     of them, in which one lost small gradient would disappear.
 
     Args:
-        candidate: Records of steps, or named tensors.
-        reference: The same kind of thing.
+        candidate: Records of steps, or named tensors of any shape; None stands for a tensor that is not there.
+        reference: The same kind of thing, in the same shapes.
         tolerance: Largest relative difference allowed.
         buffers: Compare the buffers of step records too.
 

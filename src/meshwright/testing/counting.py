@@ -29,15 +29,30 @@ class CollectiveCounts:
     """(collective, axis) to calls and bytes; filled when the block ends."""
 
     def calls(self, collective: str | None = None, axis: str | None = None) -> int:
-        """Return how often a collective, or any of them, was called; on one axis of the mesh, or on all."""
+        """Return how often a collective was called [count].
+
+        Args:
+            collective: Its name, such as "all_reduce"; None is any of them.
+            axis: One axis of the mesh, such as "dp"; None is all of them.
+        """
         return sum(entry.num_calls for entry in self._of(collective, axis))
 
     def tensor_bytes(self, collective: str | None = None, axis: str | None = None) -> int:
-        """Return the bytes of the tensors handed to it [bytes]."""
+        """Return the size of the tensors handed to a collective [bytes].
+
+        Args:
+            collective: As for `calls`.
+            axis: As for `calls`.
+        """
         return sum(entry.tensor_bytes for entry in self._of(collective, axis))
 
     def sent_bytes(self, collective: str | None = None, axis: str | None = None) -> float:
-        """Return the bytes that this rank sent for it, by the ring's count [bytes]."""
+        """Return what this rank sent for a collective, by the ring's count [bytes].
+
+        Args:
+            collective: As for `calls`.
+            axis: As for `calls`.
+        """
         return sum(entry.sent_bytes for entry in self._of(collective, axis))
 
     def _of(self, collective: str | None, axis: str | None) -> list[LedgerEntry]:

@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 DEFAULT_BUCKET_BYTES = {"cpu": 64 * 2**20, "cuda": 25 * 2**20}
 """Size of a bucket [bytes]. On the CPU an exchange takes its time from the core that computes, so few large ones are best:
-benchmarks/data_parallel/README.md has the measurement. For GPUs it is DDP's default, not measured by us yet."""
+benchmarks/peers/README.md has the measurement. For GPUs it is DDP's default, not measured by us yet."""
 
 FIRST_BUCKET_BYTES = 2**20
 """Size of the bucket that is full first [bytes]: a small one starts the exchange early."""

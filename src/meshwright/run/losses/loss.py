@@ -27,7 +27,7 @@ class Loss:
 
     Args:
         sum: The sum of the losses, a scalar tensor with its graph.
-        weight: How much was summed: a number, or a scalar tensor. Zero is allowed.
+        weight: How much was summed, tokens for example: a number, or a scalar tensor [count]. Zero is allowed.
 
     >>> Loss(torch.tensor(6.0), 3).weight
     3

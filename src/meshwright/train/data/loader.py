@@ -75,11 +75,11 @@ def make_loader(
         model: What `apply_plan` returned.
         seed: Seed of the order and of the samples' random numbers.
         global_batch_size: Samples in one step over all ranks; None: the plan's micro_batch_size (or 8) x
-            micro_batches x dp.
+            micro_batches x dp [samples].
         shuffle: A new order in every epoch; otherwise the dataset's.
         drop_last: Leave out an epoch's last batch where it is not full.
-        num_workers: Worker processes that read samples for this rank; 0: this process.
-        prefetch: Batches read ahead, by a thread where `num_workers` is 0.
+        num_workers: Worker processes that read samples for this rank; 0: this process [count].
+        prefetch: Batches read ahead, by a thread where `num_workers` is 0 [count].
         collate_fn: Makes a batch of a list of samples; None: torch's default. Where it draws random numbers (masking, say) they
             depend on seed, epoch and the share's place alone. One that draws none may say so with an attribute
             `deterministic_samples = True`: then a thread may read ahead.

@@ -10,7 +10,7 @@ import functools
 import logging
 from typing import Any
 
-from layers import layers_of
+from competitors.layers import layers_of
 from side import Batch, MakeOptimizer, Side, Step, loss_fn
 from torch import Tensor, nn
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from deepspeed_peers import deepspeed
+from competitors.deepspeed_peers import deepspeed
 from side import MakeOptimizer, Side, Step, plain_step
 from torch import nn
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from deepspeed_peers import DEEPSPEED_PIPELINE, micro_loss
-from layers import stages_of
+from competitors.deepspeed_peers import DEEPSPEED_PIPELINE, micro_loss
+from competitors.layers import stages_of
 from side import Batch, MakeOptimizer, Side, Step
 from torch import nn
 
