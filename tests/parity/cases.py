@@ -21,6 +21,8 @@ class Case:
     batch: Callable[[int, int], Any]
     loss_fn: Callable[[Any, Any], Any] | None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    runs_whole: str = ""
+    """Of the reason why calls of a part that is cut run whole under tensor parallelism, where some do."""
 
     def batches(self, num_samples: int, num_steps: int = 3) -> list[Any]:
         """Return different global batches, each with samples of different sizes."""
