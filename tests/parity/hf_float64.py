@@ -23,7 +23,7 @@ _NAMES = {"float32": "float64", "float": "double"}  # attributes: of torch, and 
 class _Renaming(ast.NodeTransformer):
     """Has every attribute of these names be the other; `float` by itself is Python's, and stays."""
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802 - what ast calls
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         node.attr = _NAMES.get(node.attr, node.attr)
         return node
