@@ -110,7 +110,7 @@ def run_case(name: str, plan_text: str, setting: Setting, devices: Any = None) -
     """Train a case under a plan, on every rank; what tensor parallelism cuts must run cut."""
     case = cases.find(name)
     plan = mw.Plan.parse(f"{plan_text},micro_batches={setting.micro_batches}{setting.plan_words}")
-    with nothing_runs_whole(case.runs_whole):
+    with nothing_runs_whole(case.runs_whole_in_stages if plan.pp > 1 else ""):
         return testing.plan_steps(
             case.build,
             plan,
