@@ -21,6 +21,8 @@ class Case:
     batch: Callable[[int, int], Any]
     loss_fn: Callable[[Any, Any], Any] | None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    runs_whole_in_stages: str = ""
+    """Of the reason why calls of a part that is cut run whole where a pipeline's stages are cut, too; where some do."""
 
     def batches(self, num_samples: int, num_steps: int = 3) -> list[Any]:
         """Return different global batches, each with samples of different sizes."""
@@ -241,7 +243,13 @@ HUGGING_FACE: dict[str, Case] = {
     "hf_llama_own_loss": Case(hf_models.build_llama, labelled, None),
     "hf_gpt2": Case(hf_models.build_gpt2, prompts, losses.logits_cross_entropy),
     "hf_bert": Case(hf_models.build_bert, masked_tokens, losses.logits_valid_tokens),
-    "hf_bert_classifier": Case(hf_models.build_bert_classifier, padded_sentences, losses.logits_cross_entropy),
+    "hf_bert_classifier": Case(
+        hf_models.build_bert_classifier,
+        padded_sentences,
+        losses.logits_cross_entropy,
+        # Pooler and classifier are a part around all stages, which a rank cannot prove: it has NaN for the others' parameters.
+        runs_whole_in_stages="result 0 differs by nan of nan",
+    ),
     "hf_t5": Case(hf_models.build_t5, translations, losses.logits_cross_entropy),
     "hf_vit": Case(hf_models.build_vit, pixel_values, losses.logits_cross_entropy),
     "hf_mixtral": Case(hf_models.build_mixtral, prompts, losses.logits_cross_entropy),

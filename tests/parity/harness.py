@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.apply.tensor.guards import part_guard
 from parity import cases
 from tolerances import FLOAT64
 
@@ -74,18 +77,48 @@ def options_of(case: cases.Case, setting: Setting) -> testing.StepOptions:
     )
 
 
+class _CallsThatRanWhole(logging.Handler):
+    """Collects what guards of tensor parallelism say of calls that shards are not proven for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        part, _, reason = record.args or ("", "", "")
+        self.found.append((str(part), str(reason)))
+
+
+@contextlib.contextmanager
+def nothing_runs_whole(expected: str = "") -> Iterator[None]:
+    """Fail where a part that is cut runs as on one device inside: equal numbers would say nothing of the cut.
+
+    Args:
+        expected: What the reasons say of calls that do run whole, where some are meant to.
+    """
+    log, handler = logging.getLogger(part_guard.__name__), _CallsThatRanWhole()
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+    unexpected = [f"'{part}': {reason}" for part, reason in handler.found if not expected or expected not in reason]
+    assert not unexpected, f"calls ran whole, so that nothing cut was compared: {'; '.join(unexpected)}"
+
+
 def run_case(name: str, plan_text: str, setting: Setting, devices: Any = None) -> list[testing.StepRecord]:
-    """Train a case under a plan, on every rank."""
+    """Train a case under a plan, on every rank; what tensor parallelism cuts must run cut."""
     case = cases.find(name)
     plan = mw.Plan.parse(f"{plan_text},micro_batches={setting.micro_batches}{setting.plan_words}")
-    return testing.plan_steps(
-        case.build,
-        plan,
-        case.batches(setting.num_samples, setting.num_steps),
-        case.loss_fn,
-        options=options_of(case, setting),
-        devices=devices,
-    )
+    with nothing_runs_whole(case.runs_whole_in_stages if plan.pp > 1 else ""):
+        return testing.plan_steps(
+            case.build,
+            plan,
+            case.batches(setting.num_samples, setting.num_steps),
+            case.loss_fn,
+            options=options_of(case, setting),
+            devices=devices,
+        )
 
 
 def reference(

@@ -2,22 +2,17 @@
 
 Sizes do not divide by 2 or 3 where the architecture leaves the choice; heads are 4, and 6 in T5. Everything of
 `transformers` is imported inside the builders: importing it takes seconds, in each process that does so.
-
-Their code computes parts in float32 whatever the weights are: norms, softmax, rotary angles, routers, the own loss. With
-that, two orders of the same sums differ by 1e-7, and a comparison within 1e-11 could not be made. So under test, on both
-sides alike, what their code asks for in float32 it gets in float64.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+
+from parity.hf_float64 import in_float64
 
 VOCABULARY = 101
 MODULES = tuple(
@@ -41,55 +36,30 @@ _SIZES = {
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-class _Float64Mode(TorchFunctionMode):
-    """Turns every request for float32 into one for float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        args = (torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-_thread = threading.local()
-
-
-@functools.cache
-def _float64_class(original: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_thread, "inside", False):
-            return original.forward(self, *args, **kwargs)
-        _thread.inside = True
-        try:
-            with _Float64Mode():
-                return original.forward(self, *args, **kwargs)
-        finally:
-            _thread.inside = False
-
-    return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    """Convert a Hugging Face model to float64, its float32 islands too.
-
-    Every one of their modules gets the mode, not the model alone: recompute runs a layer's forward again in backward,
-    outside the model's. Gradients follow the dtypes of the forward.
-    """
-    for module in model.modules():
-        if type(module).__module__.startswith("transformers."):
-            module.__class__ = _float64_class(type(module))
-    return model.double()
+_LOSSES = "transformers.loss.loss_utils"
 
 
 def _builder(make: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
+    """Have a builder's models computed in float64: their weights, their code (`hf_float64.py`), and the own loss."""
+
     @functools.wraps(make)
     def build() -> nn.Module:
-        import transformers
-
-        return in_float64(make(transformers))
+        model: Any = make(_Library()).double()
+        if model.loss_type is not None:
+            model.loss_function = in_float64(_LOSSES).LOSS_MAPPING[model.loss_type]
+        return model
 
     return build
+
+
+class _Library:
+    """`transformers`, with models whose code is that of the copies; configurations are the same."""
+
+    def __getattr__(self, name: str) -> Any:
+        import transformers
+
+        found = getattr(transformers, name)
+        return getattr(in_float64(found.__module__), name) if found.__module__ in MODULES else found
 
 
 def _llama(hf: Any, *, tied: bool) -> nn.Module:

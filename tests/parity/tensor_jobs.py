@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import gpt
 import meshwright as mw
@@ -15,7 +16,7 @@ from meshwright import testing
 from meshwright.apply.tensor.expected_bytes import TokenWatch, exchange_of
 from meshwright.traffic import TensorExchange
 from parity import cases, losses
-from parity.harness import refused
+from parity.harness import nothing_runs_whole, refused
 
 
 def build(num_layers: int = 2, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -105,6 +106,33 @@ def share_cut(name: str) -> tuple[float, dict[str, str], tuple[str, ...]]:
             }
     cut = sum(size for key, size in in_blocks.items() if layouts.get(key) != "whole")
     return cut / sum(in_blocks.values()), layouts, reasons
+
+
+class _Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(nn.Module):
+    """A GPT whose forward the user's own mode follows: what it would see of shards is not the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with _Watching():
+            return self.inner(ids)
+
+
+def complaint_of_calls_that_run_whole(expected: str) -> str:
+    """Return with what the harness fails where parts that are cut run whole; nothing where it does not."""
+    try:
+        with nothing_runs_whole(expected), apply("tp=2", build=Watched) as model:
+            model.step(language(4))
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def exchanges(plan: str, num_layers: int) -> dict[str, tuple[int, int]]:

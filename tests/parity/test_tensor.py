@@ -123,6 +123,18 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
     assert fix == "use the plan 'dp=2'"
 
 
+def test_a_part_around_other_parts_runs_cut() -> None:
+    # Its copy got their shards of running means, so that nothing more could be proven with it, and the part ran whole.
+    assert_distributed_parity("style_bottleneck", 2, SETTINGS[0], plan_text="tp=2,sequence_parallel=off")
+
+
+def test_calls_that_run_whole_fail_a_cell() -> None:
+    # The control: whatever is equal then, nothing that is cut was compared.
+    for complaint in testing.run_ranks(tensor_jobs.complaint_of_calls_that_run_whole, 2, ""):
+        assert "'inner.layers.0': a TorchFunctionMode" in complaint
+    assert set(testing.run_ranks(tensor_jobs.complaint_of_calls_that_run_whole, 2, "a TorchFunctionMode")) == {""}
+
+
 def test_adamw_in_float32() -> None:
     gradients, losses, expected_gradients, expected_losses = testing.run_ranks(tensor_jobs.train_in_float32, 2, "tp=2")[
         0

@@ -41,8 +41,8 @@ class Cutting:
         module: The module, whole; its parameters keep their identity and get this rank's shards as values.
         layout: What is cut.
         group: The ranks that share the module.
-        make_guard: Gives the guard of a part, from (name, module, copy without values, layout, group, integers); None where
-            something is being proven, and nothing else may run.
+        make_guard: Gives the guard of a part, from (name, module, copy without values, layout, names of shards, group,
+            integers); None where something is being proven, and nothing else may run.
     """
 
     def __init__(
@@ -212,7 +212,17 @@ class Cutting:
         ]
         make, guard = self._make_guard, None
         if make is not None:
-            guard = make(name, module, template=template, layout=layout, group=self.group, attributes=self._attributes)
+            prefix = f"{name}." if name else ""
+            shards = frozenset(n[len(prefix) :] for n in self.layout.cuts if n.startswith(prefix))
+            guard = make(
+                name,
+                module,
+                template=template,
+                layout=layout,
+                shards=shards,
+                group=self.group,
+                attributes=self._attributes,
+            )
         return Part(
             name,
             module,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import is_in_backward
+from meshwright._torch_private import is_in_backward, without_function_modes
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import Chain, Region
 from meshwright.comm.communicator import Communicator
@@ -231,5 +231,16 @@ class RunningRegion:
         """Return every rank's size along a dim in which the tensor lies in slices."""
         counts = even_sizes(self.region.num_units, self.group.size)
         own = counts[self.group.group_rank]
-        # A rank with no unit sees no size: there the full one is the number of units, or the region would not have been proven.
-        return self.sizes(local.shape[dim] * self.region.num_units // own if own else self.region.num_units)
+        full = local.shape[dim] * self.region.num_units // own if own else 0
+        if counts[-1] == 0:
+            full = self._told_size(full, local.device)
+        return self.sizes(full)
+
+    def _told_size(self, full: int, device: torch.device) -> int:
+        """Return a full size where some ranks have no unit: such a rank's slice is empty, however large a unit is."""
+        if self.region.is_apart:
+            return self.region.num_units  # rows of one layer, each a unit
+        with without_function_modes():  # whoever follows what is called would see what one device does not do
+            told = torch.tensor([full], device=device)
+            self.group.all_reduce(told, "max")
+            return int(told.item())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Guard:
         module: It, cut.
         template: A copy from before the cut, whose parameters have no values.
         layout: Its regions, and its layer as a chain of one, with names that start at the module.
+        shards: Names, from the module on, of what each rank has a part of; parts inside of this one have cut some.
         group: The ranks that share it.
         attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
     """
@@ -53,6 +54,7 @@ class Guard:
         *,
         template: nn.Module,
         layout: TensorLayout,
+        shards: Collection[str],
         group: Communicator,
         attributes: Mapping[tuple[int, str], Any],
     ) -> None:
@@ -64,6 +66,7 @@ class Guard:
         self._module = module
         self._template = template
         self._layout = layout
+        self._shards = shards
         self._group = group
         self._attributes = attributes
         self._proven = set(layout.proven.get("", ()))
@@ -91,7 +94,7 @@ class Guard:
     def _take_over_numbers(self) -> None:
         """Have the copy decide by the numbers that buffers have now; of one that is cut nobody here has them all."""
         for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
-            if name not in self._layout.cuts:
+            if name not in self._shards:
                 twin.data = live.detach().clone()
         for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
             vars(twin).update({name: value.detach().clone() for name, value in _tensors_of(live).items()})
@@ -135,7 +138,7 @@ class Guard:
         if call is None or not kind[1]:
             return None if call is None else (kind, call)
         # What the shards hold of a buffer is each rank's own: only what all have alike may decide.
-        whole = [buffer for name, buffer in self._module.named_buffers() if name not in self._layout.cuts]
+        whole = [buffer for name, buffer in self._module.named_buffers() if name not in self._shards]
         if kind[1] > 1:
             whole += [value for child in self._module.modules() for value in _tensors_of(child).values()]
         return kind, (call, tuple(map(signatures.numbers_of, whole)))

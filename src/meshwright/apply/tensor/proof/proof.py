@@ -249,6 +249,11 @@ class Experiment:
         cotangents = []
         for place, (tensor, cotangent, own) in enumerate(zip(tensors, self._cotangents, local, strict=True)):
             if isinstance(tensor, Slices):
+                if (
+                    tensor.shape != cotangent.shape
+                ):  # nobody gathers it here, and each rank makes sizes of its own slice
+                    shapes = f"{list(tensor.shape)}, of the whole {list(cotangent.shape)}"
+                    raise DisprovedError(f"result {place} in slices has shape {shapes}")
                 start = sum(tensor.sizes[: group.group_rank])
                 cotangent = cotangent.narrow(tensor.cut_dim, start, tensor.sizes[group.group_rank])
             if cotangent.shape != own.shape:
