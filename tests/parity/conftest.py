@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--representatives",
         action="store_true",
-        help="of each test run one cell, and as few more as hold every plan, kind, setting and number of ranks of its file",
+        help="run so few cells that each plan, setting and number of ranks is met, and each test of an exchange",
     )
 
 
