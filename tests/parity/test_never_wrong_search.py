@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def assert_equals_one_process(name: str, plan: str = "tp=2", num_ranks: int = 2,
             testing.assert_parity(got, expected, FLOAT64)
 
 
+@functools.cache  # layouts are values
 def cut_of(name: str, num_samples: int = FOUR, num_parts: int = 2, length: int = search_jobs.LENGTH) -> TensorLayout:
     model = search_jobs.build(name)
     return search_jobs.layout_of(model, search_jobs.batch_of(name, num_samples, 0, length), num_parts)
@@ -255,12 +257,12 @@ def test_a_proposal_that_cannot_be_made_ends_no_search(monkeypatch: pytest.Monke
         raise KeyError("broken")
 
     monkeypatch.setattr(ways.Options, "regions", broken)
-    layout = cut_of("plain")
+    layout = cut_of.__wrapped__("plain")
     assert "KeyError" in layout.whole["layers.0.mlp.up.weight"]
 
 
 def test_the_layout_is_the_same_each_time() -> None:
-    assert len({repr(cut_of("activations")) for _ in range(3)}) == 1
+    assert len({repr(cut_of.__wrapped__("activations")) for _ in range(2)} | {repr(cut_of("activations"))}) == 1
 
 
 def test_an_error_of_the_users_is_the_users_on_the_rank_that_looked() -> None:
