@@ -1,4 +1,4 @@
-"""One thread for the reference, as in the ranks; one worker for Hugging Face's models; a choice of cells on request."""
+"""One thread, as in the ranks; one worker for Hugging Face's models; a choice of cells; how to run one that failed alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
 from meshwright.testing import pool
 from parity import hf_models, representatives
 
