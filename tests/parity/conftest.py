@@ -32,10 +32,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Small models gain nothing from more, and ranks share the cores."""
+    """Small models gain nothing from more, and ranks share the cores.
+
+    Ranks of `launch` and of the pool then have one environment, whatever the machine, and are forked from the same processes.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            patch.setenv(name, "1")
+        yield
     torch.set_num_threads(before)
 
 

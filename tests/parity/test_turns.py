@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parity import cases, representatives, test_pipeline, test_sharded, test_tensor
+from parity import cases, cell_table, representatives, test_pipeline, test_sharded, test_tensor
 from parity.harness import Setting
 from parity.turns import FULL_GRID, take_turns
 
@@ -31,6 +31,11 @@ def test_every_plan_meets_models_and_settings(test: Any, refused: set[str]) -> N
         assert len({setting for other, setting in settings if other == text}) >= 2, text
     assert {row[-1] for row in rows} == set(test.SETTINGS)
     assert {row[0] for row in rows} >= cases.CASES.keys() - refused
+
+
+@pytest.mark.skipif(FULL_GRID, reason="the table is of what runs by default")
+def test_the_committed_table_is_what_runs() -> None:
+    assert cell_table.TABLE.read_text() == cell_table.text(), "in tests/: python -m parity.cell_table > parity/cells.md"
 
 
 @pytest.mark.skipif(FULL_GRID, reason="takes no turns")
