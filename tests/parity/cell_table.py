@@ -16,8 +16,8 @@ TABLE = Path(__file__).with_name("cells.md")
 
 _HEAD = """# Cells that run by default
 
-Made by `python -m parity.cell_table`; `test_turns.py` compares it with what runs. Each line is a model of `cases.py`, each column a
-test `test_equals_one_process`: the model's plan there, and the letter of its setting. A model meets every kind of plan that it
+Made by `python -m parity.cell_table`; `test_turns.py` compares it with what runs. Each line is a model of `cases.py`, each column
+a test `test_equals_one_process`: the plan there, and the letter of its setting. A model meets every kind of plan that it
 fits once (ZeRO: every stage; data parallelism: two numbers of ranks). Plans and settings take turns, so each plan meets several
 models and several settings. Half of Hugging Face's models and of the styles are in each column.
 `make test-grid` runs every model under every plan with every setting.
