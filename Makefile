@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test test-grid check format clean
+.PHONY: run test test-grid cells check format clean
 
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
@@ -41,6 +41,10 @@ test-grid: export MESHWRIGHT_FULL_GRID = 1
 test-grid: $(STAMP)
 	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 2 -q -k "$(K)"
 	$(PARITY_OVER_GLOO) -k "$(K)"
+
+# The committed table of the cells that `make test` runs.
+cells: $(STAMP)
+	PYTHONPATH=examples $(BIN)/python -m tests.parity.cell_table > tests/parity/cells.md
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.faults import shm_jobs
+from tests.faults.jobs import shm_jobs
 from tests.faults.shm_ranks import Ranks, Zygote, holders, segments
 
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"

@@ -1,4 +1,4 @@
-"""Which cells run by default, as one table: `python -m parity.cell_table > tests/parity/cells.md`, from the folder `tests`.
+"""Which cells run by default, as one table: `make cells` writes it to `cells.md`.
 
 A cell is a model under a plan with a setting. `turns.py` chooses; a test compares the committed table with what it chooses now.
 """
@@ -9,14 +9,14 @@ import string
 from pathlib import Path
 from typing import Any
 
-from parity import cases, test_distributed, test_pipeline, test_sharded, test_tensor
-from parity.harness import Setting
+from tests.parity import cases, test_distributed, test_pipeline, test_sharded, test_tensor
+from tests.parity.harness import Setting
 
 TABLE = Path(__file__).with_name("cells.md")
 
 _HEAD = """# Cells that run by default
 
-Made by `python -m parity.cell_table`; `test_turns.py` compares it with what runs. Each line is a model of `cases.py`, each column
+Made by `make cells`; `test_turns.py` compares it with what runs. Each line is a model of `cases.py`, each column
 a test `test_equals_one_process`: the plan there, and the letter of its setting. A model meets every kind of plan that it
 fits once (ZeRO: every stage; data parallelism: two numbers of ranks). Plans and settings take turns, so each plan meets several
 models and several settings. Half of Hugging Face's models and of the styles are in each column.

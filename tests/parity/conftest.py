@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
+from tests.parity import representatives
+from tests.parity.models import hf_models
 
-from cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
 from meshwright.testing import pool
-from parity import hf_models, representatives
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

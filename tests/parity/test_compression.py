@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import Setting, assert_ranks_agree, reference
+from tests.parity.jobs import compression_jobs
+from tests.parity.turns import FULL_GRID
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, compression_jobs, losses
-from parity.harness import Setting, assert_ranks_agree, reference
-from parity.turns import FULL_GRID
 
 KINDS = ("bf16", "int8", "int4", "powersgd")
 PLANS = (

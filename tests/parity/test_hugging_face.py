@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases
+from tests.parity.harness import Setting, assert_ranks_agree, reference, run_case
+from tests.parity.turns import FULL_GRID
+from tests.tolerances import FLOAT32, FLOAT64
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.measure.oracle import whole_batch_loss
-from parity import cases
-from parity.harness import Setting, assert_ranks_agree, reference, run_case
-from parity.turns import FULL_GRID
-from tolerances import FLOAT32, FLOAT64
 
 pytestmark = pytest.mark.slow
 

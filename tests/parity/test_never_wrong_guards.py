@@ -7,13 +7,13 @@ import functools
 from typing import Any
 
 import pytest
+from tests.parity.jobs import guard_jobs as jobs
+from tests.parity.jobs.guard_jobs import change, evaluate, step
+from tests.tolerances import FLOAT64
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import guard_jobs as jobs
-from parity.guard_jobs import change, evaluate, step
-from tolerances import FLOAT64
 
 
 def _freeze(module: nn.Module, *, wanted: bool) -> None:

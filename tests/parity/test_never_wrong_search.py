@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import search_jobs
+from tests.tolerances import FLOAT64
 from torch import nn
 
 from meshwright import testing
 from meshwright.apply.tensor.search import candidates as ways
 from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.errors import MeshwrightError
-from parity import search_jobs
-from tolerances import FLOAT64
 
 FOUR = 4
 

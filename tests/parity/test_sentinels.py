@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.parity.jobs import sentinel_jobs as jobs
 
 from meshwright import testing
-from parity import sentinel_jobs as jobs
 
 PLANS = {
     "dp=2": 2,

@@ -10,14 +10,15 @@ import dataclasses
 import functools
 
 import pytest
+from tests.parity import cases
+from tests.parity.harness import Setting, assert_distributed_parity, refusal_of_case
+from tests.parity.jobs import tensor_jobs
+from tests.parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
+from tests.tolerances import FLOAT32, FLOAT64
 from torch import Tensor
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, tensor_jobs
-from parity.harness import Setting, assert_distributed_parity, refusal_of_case
-from parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
-from tolerances import FLOAT32, FLOAT64
 
 PLANS = (
     ("tp=2", 2),

@@ -7,10 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-
-from parity import cases, cell_table, representatives, test_pipeline, test_sharded, test_tensor
-from parity.harness import Setting
-from parity.turns import FULL_GRID, take_turns
+from tests.parity import cases, cell_table, representatives, test_pipeline, test_sharded, test_tensor
+from tests.parity.harness import Setting
+from tests.parity.turns import FULL_GRID, take_turns
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_every_plan_meets_models_and_settings(test: Any, refused: set[str]) -> N
 
 @pytest.mark.skipif(FULL_GRID, reason="the table is of what runs by default")
 def test_the_committed_table_is_what_runs() -> None:
-    assert cell_table.TABLE.read_text() == cell_table.text(), "in tests/: python -m parity.cell_table > parity/cells.md"
+    assert cell_table.TABLE.read_text() == cell_table.text(), "run make cells"
 
 
 @pytest.mark.skipif(FULL_GRID, reason="takes no turns")

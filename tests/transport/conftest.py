@@ -1,3 +1,3 @@
 """How to run a test that failed alone."""
 
-from cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
+from tests.cell_command import pytest_runtest_makereport  # noqa: F401 - a hook

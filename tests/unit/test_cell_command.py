@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from cell_command import TITLE, command_of
+from tests.cell_command import TITLE, command_of
 
 FAILS = """
 import pytest

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.parity.jobs.never_wrong_pipeline_jobs import apply_script
+from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, plain_batch, square
 from torch import Tensor, nn
-
-from parity.never_wrong_pipeline_jobs import apply_script
-from parity.never_wrong_pipeline_states import WIDTH, plain_batch, square
 
 STEPS = 3
 

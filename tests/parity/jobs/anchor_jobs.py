@@ -10,6 +10,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.parity import losses
+from tests.parity.jobs import sentinel_jobs
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -18,7 +20,6 @@ from meshwright.apply.shards.classes import as_plain
 from meshwright.apply.tensor import cutting, region_state
 from meshwright.apply.tensor.proof import threads
 from meshwright.comm import functional
-from parity import losses, sentinel_jobs
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

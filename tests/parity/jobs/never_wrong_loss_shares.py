@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from tests.parity.jobs import loss_jobs
 
 import meshwright as mw
-from parity import loss_jobs
 
 
 def step_without_a_share(plan: str) -> float:

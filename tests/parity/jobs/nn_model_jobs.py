@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.nn_jobs import Tensors, full_gradients, full_parameters, group_of_all, numbers
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -15,7 +16,6 @@ from meshwright import testing
 from meshwright.comm import functional
 from meshwright.comm.communicator import Communicator
 from meshwright.layout import ShardLayout
-from parity.nn_jobs import Tensors, full_gradients, full_parameters, group_of_all, numbers
 
 # ---- conversion and copies
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.parity import losses
 from torch import Tensor, nn
 
 import gpt
@@ -17,7 +18,6 @@ from meshwright.comm.compression.choose import make_reducer
 from meshwright.comm.compression.reducer import GradientSpec
 from meshwright.comm.ledger import Ledger
 from meshwright.compare.trial import formula_bytes, held_formula_bytes
-from parity import losses
 
 VOCABULARY = 64
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity import losses
+from tests.parity.harness import refused
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.pipeline.p2p import other_way
 from meshwright.run.exchange import SumExchange
-from parity import losses
-from parity.harness import refused
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 VOCABULARY = 13

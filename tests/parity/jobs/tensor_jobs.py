@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity import cases, losses
+from tests.parity.harness import refused
 from torch import Tensor, nn
 
 import gpt
@@ -14,8 +16,6 @@ import meshwright as mw
 from meshwright import testing
 from meshwright.apply.tensor.expected_bytes import TokenWatch, exchange_of
 from meshwright.traffic import TensorExchange
-from parity import cases, losses
-from parity.harness import refused
 
 
 def build(num_layers: int = 2, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:

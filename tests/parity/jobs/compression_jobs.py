@@ -11,12 +11,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.parity import cases, harness, losses
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.comm.compression import blockwise, power_sgd
-from parity import cases, harness, losses
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
+from tests.parity.models.containers import AttributeOutput
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +15,6 @@ import gpt
 import lstm
 import mlp
 import resnet
-from parity.containers import AttributeOutput
 
 VOCABULARY = 101
 

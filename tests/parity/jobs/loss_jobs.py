@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.models import small_models as models
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.measure.verify import turn_off_dropout
-from parity import models
 
 VOCABULARY = 37
 ROWS = (12, 11, 3, 2)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from tests.faults.shm_jobs import LARGEST, Me, backend_of, die_with_parent, join, say
+from tests.faults.jobs.shm_jobs import LARGEST, Me, backend_of, die_with_parent, join, say
 
 from meshwright.comm.shm.build import load_extension
 from meshwright.ranks.join import join_world

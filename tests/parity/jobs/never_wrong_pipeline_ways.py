@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from parity.never_wrong_pipeline_states import (
+from tests.parity.jobs.never_wrong_pipeline_states import (
     WIDTH,
     Leaves,
     Stack,
     rows,
     tanh_block,
 )
+from torch import Tensor, nn
 
 # -- state of the model's own forward --------------------------------------------------------------------------------
 

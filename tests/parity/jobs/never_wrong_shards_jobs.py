@@ -8,10 +8,9 @@ import io
 from typing import Any
 
 import torch
+from tests.parity.jobs.never_wrong_data_jobs import build_net, planned, square
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-
-from parity.never_wrong_data_jobs import build_net, planned, square
 
 Optimizer = torch.optim.Optimizer
 

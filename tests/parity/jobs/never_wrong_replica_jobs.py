@@ -7,10 +7,10 @@ import types
 from typing import Any
 
 import torch
+from tests.parity.jobs.never_wrong_data_jobs import Sgd, batches, plain, planned, square
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity.never_wrong_data_jobs import Sgd, batches, plain, planned, square
 
 # -- replicas in threads -------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.parity.jobs.never_wrong_data_jobs import Sgd, batches, square
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity.never_wrong_data_jobs import Sgd, batches, square
 
 
 def build() -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from tests.parity import losses
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -17,7 +18,6 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.shards.classes import as_plain
-from parity import losses
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.parity import losses
 from torch import Tensor, nn
 
 import gpt
 import meshwright as mw
 from meshwright import testing
 from meshwright.apply.data.sharded import ShardedEngine
-from parity import losses
 
 
 class Chain(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.faults.shm_jobs import (
+from tests.faults.jobs.shm_jobs import (
     Me,
     accept_orders,
     attempt,

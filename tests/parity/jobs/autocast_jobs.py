@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.raising_jobs import Model, batch_of
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.ranks.join import join_world
-from parity.raising_jobs import Model, batch_of
 
 NUM_STEPS = 3
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity import losses
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity import losses
 
 LARGE = 6.0
 """Above this a hidden entry makes the layer scale itself down."""

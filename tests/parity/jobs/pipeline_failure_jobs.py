@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.parity.jobs import never_wrong_pipeline_jobs as jobs
+from tests.parity.jobs.never_wrong_pipeline_states import plain_batch
 from torch import Tensor, nn
 
 import meshwright as mw
-from parity import never_wrong_pipeline_jobs as jobs
-from parity.never_wrong_pipeline_states import plain_batch
 
 
 class _Raises(nn.Module):

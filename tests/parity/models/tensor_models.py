@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from parity.tensor_attention import (
+from tests.parity.models.tensor_attention import (
     LENGTH,
     EinsumAttention,
     HeadMajorAttention,
@@ -26,6 +24,7 @@ from parity.tensor_attention import (
     UnbindAttention,
     WholeNormAttention,
 )
+from torch import Tensor, nn
 
 VOCABULARY = 29
 CLASSES = 5

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import meshwright as mw
-from parity.guards2_calls import (
+from tests.parity.jobs.unseen_calls import (
     SIZES,
     VOCABULARY,
     Autocast,
@@ -26,7 +23,7 @@ from parity.guards2_calls import (
     Script,
     entropy,
 )
-from parity.guards2_tensors import (
+from tests.parity.jobs.unseen_tensors import (
     BackwardHooks,
     HookInLoss,
     InnerCalls,
@@ -41,6 +38,9 @@ from parity.guards2_tensors import (
     WritesData,
     WrittenBuffer,
 )
+from torch import Tensor, nn
+
+import meshwright as mw
 
 SCRIPTS: dict[str, Callable[[], Script]] = {
     **{f"sizes {choose.__name__}": (lambda choose=choose: Lengths(choose)) for choose in SIZES},

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.parity.jobs import unseen_jobs as jobs
+from tests.tolerances import FLOAT64
 
 from meshwright import testing
 from meshwright.errors import ApplyError
-from parity import guards2_jobs as jobs
-from tolerances import FLOAT64
 
 REFUSED = {
     "data written late": "the .data of a tensor that lies in slices was written into",

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.unseen_calls import HIDDEN, WIDTH, Block, Net, Script, entropy, mixed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from parity.guards2_calls import HIDDEN, WIDTH, Block, Net, Script, entropy, mixed
 
 # -- gradients of tensors in slices -------------------------------------------------------------------------------
 

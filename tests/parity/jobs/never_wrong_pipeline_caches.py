@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, rows
 from torch import Tensor, nn
-
-from parity.never_wrong_pipeline_states import WIDTH, rows
 
 
 class Scales(nn.Module):

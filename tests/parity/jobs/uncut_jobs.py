@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 import torch
+from tests.parity.jobs.loss_jobs import VOCABULARY, mean_square
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
-from parity.loss_jobs import VOCABULARY, mean_square
 
 
 class Bags(nn.Module):
