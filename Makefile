@@ -23,15 +23,15 @@ run: $(STAMP)
 # whose own ranks make exchanges that others make (the tools, Hugging Face, presets, counts of bytes), the largest models, eight ranks
 # of tensor parallelism, where compressed training ends, which is no question of the transport, and what starts gloo by itself.
 NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face presets sent_bytes
-PARITY_OVER_GLOO = MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 2 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
+PARITY_OVER_GLOO = MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
 
 # Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.
 test test-grid: export PYTHONDONTWRITEBYTECODE =
 
-# Tests of faults wait for deadlines and starts as much as they compute: three workers, on two cores too.
+# Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 2 -q
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 3 -q
 	$(BIN)/python -m pytest tests/faults tests/docs -n 3 -q
 	$(PARITY_OVER_GLOO) --representatives -k "not hf_ and not wide and not style_ and not many_ranks and not training_ends and not without_shared_memory"
 
@@ -39,7 +39,7 @@ test: $(STAMP)
 K ?=
 test-grid: export MESHWRIGHT_FULL_GRID = 1
 test-grid: $(STAMP)
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 2 -q -k "$(K)"
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 3 -q -k "$(K)"
 	$(PARITY_OVER_GLOO) -k "$(K)"
 
 # The committed table of the cells that `make test` runs.
