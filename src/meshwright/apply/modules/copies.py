@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import collections
+import contextlib
 import copy
 import functools
 import io
