@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check format clean
+.PHONY: run test test-grid cells check format clean
 
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
@@ -18,18 +18,33 @@ run: $(STAMP)
 	$(BIN)/meshwright train examples/gpt_python.toml
 	$(BIN)/meshwright compare examples/gpt_python.toml --plans "single; data_parallel; model_parallel; distributed"
 
-# Over gloo: each test of what exchanges something, in so many cells that each plan, setting and number of ranks is met: a transport
+# Over gloo: each plan, setting and number of ranks once, and each test of an exchange (tests/parity/representatives.py): a transport
 # sees flat memory, whichever model it belongs to. Left out are files that start no ranks (one process, accumulation, the tables) or
 # whose own ranks make exchanges that others make (the tools, Hugging Face, presets, counts of bytes), the largest models, eight ranks
-# of tensor parallelism, and where compressed training ends, which is no question of the transport.
+# of tensor parallelism, where compressed training ends, which is no question of the transport, and what starts gloo by itself.
 NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face presets sent_bytes
+PARITY_OVER_GLOO = MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
 
-# Tests of faults wait for deadlines and starts as much as they compute: three workers, on two cores too.
+# Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.
+test test-grid: export PYTHONDONTWRITEBYTECODE =
+
+# Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 2 -q
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 3 -q
 	$(BIN)/python -m pytest tests/faults tests/docs -n 3 -q
-	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity --representatives -n 2 -q -k "not hf_ and not wide and not style_ and not many_ranks and not training_ends" $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
+	$(PARITY_OVER_GLOO) --representatives -k "not hf_ and not wide and not style_ and not many_ranks and not training_ends and not without_shared_memory"
+
+# The campaign: every model under every plan with every setting, and all of it over gloo too. Hours; `-k` narrows it: make test-grid K=mlp
+K ?=
+test-grid: export MESHWRIGHT_FULL_GRID = 1
+test-grid: $(STAMP)
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 3 -q -k "$(K)"
+	$(PARITY_OVER_GLOO) -k "$(K)"
+
+# The committed table of the cells that `make test` runs.
+cells: $(STAMP)
+	PYTHONPATH=examples $(BIN)/python -m tests.parity.cell_table > tests/parity/cells.md
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults import jobs, leaks
+from tests.faults import leaks
+from tests.faults.jobs import rank_jobs as jobs
 from tests.faults.killer import Killer
 
 from meshwright.errors import WorkerKilledError

@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE.parent.parent / "tests")]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
+
+from tests.parity.models import hf_models  # noqa: E402
 
 import meshwright as mw  # noqa: E402
 from meshwright import testing  # noqa: E402
-from parity import hf_models  # noqa: E402
 from surroundings import environment  # noqa: E402
 
 STEPS, SAMPLES, CLASSES = 3, 4, 5

@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from surroundings import environment  # noqa: E402
 
-TESTS = HERE.parent.parent / "tests"
+ROOT = HERE.parent.parent
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
@@ -96,10 +96,11 @@ def run_programs(arguments: argparse.Namespace, progress: str) -> dict[str, Any]
     """Run programs until the time is over or one fails; returns the counts."""
     # Read on import, here and in the ranks.
     os.environ["MESHWRIGHT_TEST_BACKEND"] = arguments.backend
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(ROOT))
+    from tests.transport import player
+    from tests.transport.programs import make_program
+
     from meshwright.ranks.launch import RankGroup
-    from transport import player
-    from transport.programs import make_program
 
     found: dict[str, Any] = {"programs": 0, "operations": 0, "checks": 0, "bytes": 0, "seconds": 0.0}
     found |= {"slowest": {"seconds": 0.0}, "failures": []}

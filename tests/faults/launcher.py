@@ -20,7 +20,7 @@ def say(**line: Any) -> None:
 
 def call(job: str, *args: Any) -> Any:
     """In a rank: do a job."""
-    return getattr(importlib.import_module("tests.faults.jobs"), job)(*args)
+    return getattr(importlib.import_module("tests.faults.jobs.rank_jobs"), job)(*args)
 
 
 def main() -> int:

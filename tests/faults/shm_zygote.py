@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401 - so that no rank has to
-from tests.faults import shm_jobs, shm_lives, shm_places
+from tests.faults.jobs import shm_jobs, shm_lives, shm_places
 
 import meshwright as mw
 from meshwright.errors import exit_code_of

@@ -11,8 +11,9 @@ import time
 
 import psutil
 import pytest
-from tests.faults import jobs, leaks
+from tests.faults import leaks
 from tests.faults.command import launching
+from tests.faults.jobs import rank_jobs as jobs
 from tests.faults.killer import Killer, find, is_rank, is_template
 
 from meshwright.errors import WorkerKilledError, exit_code_of

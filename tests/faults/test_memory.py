@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults import jobs
+from tests.faults.jobs import rank_jobs as jobs
 
 from meshwright.errors import WorkerKilledError, exit_code_of
 from meshwright.ranks.launch import launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.faults import jobs
+from tests.faults.jobs import rank_jobs as jobs
 
 from meshwright.errors import LostPeerError, UserCodeError, exit_code_of
 from meshwright.ranks.launch import RankGroup, launch

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.faults import jobs, shm_jobs
+from tests.faults.jobs import rank_jobs as jobs
+from tests.faults.jobs import shm_jobs
 from tests.faults.shm_ranks import Ranks, Zygote
 from tests.faults.test_joined import free_port
 

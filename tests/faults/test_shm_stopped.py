@@ -6,7 +6,7 @@ import contextlib
 import signal
 
 import pytest
-from tests.faults import shm_jobs
+from tests.faults.jobs import shm_jobs
 from tests.faults.shm_ranks import Zygote
 from tests.faults.test_shm_killed import check_again
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults import jobs
+from tests.faults.jobs import rank_jobs as jobs
 
 from meshwright.errors import ConfigError, InternalError, LostPeerError
 from meshwright.ranks.launch import RankGroup, launch

@@ -8,7 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.faults import jobs, leaks
+from tests.faults import leaks
+from tests.faults.jobs import rank_jobs as jobs
 
 from meshwright.ranks.launch import RankGroup
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults import jobs
+from tests.faults.jobs import rank_jobs as jobs
 
 from meshwright.ranks import spawning
 from meshwright.ranks.launch import launch

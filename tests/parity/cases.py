@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.parity import losses
+from tests.parity.models import containers, hf_models, tensor_models, tutorial_models
+from tests.parity.models import small_models as models
 from torch import nn
-
-from parity import containers, hf_models, losses, models, tensor_models, tutorial_models
 
 
 @dataclasses.dataclass(frozen=True)

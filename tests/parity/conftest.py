@@ -1,4 +1,4 @@
-"""One thread for the reference, as in the ranks; one worker for Hugging Face's models; a choice of cells on request."""
+"""One thread, as in the ranks; one worker for Hugging Face's models; a choice of cells; how to run one that failed alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
+from tests.parity import representatives
+from tests.parity.models import hf_models
 
 from meshwright.testing import pool
-from parity import hf_models, representatives
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--representatives",
         action="store_true",
-        help="of each test run one cell, and as few more as hold every plan, kind, setting and number of ranks of its file",
+        help="run so few cells that each plan, setting and number of ranks is met, and each test of an exchange",
     )
 
 
@@ -31,10 +33,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Small models gain nothing from more, and ranks share the cores."""
+    """Small models gain nothing from more, and ranks share the cores.
+
+    Ranks of `launch` and of the pool then have one environment, whatever the machine, and are forked from the same processes.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            patch.setenv(name, "1")
+        yield
     torch.set_num_threads(before)
 
 

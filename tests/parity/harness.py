@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from tests.parity import cases
+from tests.tolerances import FLOAT64
 from torch.utils._pytree import tree_map
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.apply.tensor.guards import part_guard
-from parity import cases
-from tolerances import FLOAT64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,50 +1,82 @@
-"""A few cells of each test, such that every plan, kind, setting and number of ranks that a file has is still met.
+"""A few cells of all tests, such that every plan, setting and number of ranks is still met: for a run over another transport.
 
-For a second run over another transport: it sees flat memory, whichever model that belongs to, so models take turns, and what
-is exchanged, in which order and among how many ranks does not depend on the pairs that these form.
+A transport sees flat memory, whichever model it belongs to and whichever script fills it. What it can do wrong depends on which
+exchanges are made, among how many ranks, of which sizes and in which order: on the plan, the setting and the number of ranks.
+So each of these is met once in all files together. Files whose subject is an exchange itself run one cell of every test.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 MODEL = ("name", "index")
 """What tests call the parameter that says whose memory it is."""
 
+PLAN = ("plan", "line", "words")
+"""What tests call the parameter that is a plan, or words of one."""
+
+SETTING = ("num_ranks", "setting", "micro_batches", "schedule")
+"""What tests call the parameters that decide how many exchanges there are, of which sizes, among how many ranks."""
+
+EXCHANGES = (
+    "buffers",
+    "compression",
+    "distributed",
+    "exchange",
+    "never_wrong_pipeline",
+    "nn",
+    "non_finite",
+    "pipeline",
+    "raising",
+    "sentinels",
+    "sharded",
+    "sharded_parts",
+    "tensor",
+    "weights",
+)
+"""Files that are about what is sent: one cell of each of their tests is always there."""
+
 
 def choose(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one item of each test, and as few more as hold every value of every parameter in a file, in their order.
+    """Return one item of each test of an exchange, and as few more as hold every plan and setting, in their order.
 
     Args:
         items: The items of all tests.
     """
-    files: dict[str, dict[str, list[pytest.Item]]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        file, _, test = item.nodeid.partition("[")[0].partition("::")
-        files.setdefault(file, {}).setdefault(test, []).append(item)
-    times: Counter[str] = Counter()  # how often each model has been taken, over all files
-    chosen = {item for tests in files.values() for item in _cover(list(tests.values()), times)}
-    return [item for item in items if item in chosen]
-
-
-def _cover(tests: list[list[pytest.Item]], times: Counter[str]) -> list[pytest.Item]:
-    """Take the cell that adds the most, and of several the one whose model was taken least, until nothing is left to add."""
-    missing = {value for cells in tests for cell in cells for value in values(cell)}
-    taken: list[pytest.Item] = []
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    times: Counter[str] = Counter()  # how often each model has been taken
+    missing = {value for item in items for value in values(item)}
+    chosen: set[pytest.Item] = set()
 
     def take(cells: list[pytest.Item]) -> None:
         best = max(cells, key=lambda cell: (len(values(cell) & missing), -times[_model(cell)]))
-        taken.append(best)
+        chosen.add(best)
         times[_model(best)] += 1
         missing.difference_update(values(best))
 
-    for cells in tests:
-        take(cells)
-    while missing:
-        take([cell for cells in tests for cell in cells])
-    return taken
+    def cover(cells: list[pytest.Item]) -> None:
+        while any(values(cell) & missing for cell in cells):
+            take(cells)
+
+    # First those that train with a setting and compare numbers: a plan that a test refuses is not met by that.
+    cover([item for item in items if "setting" in _parameters(item)])
+    for cells in tests.values():
+        if is_about_an_exchange(cells[0]) and chosen.isdisjoint(cells):
+            take(cells)
+    cover([item for item in items if is_about_an_exchange(item)])
+    cover(items)
+    return [item for item in items if item in chosen]
+
+
+def is_about_an_exchange(item: pytest.Item) -> bool:
+    """Tell whether a test stands in one of the files that run a cell of every test."""
+    return Path(item.nodeid.partition("::")[0]).stem.removeprefix("test_") in EXCHANGES
 
 
 def _parameters(cell: pytest.Item) -> dict[str, object]:
@@ -52,9 +84,18 @@ def _parameters(cell: pytest.Item) -> dict[str, object]:
 
 
 def values(cell: pytest.Item) -> set[tuple[str, str]]:
-    """Return the values of a cell's parameters, but for the model, with the parameters' names."""
-    return {(name, str(value)) for name, value in _parameters(cell).items() if name not in MODEL}
+    """Return what a cell's exchanges depend on: its plan, its setting and its number of ranks, each with what it is.
+
+    That ZeRO-3 leaves no parameter whole tests spell `whole_below=` 0, 0B or 1.
+    """
+    parameters = {name: str(value) for name, value in _parameters(cell).items()}
+    plans = {
+        re.sub(r"whole_below=\w+", "whole_below=0", parameters[name])
+        for name in PLAN
+        if "=" in parameters.get(name, "")
+    }
+    return {("plan", plan) for plan in plans} | {(name, parameters[name]) for name in SETTING if name in parameters}
 
 
 def _model(cell: pytest.Item) -> str:
-    return str(_parameters(cell).get("name", ""))
+    return next((str(value) for name, value in _parameters(cell).items() if name in MODEL), "")

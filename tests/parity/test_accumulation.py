@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import cut
+from tests.parity.models import small_models as models
+from tests.tolerances import FLOAT64
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, losses, models
-from parity.harness import cut
-from tolerances import FLOAT64
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

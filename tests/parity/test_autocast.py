@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
+from tests.parity.jobs import autocast_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import autocast_jobs as jobs
 
 _BFLOAT16 = 2e-2
 """Roundings to bfloat16 of sums over other numbers of samples or columns, relative."""

@@ -6,10 +6,10 @@ import functools
 import os
 
 import pytest
+from tests.parity.jobs import buffer_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import buffer_jobs as jobs
 
 OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 

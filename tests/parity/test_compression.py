@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import Setting, assert_ranks_agree, reference
+from tests.parity.jobs import compression_jobs
+from tests.parity.turns import FULL_GRID
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, compression_jobs, losses
-from parity.harness import Setting, assert_ranks_agree, reference
-from parity.turns import FULL_GRID
 
 KINDS = ("bf16", "int8", "int4", "powersgd")
 PLANS = (
@@ -107,7 +108,7 @@ def plain_loss() -> float:
     ("kind", "plan", "num_ranks", "within"),
     [
         ("int4", "dp=2", 2, 0.01),
-        ("int8", "dp=2,zero=2", 2, 0.01),
+        *([("int8", "dp=2,zero=2", 2, 0.01)] if FULL_GRID else []),  # between the two, by the bound on a step above
         # Small matrices forced into rank 4, from the first step on: torch's hook ends in the same place (docs/log.md).
         ("powersgd", "dp=2", 2, 0.1),
     ],

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
-from parity import cases
-from parity.harness import Setting, assert_distributed_parity, assert_wide_parity
-from parity.turns import FULL_GRID, some_of_hugging_face
+from tests.parity import cases
+from tests.parity.harness import Setting, assert_distributed_parity, assert_wide_parity
+from tests.parity.turns import FULL_GRID, some_of_hugging_face
 
 SMALL_BUCKETS = ",bucket_bytes=64B"
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.parity.jobs import early_average_jobs as jobs
 from torch.optim.swa_utils import AveragedModel
 
 from meshwright import testing
-from parity import early_average_jobs as jobs
 
 
 @pytest.mark.parametrize("through", ["itself", "copied"])

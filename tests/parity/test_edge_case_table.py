@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from parity import cases
+from tests.parity import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = (ROOT / "docs" / "edge_cases.md").read_text(encoding="utf-8")

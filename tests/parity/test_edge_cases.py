@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import Setting, assert_ranks_agree, cut, options_of, reference
+from tests.parity.models import containers
+from tests.parity.models import small_models as models
+from tests.tolerances import FLOAT64
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, containers, losses, models
-from parity.harness import Setting, assert_ranks_agree, cut, options_of, reference
-from tolerances import FLOAT64
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

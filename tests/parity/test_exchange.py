@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.models import small_models as models
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, losses, models
 
 # What a step agrees on beside the gradients: weights, loss, norm, flags. Generous: gradients are far larger.
 _SMALL_BYTES = 1024

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.parity.jobs import first_batch_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import first_batch_jobs as jobs
 
 
 @pytest.mark.parametrize("kind", ["python", "buffer"])

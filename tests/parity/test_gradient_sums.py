@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright import testing
-from parity import gradient_sums_jobs as jobs
+from tests.parity.jobs import gradient_sums_jobs as jobs
 
 WANTED = {
     "on all": torch.full((3,), 3.0, dtype=torch.float64),

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import Setting, assert_ranks_agree
+from tests.parity.models import small_models as models
+from tests.tolerances import FLOAT64
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, losses, models
-from parity.harness import Setting, assert_ranks_agree
-from tolerances import FLOAT64
 
 
 def _rank() -> int:

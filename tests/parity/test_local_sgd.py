@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from meshwright import testing
-from parity import harness
-from parity.local_sgd import jobs
-from tolerances import FLOAT64
+from tests.parity import harness
+from tests.parity.local_sgd import jobs
+from tests.tolerances import FLOAT64
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_a_strategy.md"
 

@@ -1,10 +1,10 @@
 """A loss that takes tensors of layers beside the model's outputs: each stage runs it that has one of them."""
 
 import pytest
+from tests.parity.jobs import loss_beside_jobs as jobs
+from tests.tolerances import FLOAT64
 
 from meshwright import testing
-from parity import loss_beside_jobs as jobs
-from tolerances import FLOAT64
 
 
 @pytest.mark.parametrize(("plan", "num_ranks"), [("pp=2", 2), ("pp=2,schedule=zbv", 2), ("tp=2", 2), ("tp=2,pp=2", 4)])

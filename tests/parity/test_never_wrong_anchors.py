@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.parity.jobs import anchor_jobs as jobs
 
 from meshwright import testing
-from parity import anchor_jobs as jobs
 
 CUT = "dp=2,zero=3,whole_below=0"
 ALONE = ("dp=2,zero=1", "dp=2,zero=2", CUT, "pp=2,micro_batches=2")

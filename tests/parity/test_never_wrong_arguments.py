@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.parity.jobs import never_wrong_arguments_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import never_wrong_arguments_jobs as jobs
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2"])

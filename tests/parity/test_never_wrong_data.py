@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import never_wrong_data_jobs as jobs
+from tests.parity.jobs import never_wrong_iterators as iterators
+from tests.parity.jobs import never_wrong_replica_jobs as replica_jobs
+from tests.parity.jobs import rank_data_jobs as rank_jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import never_wrong_data_jobs as jobs
-from parity import never_wrong_iterators as iterators
-from parity import never_wrong_replica_jobs as replica_jobs
 
 ZERO3 = "dp=2,zero=3,whole_below=1"
 
@@ -190,59 +191,59 @@ def test_modules_that_are_replaced_are_refused(plan: str, change: Any, word: str
 
 @pytest.mark.parametrize("plan", [ZERO3, f"{ZERO3},micro_batches=2"])
 def test_layers_that_run_again_on_one_rank(plan: str) -> None:
-    for losses in testing.run_ranks(jobs.looped, 2, plan):
-        assert losses == pytest.approx(jobs.plain_loops(), rel=1e-12)
+    for losses in testing.run_ranks(rank_jobs.looped, 2, plan):
+        assert losses == pytest.approx(rank_jobs.plain_loops(), rel=1e-12)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
 def test_buffers_as_long_as_a_ranks_batch(plan: str) -> None:
-    first, second = testing.run_ranks(jobs.cached, 2, plan, False)
+    first, second = testing.run_ranks(rank_jobs.cached, 2, plan, False)
     assert torch.equal(first, second)
-    refused(jobs.cached, 2, plan, True, word="buffer 'cache'")
+    refused(rank_jobs.cached, 2, plan, True, word="buffer 'cache'")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
 def test_a_hook_on_one_rank(plan: str) -> None:
-    for losses in testing.run_ranks(jobs.hook_on_one_rank, 2, plan):
+    for losses in testing.run_ranks(rank_jobs.hook_on_one_rank, 2, plan):
         assert losses == pytest.approx(jobs.plain(jobs.build_net)[0], rel=1e-12)
 
 
 def test_a_hook_on_one_rank_that_takes_a_gradient_away() -> None:
-    refused(jobs.taken_on_one_rank, 2, "dp=2", word="'out.bias' away on rank 1")
+    refused(rank_jobs.taken_on_one_rank, 2, "dp=2", word="'out.bias' away on rank 1")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", ZERO3, "tp=2", "pp=2"])
 def test_a_loss_without_a_graph_is_refused(plan: str) -> None:
-    refused(jobs.planned, 2, jobs.build_net, plan, jobs.no_change, jobs.Sgd, jobs.detached, word="has a graph")
+    refused(jobs.planned, 2, jobs.build_net, plan, jobs.no_change, jobs.Sgd, rank_jobs.detached, word="has a graph")
 
 
 def test_a_loss_without_a_graph_is_refused_in_one_process() -> None:
     with pytest.raises(mw.ApplyError, match="has a graph"):
-        jobs.planned(jobs.build_net, "single", loss_fn=jobs.detached)
+        jobs.planned(jobs.build_net, "single", loss_fn=rank_jobs.detached)
 
 
 @pytest.mark.parametrize("plan", [ZERO3, f"{ZERO3},recompute=full"])
 def test_a_penalty_over_all_parameters(plan: str) -> None:
-    expected = jobs.penalised(None)
-    for found in testing.run_ranks(jobs.penalised, 2, plan):
+    expected = rank_jobs.penalised(None)
+    for found in testing.run_ranks(rank_jobs.penalised, 2, plan):
         equal(found, expected)
 
 
 def test_parameters_that_were_put_aside_are_named_as_a_cause() -> None:
-    for outcome in testing.run_outcomes(jobs.put_aside, 2, ZERO3):
+    for outcome in testing.run_outcomes(rank_jobs.put_aside, 2, ZERO3):
         assert isinstance(outcome.error, mw.NonFiniteError)
         assert "look parameters up through the module" in str(outcome.error)
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", ZERO3])
 def test_a_forward_that_changes_a_dtype_is_refused(plan: str) -> None:
-    refused(jobs.planned, 2, jobs.build_recasts, plan, word="'router.")
+    refused(jobs.planned, 2, rank_jobs.build_recasts, plan, word="'router.")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "pp=2,micro_batches=2", "tp=2,micro_batches=2"])
 @pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True)])
 def test_embeddings_that_look_at_the_whole_batch_are_refused(plan: str, option: str, value: Any) -> None:
-    build = functools.partial(jobs.build_embedding, **{option: value})
+    build = functools.partial(rank_jobs.build_embedding, **{option: value})
     refused(jobs.planned, 2, build, plan, word=option)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
+from tests.parity.jobs import guard_jobs as jobs
+from tests.parity.jobs.guard_jobs import change, evaluate, step
+from tests.tolerances import FLOAT64
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import guard_jobs as jobs
-from parity.guard_jobs import change, evaluate, step
-from tolerances import FLOAT64
 
 
 def _freeze(module: nn.Module, *, wanted: bool) -> None:
@@ -48,6 +49,8 @@ class Case:
     loss: str = "plain"
     whole: bool = False
     """Whether some call has to run whole, and the plan says so."""
+    num_layers: int = 2
+    """Layers [count]."""
 
 
 CASES = {
@@ -61,9 +64,9 @@ CASES = {
         "", (step(), change(_set_temperature), step(seed=1), change(_reset_temperature), step()), whole=True
     ),
     "a layer left out": Case(
-        "", (step(), step(seed=1, skip=1), step(seed=2, skip=0), step(seed=3, skip=2), evaluate(skip=1))
+        "", (step(), step(seed=1, skip=1), step(seed=2, skip=0), step(seed=3, skip=2), evaluate(skip=1)), num_layers=3
     ),
-    "fewer layers": Case("", (step(), step(seed=1, depth=1), step(seed=2, depth=2), step(seed=3))),
+    "fewer layers": Case("", (step(), step(seed=1, depth=1), step(seed=2, depth=2), step(seed=3)), num_layers=3),
     "hidden states collected": Case("", (step(), step(seed=1, collect=True), evaluate(collect=True))),
     "frozen at first": Case("", (change(_freeze_norms), step(), step(seed=1), change(_unfreeze_norms), step(seed=2))),
     "logits written over": Case("setitem", (step(), evaluate())),
@@ -92,8 +95,9 @@ def _cells() -> list[Any]:
 def test_equals_one_process(name: str, plan: str) -> None:
     case = CASES[name]
     num_ranks = 4 if "dp" in plan else 2
-    per_rank = testing.run_ranks(jobs.run_script, num_ranks, case.kind, list(case.script), plan, case.loss)
-    expected = jobs.run_plain(case.kind, list(case.script), case.loss)
+    job = functools.partial(jobs.run_script, num_layers=case.num_layers)
+    per_rank = testing.run_ranks(job, num_ranks, case.kind, list(case.script), plan, case.loss)
+    expected = jobs.run_plain(case.kind, list(case.script), case.loss, num_layers=case.num_layers)
     for seen, reasons in per_rank:
         for place, ((loss, tensors), (wanted, reference)) in enumerate(zip(seen, expected, strict=True)):
             assert loss == pytest.approx(wanted, rel=FLOAT64), f"action {place}"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import late_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import late_jobs as jobs
 
 LATE = ["weighted", "selected", "in_place", "statistic", "hardest", "dice"]
 

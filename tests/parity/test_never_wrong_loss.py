@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
+from tests.parity.jobs import loss_jobs, never_wrong_loss_shares, uncut_jobs
+from tests.tolerances import FLOAT32, FLOAT64
 
 import meshwright as mw
 from meshwright import testing
-from parity import loss_jobs, never_wrong_loss_shares, uncut_jobs
-from tolerances import FLOAT32, FLOAT64
 
 NOT_A_MEAN = ["contrastive", "spread", "largest", "total", "root", "class_weights"]
 ALIKE = (12, 12, 12, 12)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import overwritten_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import overwritten_jobs as jobs
 
 WRITES = [jobs.write_all, jobs.write_one, jobs.write_entry]
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import loss_jobs
+from tests.parity.jobs import never_wrong_pipeline_jobs as jobs
+from tests.parity.jobs import pipeline_failure_jobs as failures
+from tests.parity.jobs import unlike_ranks_jobs as unlike
+from tests.parity.jobs.pipeline_jobs import fail_for_another_stages_way
 from torch import Tensor
 
 import meshwright as mw
 from meshwright import testing
-from parity import loss_jobs
-from parity import never_wrong_pipeline_jobs as jobs
-from parity import pipeline_failure_jobs as failures
-from parity.pipeline_jobs import fail_for_another_stages_way
 
 OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
@@ -105,7 +106,7 @@ def test_draws_that_the_first_look_has_not_seen() -> None:
 
 @pytest.mark.parametrize("empty_rank", [0, 1])
 def test_ranks_with_unequal_shares_are_refused(empty_rank: int) -> None:
-    outcomes = testing.run_outcomes(jobs.step_with_an_empty_share, 2, empty_rank)
+    outcomes = testing.run_outcomes(unlike.step_with_an_empty_share, 2, empty_rank)
     assert all("an empty share" in str(outcome.error) for outcome in outcomes)
 
 
@@ -113,7 +114,7 @@ def test_ranks_with_unequal_shares_are_refused(empty_rank: int) -> None:
 @pytest.mark.parametrize("starts", ["step", "evaluate", "forward"])
 def test_a_layer_that_is_replaced_before_the_first_batch_is_refused(plan: str, starts: str) -> None:
     for on_one_rank in (False, True):
-        job = functools.partial(jobs.replace_before_the_first_batch, on_one_rank=on_one_rank)
+        job = functools.partial(unlike.replace_before_the_first_batch, on_one_rank=on_one_rank)
         outcomes = testing.run_outcomes(job, 2, plan, starts)
         assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
         assert all("'blocks.1.0'" in str(outcome.error) for outcome in outcomes)
@@ -121,13 +122,13 @@ def test_a_layer_that_is_replaced_before_the_first_batch_is_refused(plan: str, s
 
 @pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
 def test_a_forward_may_come_before_the_first_step(plan: str) -> None:
-    expected = jobs.run_plain_losses(2)
-    for losses in testing.run_ranks(jobs.step_after_a_forward, 2, plan):
+    expected = unlike.run_plain_losses(2)
+    for losses in testing.run_ranks(unlike.step_after_a_forward, 2, plan):
         torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
 
 
 def test_stages_that_take_different_ways_say_so() -> None:
-    outcomes = testing.run_outcomes(jobs.step_in_different_ways, 2)
+    outcomes = testing.run_outcomes(unlike.step_in_different_ways, 2)
     assert all("took different ways" in str(outcome.error) for outcome in outcomes)
 
 
@@ -138,7 +139,7 @@ def test_what_a_layer_raises_over_a_tensor_of_another_way_is_laid_to_the_way() -
 
 
 def test_an_error_of_one_stage_is_told_to_the_others_and_training_goes_on() -> None:
-    for losses in testing.run_ranks(jobs.step_after_an_error, 2):
+    for losses in testing.run_ranks(unlike.step_after_an_error, 2):
         assert losses[0] in ("ValueError: boom", "rank 1 cannot go on: ValueError: boom")
         assert [type(loss) for loss in losses[1:]] == [float, float]
 
@@ -166,34 +167,34 @@ def test_a_layer_that_raises_is_told_to_all_ranks_and_training_goes_on(
 
 
 def test_a_hook_on_one_rank_changes_nothing() -> None:
-    (losses, count), (others, none) = testing.run_ranks(jobs.step_with_a_hook_on_one_rank, 2)
+    (losses, count), (others, none) = testing.run_ranks(unlike.step_with_a_hook_on_one_rank, 2)
     assert losses == others
     assert count > 0
     assert none == 0
 
 
 def test_a_backward_hook_around_several_stages_is_refused() -> None:
-    outcomes = testing.run_outcomes(jobs.step_with_a_backward_hook, 2, "pp=2", False)
+    outcomes = testing.run_outcomes(unlike.step_with_a_backward_hook, 2, "pp=2", False)
     assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
     assert all("backward hook" in str(outcome.error) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv"])
 def test_a_backward_hook_of_a_layer_changes_what_it_changes_on_one_device(plan: str) -> None:
-    expected = jobs.plain_norm_with_a_backward_hook()
-    for norm in testing.run_ranks(jobs.step_with_a_backward_hook, 2, plan, True):
+    expected = unlike.plain_norm_with_a_backward_hook()
+    for norm in testing.run_ranks(unlike.step_with_a_backward_hook, 2, plan, True):
         _assert_close(norm, expected, "norm")
 
 
 def test_an_inspection_finds_a_wrong_input_of_a_stage() -> None:
-    for parts, findings in testing.run_ranks(jobs.inspect_with_a_fault, 2):
+    for parts, findings in testing.run_ranks(unlike.inspect_with_a_fault, 2):
         assert "boundary of stage 1" in parts
         assert all(part == "boundary of stage 1" for part in findings)
-    assert sum(len(findings) for _, findings in testing.run_ranks(jobs.inspect_with_a_fault, 2)) == 1
+    assert sum(len(findings) for _, findings in testing.run_ranks(unlike.inspect_with_a_fault, 2)) == 1
 
 
 def test_an_average_that_was_made_before_the_cut_is_refused() -> None:
-    outcomes = testing.run_outcomes(jobs.step_with_an_early_average, 2)
+    outcomes = testing.run_outcomes(unlike.step_with_an_early_average, 2)
     assert all("whole_parameters" in str(outcome.error) for outcome in outcomes)
 
 

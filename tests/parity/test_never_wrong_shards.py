@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import never_wrong_data_jobs as base
+from tests.parity.jobs import never_wrong_shards_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import never_wrong_data_jobs as base
-from parity import never_wrong_shards_jobs as jobs
 
 ZERO3 = "dp=2,zero=3,whole_below=0"
 ALL = ["tp=2", "pp=2", "dp=2,zero=1", ZERO3]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.parity.jobs import types_jobs
+from tests.tolerances import FLOAT64
 
 from meshwright import testing
-from parity import types_jobs
-from tolerances import FLOAT64
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

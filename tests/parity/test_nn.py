@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs import nn_jobs, nn_model_jobs
+from tests.parity.jobs.nn_jobs import Entropy, Pair, numbers
+from tests.tolerances import CROSS_ENTROPY, FLOAT64
 from torch import nn
 
 import meshwright as mw
@@ -12,9 +15,6 @@ from meshwright import testing
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
 from meshwright.layout import ShardLayout, check_coverage, even_sizes
-from parity import nn_jobs, nn_model_jobs
-from parity.nn_jobs import Entropy, Pair, numbers
-from tolerances import CROSS_ENTROPY, FLOAT64
 
 RANKS = [2, 3, 4]
 

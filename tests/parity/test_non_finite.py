@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import cut
+from tests.parity.models import small_models as models
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, losses, models
-from parity.harness import cut
 
 
 def _rank() -> int:

@@ -6,13 +6,13 @@ import functools
 
 import pytest
 import torch
+from tests.parity import cases
+from tests.parity.harness import Setting, pieces_of_replicas, reference, run_case
+from tests.tolerances import FLOAT64
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.measure.oracle import to_dtype
-from parity import cases
-from parity.harness import Setting, pieces_of_replicas, reference, run_case
-from tolerances import FLOAT64
 
 SETTINGS = (
     Setting(num_samples=7, micro_batches=1),

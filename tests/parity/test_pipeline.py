@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.parity import cases
+from tests.parity.harness import Setting, assert_distributed_parity, refusal_of_case
+from tests.parity.jobs import pipeline_jobs
+from tests.parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, pipeline_jobs
-from parity.harness import Setting, assert_distributed_parity, refusal_of_case
-from parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
 
 PLANS = (
     "pp=2",

@@ -9,13 +9,13 @@ import os
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.harness import Setting, assert_distributed_parity, reference, run_case
+from tests.tolerances import FLOAT64
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-from parity import cases, losses
-from parity.harness import Setting, assert_distributed_parity, reference, run_case
-from tolerances import FLOAT64
 
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 

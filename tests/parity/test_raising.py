@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
+from tests.parity.jobs import raising_jobs as jobs
 
 from meshwright import testing
 from meshwright.errors import UserCodeError, exit_code_of
 from meshwright.testing.pool import RankPool
-from parity import raising_jobs as jobs
 
 _SOON_S = 1.0
 LINES = ["dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2"]

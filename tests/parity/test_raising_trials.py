@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.parity.jobs import raising_trial_jobs as jobs
+from tests.tolerances import FLOAT64
 
 from meshwright import testing
-from parity import raising_trial_jobs as jobs
-from tolerances import FLOAT64
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.parity.jobs import part_jobs as jobs
 
 from meshwright import testing
-from parity import part_jobs as jobs
 
 
 @pytest.mark.parametrize("read", jobs.READS)

@@ -9,10 +9,10 @@ import os
 import statistics
 
 import pytest
+from tests.parity.jobs import formula_jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import formula_jobs
 
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import losses
+from tests.parity.jobs import sharded_jobs
 from torch import Tensor
 
 from meshwright import testing
-from parity import losses, sharded_jobs
 
 WHOLE = ",whole_below=0B"
 

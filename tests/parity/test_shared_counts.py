@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.parity.jobs import never_wrong_pipeline_jobs as scripts
+from tests.parity.jobs import shared_count_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
-from parity import never_wrong_pipeline_jobs as scripts
-from parity import shared_count_jobs as jobs
 
 _EQUAL = ("near", "neighbour", "unread", "own")
 

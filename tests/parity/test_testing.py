@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
+from tests.parity import cases
+from tests.parity.harness import Setting, reference
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.testing.pool import RankPool
-from parity import cases
-from parity.harness import Setting, reference
 
 
 def _tensors(**changes: torch.Tensor | None) -> dict[str, torch.Tensor | None]:

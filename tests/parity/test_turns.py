@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections import Counter
 from typing import Any
 
 import pytest
-
-from parity import cases, representatives, test_pipeline, test_sharded, test_tensor
-from parity.harness import Setting
-from parity.turns import FULL_GRID, take_turns
+from tests.parity import cases, cell_table, representatives, test_pipeline, test_sharded, test_tensor
+from tests.parity.harness import Setting
+from tests.parity.turns import FULL_GRID, take_turns
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,11 @@ def test_every_plan_meets_models_and_settings(test: Any, refused: set[str]) -> N
     assert {row[0] for row in rows} >= cases.CASES.keys() - refused
 
 
+@pytest.mark.skipif(FULL_GRID, reason="the table is of what runs by default")
+def test_the_committed_table_is_what_runs() -> None:
+    assert cell_table.TABLE.read_text() == cell_table.text(), "run make cells"
+
+
 @pytest.mark.skipif(FULL_GRID, reason="takes no turns")
 def test_turns_are_even_and_a_models_plans_are_unlike() -> None:
     plans, settings = ("a", "b", "c", "d"), (Setting(3), Setting(5))
@@ -43,15 +48,20 @@ def test_turns_are_even_and_a_models_plans_are_unlike() -> None:
     assert set(Counter(row[1:] for row in rows).values()) == {1, 2}
 
 
-def test_representatives_leave_no_value_out(request: pytest.FixtureRequest) -> None:
-    def values(items: list[pytest.Item]) -> set[tuple[str, tuple[str, str]]]:
-        return {(item.nodeid.partition("::")[0], value) for item in items for value in representatives.values(item)}
+def test_representatives_leave_no_plan_no_setting_and_no_exchange_out(request: pytest.FixtureRequest) -> None:
+    def met(items: list[pytest.Item]) -> set[tuple[str, str]]:
+        return {value for item in items for value in representatives.values(item)}
 
     def tests(items: list[pytest.Item]) -> set[str]:
-        return {item.nodeid.partition("[")[0] for item in items}
+        return {item.nodeid.partition("[")[0] for item in items if representatives.is_about_an_exchange(item)}
 
     items = request.session.items
     chosen = representatives.choose(items)
-    assert values(chosen) == values(items)
+    assert met(chosen) == met(items)
     assert tests(chosen) == tests(items)
     assert len(chosen) == len(set(chosen)) <= len(items)
+
+
+def test_files_about_exchanges_are_there() -> None:
+    files = {path.stem.removeprefix("test_") for path in pathlib.Path(__file__).parent.glob("test_*.py")}
+    assert set(representatives.EXCHANGES) <= files

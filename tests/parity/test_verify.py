@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases, losses
+from tests.parity.jobs import tensor_jobs
+from tests.parity.models import small_models as models
 from torch import nn
 
 import meshwright as mw
@@ -19,7 +22,6 @@ from meshwright.compare.verify_config import run_verification
 from meshwright.measure.oracle import ModuleOutputs
 from meshwright.measure.outputs import RankOutputs, first_difference
 from meshwright.measure.verify import ParityReport, verify_plan
-from parity import cases, losses, models, tensor_jobs
 
 
 def _with_dropout() -> nn.Module:
@@ -269,10 +271,10 @@ def test_a_parameter_that_one_rank_of_a_pipeline_shifts_is_named() -> None:
 
 CONFIG = """
 [model]
-target = "parity.test_verify:{model}"
+target = "tests.parity.test_verify:{model}"
 
 [data]
-source = "parity.test_verify:make_data"
+source = "tests.parity.test_verify:make_data"
 
 [optimizer]
 lr = 0.001

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.parity import cases
+from tests.parity.jobs import loss_jobs
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.measure.verify import ParityReport, verify_plan
-from parity import cases, loss_jobs
 
 
 class Float32Inside(nn.Module):

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from parity import cases
-from parity.harness import Setting
+from tests.parity import cases
+from tests.parity.harness import Setting
 
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 """Every model under every plan with every setting, for a campaign."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from transport.collectives import Call
+    from tests.transport.collectives import Call
 
 
 def _is_installed(module: str) -> bool:

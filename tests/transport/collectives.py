@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.layouts import Placed, place, seen_through
+from tests.transport.values import Report, draw, reduced, rounding, values
 from torch import Tensor
-
-from transport import backends
-from transport.layouts import Placed, place, seen_through
-from transport.values import Report, draw, reduced, rounding, values
 
 REDUCE_OPS = {
     name: getattr(dist.ReduceOp, name.upper())

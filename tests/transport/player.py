@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from transport import backends
-from transport.collectives import Call, prepare
-from transport.layouts import place
-from transport.programs import Program, Step, make_program
-from transport.values import Report
+from tests.transport import backends
+from tests.transport.collectives import Call, prepare
+from tests.transport.layouts import place
+from tests.transport.programs import Program, Step, make_program
+from tests.transport.values import Report
 
 MOST_OPEN = 12  # operations under way at once on one rank
 

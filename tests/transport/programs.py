@@ -13,10 +13,9 @@ import random
 from collections.abc import Callable
 
 import torch
-
-from transport.collectives import KINDS, Call
-from transport.layouts import LAYOUTS
-from transport.values import DTYPES, ops_of
+from tests.transport.collectives import KINDS, Call
+from tests.transport.layouts import LAYOUTS
+from tests.transport.values import DTYPES, ops_of
 
 LARGEST_BYTES = 3 * 2**20
 _TAGS = (0, 1, 2, 7, 4096)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.collectives import KINDS, REDUCING, ROOTED, Call, run, run_all
+from tests.transport.layouts import LAYOUTS
+from tests.transport.values import DTYPES, FLOATS, HALVES, Report, assert_reports, ops_of, reduced
 
 from meshwright import testing
-from transport import backends
-from transport.collectives import KINDS, REDUCING, ROOTED, Call, run, run_all
-from transport.layouts import LAYOUTS
-from transport.values import DTYPES, FLOATS, HALVES, Report, assert_reports, ops_of, reduced
 
 # Empty, one entry, an odd number, and about 300 KB of float32 in rows that no power of two divides.
 FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.collectives import gather_single, reduce_scatter_single
 
 from meshwright import testing
-from transport import backends
-from transport.collectives import gather_single, reduce_scatter_single
 
 pytestmark = pytest.mark.skipif(backends.IS_GLOO, reason="gloo hangs here, or hands out wrong values")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from tests.transport import backends
+from tests.transport.collectives import Call, gather_single, prepare, reduce_scatter_single
+from tests.transport.values import Report, assert_reports, reduced, values
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import testing
-from transport import backends
-from transport.collectives import Call, gather_single, prepare, reduce_scatter_single
-from transport.values import Report, assert_reports, reduced, values
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int32)
 SHAPES = ((0,), (1,), (1237,), (33_000,))

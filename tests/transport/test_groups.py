@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.collectives import KINDS, Call, Job, prepare
+from tests.transport.values import Report, assert_reports, values
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import testing
-from transport import backends
-from transport.collectives import KINDS, Call, Job, prepare
-from transport.values import Report, assert_reports, values
 
 # Beside each other in one flight: small ones overtake large ones if they can.
 SIZES = ((3,), (30_000,), (0,), (1237,), (120_000,))

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.collectives import gather_single, reduce_scatter_single
+from tests.transport.values import Report, assert_reports, reduced, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import testing
-from transport import backends
-from transport.collectives import gather_single, reduce_scatter_single
-from transport.values import Report, assert_reports, reduced, values
 
 _DEADLINE_S = 20.0  # some of these hang where a backend has not thought of them
 

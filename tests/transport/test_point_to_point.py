@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.layouts import LAYOUTS, place
+from tests.transport.values import DTYPES, Report, assert_reports, values
 
 from meshwright import testing
-from transport import backends
-from transport.layouts import LAYOUTS, place
-from transport.values import DTYPES, Report, assert_reports, values
 
 SHAPES = ((0,), (1,), (1237,), (75, 1023), (7, 3), ())
 LARGE = (2**20,)  # 8 MiB of float64: more than any buffer between two ranks

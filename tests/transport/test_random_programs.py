@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.transport import player, programs
+from tests.transport.player import Sabotage
+from tests.transport.programs import make_program
 
 from meshwright import testing
-from transport import player, programs
-from transport.player import Sabotage
-from transport.programs import make_program
 
 
 @pytest.mark.parametrize(

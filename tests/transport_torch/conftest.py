@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
+from tests.transport_torch.harness import Numbers, record, record_end
 from torch import nn
 from torch.nn import functional as F
-
-from transport_torch.harness import Numbers, record, record_end
 
 WIDTH = 12
 NUM_HEADS = 4

@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
-from meshwright import testing
-from transport_torch import models
-from transport_torch.harness import (
+from tests.transport_torch import models
+from tests.transport_torch.harness import (
     BACKEND,
     BITWISE,
     REFERENCE,
@@ -26,6 +20,12 @@ from transport_torch.harness import (
     strictly,
     whole,
 )
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from meshwright import testing
 
 ROWS = 8
 WRITERS, READERS = 4, 2

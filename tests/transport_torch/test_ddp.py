@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-
-from transport_torch import models
-from transport_torch.harness import (
+from tests.transport_torch import models
+from tests.transport_torch.harness import (
     BITWISE,
     SUM_ORDER_FLOAT32,
     Numbers,
@@ -25,6 +19,11 @@ from transport_torch.harness import (
     record_end,
     without_prefix,
 )
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 NUM_STEPS = 3
 ROWS = 12

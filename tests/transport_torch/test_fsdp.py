@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-
-from meshwright import testing
-from transport_torch import models
-from transport_torch.harness import (
+from tests.transport_torch import models
+from tests.transport_torch.harness import (
     BACKEND,
     BITWISE,
     REFERENCE,
@@ -29,6 +23,12 @@ from transport_torch.harness import (
     sum_order,
     whole,
 )
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from meshwright import testing
 
 NUM_STEPS = 2
 ROWS = 8

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as distributed
-
-from transport_torch.harness import Numbers, assert_same_numbers, make_group
+from tests.transport_torch.harness import Numbers, assert_same_numbers, make_group
 
 SHAPE = (6, 3)  # dim 0 divides by 2 and by 3
 

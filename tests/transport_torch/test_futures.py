@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from transport_torch.harness import BITWISE, Numbers, assert_same_numbers, make_group
+from tests.transport_torch.harness import BITWISE, Numbers, assert_same_numbers, make_group
 
 
 def chain(backend: str, waits_for: str, links: int) -> Numbers:

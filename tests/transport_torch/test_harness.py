@@ -7,10 +7,17 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport_torch.harness import (
+    BACKEND,
+    BITWISE,
+    SUM_ORDER,
+    Numbers,
+    assert_equal,
+    assert_same_numbers,
+    make_mesh,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-from transport_torch.harness import BACKEND, BITWISE, SUM_ORDER, Numbers, assert_equal, assert_same_numbers, make_mesh
 
 ONE = torch.tensor([1.0, -2.0], dtype=torch.float64)
 MATRIX = torch.arange(20.0, dtype=torch.float64).view(5, 4)

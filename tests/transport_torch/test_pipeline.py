@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport_torch import models
+from tests.transport_torch.harness import BITWISE, PLAIN, Numbers, assert_equal, assert_same_numbers, make_group
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -18,9 +20,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn import functional as F
-
-from transport_torch import models
-from transport_torch.harness import BITWISE, PLAIN, Numbers, assert_equal, assert_same_numbers, make_group
 
 NUM_STEPS = 2
 MICRO_BATCHES = 8

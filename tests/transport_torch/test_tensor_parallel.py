@@ -10,6 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.transport_torch import models
+from tests.transport_torch.harness import (
+    Numbers,
+    assert_plain,
+    assert_same_numbers,
+    make_mesh,
+    record,
+    record_end,
+    whole,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -21,17 +31,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     loss_parallel,
     parallelize_module,
-)
-
-from transport_torch import models
-from transport_torch.harness import (
-    Numbers,
-    assert_plain,
-    assert_same_numbers,
-    make_mesh,
-    record,
-    record_end,
-    whole,
 )
 
 NUM_STEPS = 2

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-
-from transport_torch import models
-from transport_torch.harness import (
+from tests.transport_torch import models
+from tests.transport_torch.harness import (
     PLAIN,
     Numbers,
     assert_equal,
@@ -21,6 +17,9 @@ from transport_torch.harness import (
     record_end,
     without_prefix,
 )
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 NUM_STEPS = 3
 ROWS = 12

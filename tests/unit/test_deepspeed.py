@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from tests.unit.deepspeed_files import BATCH, EXAMPLE, read, row, zero
 
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.keys import BLOCKS, KEYS, REFUSED_IF_ENABLED
 from meshwright.plan.deepspeed.reader import Resolution, Settings, parse_text, read_deepspeed
-from unit.deepspeed_files import BATCH, EXAMPLE, read, row, zero
 
 # -- the text ---------------------------------------------------------------------------------------------------------
 

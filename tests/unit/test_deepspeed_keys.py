@@ -1,10 +1,10 @@
 """plan/deepspeed*.py: what each key of a DeepSpeed configuration decides."""
 
 import pytest
+from tests.unit.deepspeed_files import apply_fix, optimizer, read, row, scheduler, zero
 
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.reader import Settings, read_deepspeed
-from unit.deepspeed_files import apply_fix, optimizer, read, row, scheduler, zero
 
 # -- every key that decides something ---------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 import re
 
 import pytest
+from tests.unit.deepspeed_files import BATCH, apply_fix, optimizer, read, scheduler, zero
 
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.reader import read_deepspeed
-from unit.deepspeed_files import BATCH, apply_fix, optimizer, read, scheduler, zero
 
 # -- what cannot be honoured ------------------------------------------------------------------------------------------
 

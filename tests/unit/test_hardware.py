@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from tests.unit.strategies import clusters
 
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, known_devices, load_cluster
 from meshwright.hardware.cluster import DTYPES
 from meshwright.hardware.table import read_table
-from unit.strategies import clusters
 
 
 def faults_of_table(table) -> list[str]:

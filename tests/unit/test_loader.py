@@ -7,13 +7,13 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tests.unit.loading import Numbers, batches, fake_model, joined, together
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from meshwright.errors import ConfigError
 from meshwright.train.data.fetch import draws_random_numbers, read_ahead
 from meshwright.train.data.loader import make_loader
 from meshwright.train.data.order import epoch_order, mix
-from unit.loading import Numbers, batches, fake_model, joined, together
 
 # -- order and shares -------------------------------------------------------------------------------------------------
 

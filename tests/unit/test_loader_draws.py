@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.loading import Numbers, fake_model, joined, together
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from meshwright.errors import ConfigError
 from meshwright.train.data.fetch import draws_random_numbers, may_draw
 from meshwright.train.data.loader import make_loader
-from unit.loading import Numbers, fake_model, joined, together
 
 # -- collate functions that draw ------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.strategies import meshes
 
 from meshwright.errors import ConfigError
 from meshwright.mesh import AXES, AxisName, MeshSpec
-from unit.strategies import meshes
 
 AXIS_SETS = st.sets(st.sampled_from(AXES), min_size=1).map(sorted)
 

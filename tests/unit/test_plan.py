@@ -8,11 +8,11 @@ import sys
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.unit.strategies import plans
 
 from meshwright.errors import ConfigError
 from meshwright.spec import Plan, Prediction, TimeBreakdown
 from meshwright.spec.plan_text import PRESETS
-from unit.strategies import plans
 
 
 @given(plans())

@@ -5,12 +5,12 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.strategies import models, predictions, records, trainings
 
 from meshwright.errors import ConfigError
 from meshwright.spec import LayerSpec, MemoryBreakdown, ModelSpec, Plan, Prediction, RunRecord, TimeBreakdown, TrainSpec
 from meshwright.spec.model import SharedParameter
 from meshwright.values import FrozenMap
-from unit.strategies import models, predictions, records, trainings
 
 
 @given(st.one_of(models(), trainings(), predictions(), records()))

@@ -5,11 +5,11 @@ import types
 
 import pytest
 import torch
+from tests.unit.loading import Numbers, batches, fake_model, together
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from meshwright.errors import ConfigError
 from meshwright.train.data.loader import make_loader
-from unit.loading import Numbers, batches, fake_model, together
 
 
 class Stream(IterableDataset):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import cases
 
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
@@ -18,7 +19,6 @@ from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import Cut, Region, TensorLayout
 from meshwright.describe.batches import call_model
 from meshwright.errors import ApplyError
-from parity import cases
 
 
 @functools.cache

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.unit.tensor_type_cases import HIDDEN, PAIR, WIDTH, Between, experiment_of, types_of
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.proof import proof
 from meshwright.apply.tensor.proof.proof import DisprovedError
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import Cut, Region, TensorLayout
-from unit.tensor_type_cases import HIDDEN, PAIR, WIDTH, Between, experiment_of, types_of
 
 OUTSIDE = torch.tensor(2.0, dtype=torch.float64)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.tensor_type_cases import PAIR, WIDTH, Between, experiment_of
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.attention import attention_region
@@ -15,7 +16,6 @@ from meshwright.apply.tensor.proof.proof import DisprovedError, Experiment
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.tensor_layout import Chain, TensorLayout
 from meshwright.apply.tensor.types.report import TypeReport
-from unit.tensor_type_cases import PAIR, WIDTH, Between, experiment_of
 
 
 class Layer(nn.Module):

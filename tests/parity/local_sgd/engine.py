@@ -11,7 +11,7 @@ from meshwright.apply.forecast import Forecast
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
-from parity.local_sgd.expected_bytes import AveragesForecast
+from tests.parity.local_sgd.expected_bytes import AveragesForecast
 
 
 class LocalStepsEngine(Engine):

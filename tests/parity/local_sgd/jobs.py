@@ -17,8 +17,8 @@ from meshwright.comm.communicator import Communicator
 from meshwright.ranks.world import World
 from meshwright.run import assembly
 from meshwright.spec import Plan
-from parity import cases, harness
-from parity.local_sgd.engine import LocalStepsEngine
+from tests.parity import cases, harness
+from tests.parity.local_sgd.engine import LocalStepsEngine
 
 LEARNING_RATE = 0.1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -103,6 +104,10 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         for value in tensors_in(list(vars(child).values())):
             if not value.is_leaf:
                 memo[id(value)] = value.detach()
+        for value in vars(child).values():
+            # Each module has a dozen tables of hooks and names, nearly all of them empty: deepcopy's slow way is not needed.
+            if type(value) in (collections.OrderedDict, set) and not value:
+                memo[id(value)] = type(value)()
     try:
         made = copy.deepcopy(module, memo)
     except Exception as error:

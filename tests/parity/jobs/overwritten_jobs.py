@@ -1,0 +1,91 @@
+"""What the tests of writes into parameters and of penalties run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.parity.jobs.never_wrong_data_jobs import Sgd, batches, square
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def write_all(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.mul_(2.0)
+
+
+def write_one(module: nn.Module) -> None:
+    module[2].bias.add_(1.0)
+
+
+def write_entry(module: nn.Module) -> None:
+    module[0].weight[0, 0] = 3.0
+
+
+def written(plan: str, write: Any, whole: bool, after: int) -> dict[str, Tensor]:
+    """Return values after three steps, with parameters written over before the step of this index."""
+    with mw.apply_plan(build, plan, loss_fn=square, optimizer=Sgd) as model:
+        for index, batch in enumerate(batches()):
+            if index == after and whole:
+                with model.whole_parameters(), torch.no_grad():
+                    write(model.module)
+            elif index == after:
+                with torch.no_grad():
+                    write(model.module)
+            model.step(mw.split_batch(batch, model))
+        return model.full_state_dict()
+
+
+def plainly_written(write: Any, after: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = build()
+    optimizer = Sgd(list(module.parameters()))
+    for index, batch in enumerate(batches()):
+        if index == after:
+            with torch.no_grad():
+                write(module)
+        optimizer.zero_grad()
+        square(module(batch[0]), batch).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+class Penalized:
+    """A loss with a penalty over the module's own parameters, or over some of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.module: Any = None
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+        weights = [parameter for parameter in self.module.parameters() if parameter.dim() > 1]
+        if self.kind == "one":
+            weights = weights[:1]
+        if self.kind == "orthogonal":
+            return square(outputs, batch) + 0.1 * sum((weight.t() @ weight).square().sum() for weight in weights)
+        return square(outputs, batch) + 0.1 * sum(weight.square().sum() for weight in weights)
+
+
+def penalized(plan: str | None, kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module, loss_fn, losses = build(), Penalized(kind), []
+    loss_fn.module = module
+    if plan is None:
+        optimizer = Sgd(list(module.parameters()))
+        for batch in batches():
+            optimizer.zero_grad()
+            loss = loss_fn(module(batch[0]), batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, module.state_dict()
+    devices = ["cpu"] * mw.Plan.parse(plan).dp
+    with mw.apply_plan(module, plan, loss_fn=loss_fn, optimizer=Sgd, devices=devices) as model:
+        losses = [model.step(batch).loss for batch in batches()]
+        return losses, model.full_state_dict()

@@ -1,0 +1,158 @@
+"""What ranks and one process run with models whose first call does not show what they do later."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tests.parity.models.search_models import LENGTH, batch_of, build
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.apply.tensor.search.search import Search
+from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.describe.batches import call_model
+
+
+def loss(outputs: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+def layout_of(model: nn.Module, batch: Any, num_parts: int = 2, loss_fn: Any = loss) -> TensorLayout:
+    """Return what the search finds, in this process."""
+
+    def run(module: nn.Module) -> Any:
+        outputs = call_model(module, batch)
+        loss_fn(outputs, batch)
+        return outputs
+
+    return Search(model, num_parts, run).layout()
+
+
+def frozen_first(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Freeze the parameters that have one of these words in their names, and no other."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in names))
+
+
+def penalised(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    """Return a loss with a penalty on the norms of a model's weights, which is not the sum of those of their slices."""
+
+    def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+        norms = [p.norm() for name, p in model.named_parameters() if name.endswith("up.weight")]
+        return loss(outputs, batch) + 0.1 * torch.stack(norms).sum()
+
+    return loss_fn
+
+
+def penalised_everywhere(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    """Return a loss with a penalty on every parameter."""
+
+    def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+        return loss(outputs, batch) + 0.1 * torch.stack([p.norm() for p in model.parameters()]).sum()
+
+    return loss_fn
+
+
+def with_aux(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    """Return a loss that adds what the layers left in attributes."""
+
+    def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+        return loss(outputs, batch) + sum(layer.aux for layer in model.get_submodule("layers"))  # pyright: ignore
+
+    return loss_fn
+
+
+LOSSES: dict[str, Callable[[nn.Module], Callable[[Any, Any], Tensor]]] = {
+    "plain": lambda _: loss,
+    "penalised": penalised,
+    "every": penalised_everywhere,
+    "aux": with_aux,
+}
+
+Seen = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+"""Losses of steps and of evaluations, the last gradients, the last parameters, the last buffers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    """How a model is trained."""
+
+    loss: str = "plain"
+    sizes: tuple[tuple[int, int], ...] = ((4, LENGTH),) * 3
+    """Samples and length of each step's batch."""
+    frozen: tuple[str, ...] = ()
+    """Words in the names of parameters that are frozen in the first step."""
+    evaluates_first: bool = False
+
+
+def train(name: str, plan: str, script: Script) -> Seen:
+    """Train a model under a plan; an evaluation stands before each step but the first."""
+    model = build(name)
+    frozen_first(model, script.frozen)
+    losses, evaluated = [], []
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(model, plan, seed=0, loss_fn=LOSSES[script.loss](model), optimizer=sgd) as applied:
+        for step, (num_samples, length) in enumerate(script.sizes):
+            batch = batch_of(name, num_samples, step, length)
+            if step or script.evaluates_first:
+                evaluated.append(applied.evaluate(batch)["loss"])
+            losses.append(applied.step(batch).loss)
+            if not step:
+                frozen_first(applied.module, ())
+        gradients = {key: value for key, value in applied.full_gradients().items() if value is not None}
+        state = applied.full_state_dict()
+    names = dict(model.named_buffers())
+    buffers = {key: value for key, value in state.items() if key in names}
+    return losses, evaluated, gradients, {key: value for key, value in state.items() if key not in names}, buffers
+
+
+def train_plainly(name: str, script: Script) -> Seen:
+    """Train a model as a textbook loop does."""
+    model = build(name)
+    frozen_first(model, script.frozen)
+    loss_fn = LOSSES[script.loss](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, evaluated = [], []
+    for step, (num_samples, length) in enumerate(script.sizes):
+        batch = batch_of(name, num_samples, step, length)
+        if step or script.evaluates_first:
+            model.eval()
+            with torch.no_grad():
+                evaluated.append(loss_fn(model(batch[0]), batch).item())
+            model.train()
+        optimizer.zero_grad()
+        value = loss_fn(model(batch[0]), batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+        if not step:
+            frozen_first(model, ())
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    parameters = {key: p.detach() for key, p in model.named_parameters()}
+    return losses, evaluated, gradients, parameters, dict(model.named_buffers())
+
+
+def raising_loss(outputs: Tensor, batch: Any) -> Tensor:
+    raise ValueError("the loss is wrong")
+
+
+def first_step_that_raises(plan: str) -> float:
+    with mw.apply_plan(build("plain"), plan, loss_fn=raising_loss) as model:
+        return model.step(batch_of("plain", 4)).loss
+
+
+def drawn_after_evaluation(plan: str) -> dict[str, Tensor]:
+    """Return this rank's parameters after steps with dropout that an evaluation came before."""
+    model = build("dropping")
+    with mw.apply_plan(
+        model, plan, loss_fn=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), seed=0
+    ) as applied:
+        applied.evaluate(batch_of("dropping", 3, 9))
+        for step in range(3):
+            applied.step(batch_of("dropping", 3, step))
+        return applied.full_state_dict()
