@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages on other ranks, an engine of data or tensor parallelism on this rank's own."""
+"""Engine of pipeline parallelism, around an engine of data or tensor parallelism on this rank's own layers."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _LIVES = itertools.count()  # pipelines of this process so far; rank 0's number 
 
 
 class PipelineEngine(OuterEngine):
-    """A model whose calls are dealt out to stages.
+    """A model whose layer calls are assigned to stages.
 
-    `inner` is the engine on what this rank holds; this one adds what stages exchange. The step runs a schedule on it
+    `inner` is the engine for what this rank holds; this one adds the exchange between stages. The step runs a schedule on it
     (`apply/pipeline/executor.py`) instead of one micro-batch after the other.
 
     Args:
@@ -59,8 +59,8 @@ class PipelineEngine(OuterEngine):
         plan: Schedule and stages.
         pipe: The ranks that hold one copy of the model between them, in the order of the stages.
         everyone: All ranks.
-        make_inner: Gives the engine of data parallelism on this rank's part, once the module has been reduced to it.
-        tensor: The engine of tensor parallelism, which makes that one, or None.
+        make_inner: Builds the data-parallel engine of this rank's layers, once the module holds only those.
+        tensor: The engine of tensor parallelism, which builds that one, or None.
         make_group: (places on the pipe) -> the group of the ranks there; every rank calls it.
         loss_group: The ranks over which losses are summed: every stage of every share of the batch, once.
     """
@@ -116,7 +116,7 @@ class PipelineEngine(OuterEngine):
             make_copies_equal(module.buffers(), everyone)
 
     def schedule(self, num_micro_batches: int) -> PipelineSchedule:
-        """Return the order of work for so many micro-batches."""
+        """Return the schedule for this number of micro-batches."""
         found = self._schedules.get(num_micro_batches)
         if found is None:
             plan = self._plan
@@ -137,7 +137,8 @@ class PipelineEngine(OuterEngine):
         return self._loss_group
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
-        """Find the calls and deal them out, once. Every rank comes here; one that has a batch looks, and tells the others.
+        """Trace a forward and assign its calls to stages, once. Every rank calls this; one that has a batch traces and tells
+        the others.
 
         Raises:
             ApplyError: No rank has a batch, or the model cannot be cut into so many stages.
@@ -211,7 +212,7 @@ class PipelineEngine(OuterEngine):
         self._interception = Interception(self.module, flow.units, [child for _, child in around], self._under_way)
 
     def detail(self, plan: Plan) -> Plan:
-        """Return the plan with the stage of each layer, and each stage's share of the work."""
+        """Return the plan with the stage of each layer and each stage's share of the work."""
         if self._inner is None:
             return plan
         shares = ", ".join(f"{share:.1%}" for share in self.stage_map.shares)
@@ -229,9 +230,9 @@ class PipelineEngine(OuterEngine):
     # -- a schedule's actions -----------------------------------------------------------------------------------
 
     def run_forward(self, stage: int, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool) -> T | None:
-        """Run a stage's part of a forward; tensors that other stages compute are fake in what is returned.
+        """Run a stage's part of a forward; tensors of other stages are stand-ins in what is returned.
 
-        None where the loss reads numbers that other stages have. `in_halves` says how its backward will be run.
+        None where the loss reads values that other stages hold. `in_halves` says whether its backward will run in halves.
         """
         result = self._stages[stage].forward(micro_batch, run, in_halves=in_halves)
         if self._tensor is not None and torch.is_grad_enabled():
@@ -250,7 +251,7 @@ class PipelineEngine(OuterEngine):
     def run_backward(
         self, stage: int, micro_batch: int, root: tuple[Tensor, Tensor | None] | None, kind: ActionKind
     ) -> None:
-        """Run a stage's part of a backward, or a half of it; `root` is the loss and its gradient, where it is computed."""
+        """Run a stage's backward, or the first half of it; `root` is the loss and its gradient, on the stage that computes it."""
         if kind is ActionKind.WEIGHT_GRAD:
             self._stages[stage].run_rest(micro_batch)
         else:
@@ -259,7 +260,8 @@ class PipelineEngine(OuterEngine):
             self._stages[stage].backward(micro_batch, root)
 
     def begin_schedule(self, num_micro_batches: int) -> None:
-        """Make sure that all ranks of the pipeline have as many micro-batches; a later stage would wait for ever else.
+        """Check that all ranks of the pipeline have the same number of micro-batches; otherwise a later stage would wait
+        forever.
 
         Raises:
             ApplyError: They have not.
@@ -268,7 +270,7 @@ class PipelineEngine(OuterEngine):
             self._post.compare_counts(num_micro_batches)
 
     def tell_failure(self, num_micro_batches: int) -> None:
-        """Tell the other stages that this rank has failed: they may wait for it."""
+        """Tell the other stages, which may be waiting for this rank, that it has failed."""
         if self._post.has_notes(self.device):
             self._post.fail(num_micro_batches)
         self._post.forget()
@@ -332,7 +334,7 @@ class PipelineEngine(OuterEngine):
         super().sync_buffers()
 
     def begin_inspection(self, number: int) -> str | None:
-        """Have the inputs of stages checked for what was sent, and a part of the engine inside."""
+        """Start checking that stages receive what was sent, and one part of the inner engine."""
         self.inner.begin_inspection(number)
         # Equal on all ranks, whether or not there is a part to inspect on each.
         return self._inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
@@ -344,7 +346,7 @@ class PipelineEngine(OuterEngine):
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have the module whole and plain inside: every parameter and buffer, on every rank."""
+        """Give the module every parameter and buffer in full, on every rank, inside the context."""
         if self._inner is None:
             yield
             return
@@ -355,7 +357,7 @@ class PipelineEngine(OuterEngine):
                 yield
 
     def refresh_trainable(self) -> None:
-        """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""
+        """Exchange changes of `requires_grad`: a rank learns those of parameters it does not hold from the ranks that do."""
         told: dict[str, bool] = {}
         for states in self.pipe.all_gather_json(self.trainable_states(), device=self.device):
             told |= states

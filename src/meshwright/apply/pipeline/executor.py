@@ -1,4 +1,4 @@
-"""The executor: one rank's actions of a pipeline schedule, in their order, whatever the schedule."""
+"""Executor: one rank's actions of a pipeline schedule, run in their order. It knows no schedule by name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__: list[str] = []
 
 
 class HasValue(Protocol):
-    """The loss of a micro-batch, as far as the executor looks at it."""
+    """The loss of a micro-batch, as far as the executor reads it."""
 
     @property
     def value(self) -> Tensor:
-        """What was computed, on the stage that computes it."""
+        """The computed loss, on the stage that computes it."""
         ...
 
 
@@ -51,7 +51,7 @@ class ScheduleExecutor(Generic[_Term]):
         self._in_halves: set[tuple[int, int]] = set()
 
     def run(self) -> list[_Term]:
-        """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
+        """Run all actions, backward too where gradients are enabled, and return the losses that this rank's stages compute."""
         self._engine.begin_schedule(self._num_parts)
         if not self._num_parts:
             return []

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline should send in a step, by one forward of the whole model on shapes alone."""
+"""Expected bytes of a pipeline rank in one step, from one forward of the whole model on fake tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__: list[str] = []
 def part_formula_bytes(
     engine: Engine, plan: Plan, batch: Any, num_samples: float, watch: TokenWatch | None
 ) -> float | None:
-    """Return what a rank sends for the parameters that it holds: over dp, over tp, and where a weight is tied over stages.
+    """Return the bytes that a rank sends for its own parameters: over dp, over tp, and for weights tied over stages.
 
     Args:
         engine: What runs the stages, after a step; it is not closed yet.
@@ -64,7 +64,7 @@ def part_formula_bytes(
 
 
 def _tied_bytes(engine: PipelineEngine) -> float:
-    """Return what this rank sends for gradients of weights of which other stages' ranks have a copy [bytes]."""
+    """Return the bytes that this rank sends for gradients of weights of which other stages hold a copy [bytes]."""
     rank_of = engine.schedule(1).rank_of_stage
     sent = 0.0
     for name, parameter in dense_gradients(engine.module).items():
@@ -76,7 +76,7 @@ def _tied_bytes(engine: PipelineEngine) -> float:
 def crossing_formula_bytes(
     engine: Engine, plan: Plan, splitter: BatchSplitter, batch: Any, num_samples: float
 ) -> float | None:
-    """Return what a rank sends to other stages: what they take of its own, and the gradients of what it takes of theirs.
+    """Return the bytes that a rank sends to other stages: its activations, and the gradients of the activations it receives.
 
     Args:
         engine: What ran the stages; its module is whole again.
@@ -106,7 +106,7 @@ def crossing_formula_bytes(
 
 
 def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Counter[tuple[int, int]]:
-    """Run a forward, and return what its backward and it send from stage to stage.
+    """Run a forward and return the bytes that it and its backward send from stage to stage.
 
     Args:
         module: The model, with parameters that are fake.
@@ -123,10 +123,10 @@ def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Count
 
 
 class _CrossingCounter(TorchFunctionMode):
-    """A forward of the whole model in which every tensor knows the stage that would compute it.
+    """A forward of the whole model on fake tensors, each marked with the stage that would compute it.
 
-    A call of a layer takes place on the layer's stage, and what is done between layers on the latest stage that computes one of
-    its tensors. What another stage has computed is sent there, once, and its gradient comes back.
+    A layer's call runs on the layer's stage. Code between layers runs on the latest stage that computes one of its tensors. A
+    tensor of another stage is sent there once, and its gradient comes back.
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap) -> None:
@@ -183,7 +183,7 @@ class _CrossingCounter(TorchFunctionMode):
         return mark(tensor, StageValue(self, stage, tensor, None))
 
     def _take(self, tree: Any, stage: int) -> int:
-        """Send tensors to where something is computed of them, not before `stage`, and return where that is."""
+        """Count the sends of these tensors to the stage that uses them, at least `stage`, and return that stage."""
         values = self._own(tree)
         stage = max(stage, *(value.home or 0 for value in values), 0)
         for value in values:

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline has is given to all of them: outputs, values, gradients, buffers."""
+"""Broadcasts over the ranks of one pipeline: outputs, values, gradients and buffers that only some of them hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 class Collector:
-    """Gives every rank of a pipeline what some of them hold. Every rank calls the same, in the same order.
+    """Gives every rank of a pipeline what some of them hold. Every rank makes the same calls in the same order.
 
     Args:
         pipe: The ranks of the pipeline.
@@ -32,7 +32,9 @@ class Collector:
         self._places = places
 
     def tensor(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of the pipe's rank `source`; elsewhere one, fake perhaps, of the same shape and dtype is given."""
+        """Broadcast a tensor from the pipe's rank `source`; the other ranks pass one (fake, perhaps) of the same shape and
+        dtype.
+        """
         if source == self._pipe.group_rank:
             result = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
@@ -42,19 +44,19 @@ class Collector:
         return result
 
     def told(self, value: Any) -> list[Any]:
-        """Return what each rank of the pipe says, in their order; JSON must be able to hold it."""
+        """Return a JSON value from each rank of the pipe, in their order."""
         return self._pipe.all_gather_json(value, device=self._device)
 
     @contextlib.contextmanager
     def together(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Raise on every rank what is raised inside on any.
+        """Raise an exception of any rank on every rank.
 
         Args:
             tell: Wakes the ranks that wait for this one.
 
         Raises:
             ApplyError: Another rank has failed.
-            Exception: What this one has raised.
+            Exception: This rank's own failure.
         """
         error: Exception | None = None
         try:
@@ -82,7 +84,7 @@ class Collector:
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
     ) -> Any:
-        """Return what a forward gave, with the tensors that some stage computed on every rank.
+        """Return a forward's outputs on every rank, with the tensors that only some stage computed.
 
         Args:
             found: What it gave on the stages of this rank.
@@ -107,7 +109,7 @@ class Collector:
     def gradients(
         self, parameters: Mapping[str, nn.Parameter], own: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor | None]:
-        """Return the whole model's gradients by FQN, where `own` are those of this rank; None where there is none."""
+        """Return the whole model's gradients by FQN; `own` are this rank's, and None stands for a missing one."""
         there = [name for name, gradient in own.items() if gradient is not None]
         everywhere = [set(names) for names in self._pipe.all_gather_json(there, device=self._device)]
         found: dict[str, Tensor | None] = {}

@@ -1,4 +1,4 @@
-"""Buffers on every rank of a pipeline: each as that stage has it which writes it last."""
+"""Buffers on every rank of a pipeline, each with the values of the stage that writes it last."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__: list[str] = []
 
 
 def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are no part of a unit: their code runs on every stage."""
+    """Return the modules outside all units: their code runs on every stage."""
     inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
     return [(name, child) for name, child in module.named_modules() if id(child) not in inside]
 
 
 class Homes:
-    """Which stage computes each buffer of the model's own forward, alike on all ranks that share a batch.
+    """The stage that computes each buffer of the code between layers, agreed on by all ranks that share a batch.
 
     A rank whose share is empty runs no forward, and would take its buffers for what every stage has.
 
@@ -46,7 +46,7 @@ class Homes:
         self._slots = [(child, key) for child in around for key in child._buffers] if group.size > 1 else []
 
     def agree(self) -> None:
-        """Take over what other ranks know. All ranks of the group come here."""
+        """Merge what all ranks of the group know; every rank of the group calls it."""
         if not self._slots:
             return
         buffers = [child._buffers.get(key) for child, key in self._slots]
@@ -70,7 +70,7 @@ def spread_buffers(
     rank_of_stage: Callable[[int], int],
     own: Collection[int],
 ) -> None:
-    """Give every rank the buffers of the model's own forward, and those of units.
+    """Broadcast the buffers of the code between layers, and those of units, to every rank.
 
     Args:
         module: The model.
@@ -90,7 +90,7 @@ def spread_buffers(
 
 
 def _places(child: nn.Module) -> dict[str, list[Any]]:
-    """Return key -> [stage, shape, dtype] of each buffer that the code between layers has written, where a stage computes it."""
+    """Return key -> [stage, shape, dtype] of each buffer that the code between layers has written and a stage computes."""
     found: dict[str, list[Any]] = {}
     for key, buffer in child._buffers.items():
         value = None if buffer is None else value_of(buffer)
@@ -106,7 +106,7 @@ def _spread_own(
     rank_of_stage: Callable[[int], int],
     own: Collection[int],
 ) -> None:
-    """Spread the buffers that the code between layers writes, where a stage computes them; of others every rank has its own."""
+    """Broadcast the buffers of the code between layers that one stage computes; of all others every rank has its own."""
     for key in dict.fromkeys(key for theirs in everyone for key in theirs):
         home = max(theirs[key][0] for theirs in everyone if key in theirs)
         source = rank_of_stage(home)
@@ -134,7 +134,7 @@ def _spread_own(
 def _spread_of_units(
     module: nn.Module, sources: Mapping[str, int], collector: Collector, everyone: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give every rank the buffers of units as the rank has them that runs the unit: a cache may have grown there alone."""
+    """Broadcast the buffers of units from the rank that runs the unit: a cache may have grown there alone."""
     own = {name: _describe(module.get_submodule(name)) for name in sources}
     for name, source in sources.items():
         unit = module.get_submodule(name)
@@ -151,7 +151,7 @@ def _spread_of_units(
 
 
 def _describe(unit: nn.Module) -> dict[str, list[Any]]:
-    """Return path -> [shape, dtype, whether a state dict has it] of each buffer that has entries, each once."""
+    """Return path -> [shape, dtype, whether it is persistent] of each buffer with entries, each once."""
     persistent = {name for name, _ in persistent_buffers(unit)}
     return {
         name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), name in persistent]

@@ -1,7 +1,7 @@
-"""Which calls a forward makes, in which order, what each costs and which parameters it uses.
+"""Calls of a traced forward in their order, with the cost, the parameters, the reads and the writes of each.
 
-The calls of units, in the order in which they run, are the chain that is cut into stages. Any forward has such an order, and
-no tensor is used before it is computed; so whatever jumps over stages, jumps forward.
+The sequence of unit calls is the chain that is cut into stages. Every forward has such a sequence, and no tensor is used before
+it is computed; so a connection that skips stages always skips forward.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class UnitCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A forward as a chain of calls.
+    """A forward as a sequence of unit calls.
 
     Args:
         calls: The calls of units, in the order in which they ran.
-        units: Names of the modules whose calls are dealt out.
+        units: Names of the modules whose calls are assigned to stages.
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
         draws: Whether the code between the units drew random numbers.
         reads: What the model's code between the units read of a tensor that a unit computes, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
-        takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
-        opens: Units whose calls use tensors in attributes of objects that they are given.
-        leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
-        shared: What a unit changes outside of its module, and others use, as text.
-        counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
-        bonds: What a unit changes in attributes and other units use, as text -> these units, which belong to one stage.
+        takes: Unit's name -> (module, attribute) from which its calls read tensors that other units have computed.
+        opens: Units whose calls use tensors in attributes of objects among their arguments.
+        leaks: Tensors that left a unit in ways that cannot be followed, as text.
+        shared: State outside a unit's module that it changes and others use, as text.
+        counts: Units whose calls change attributes without tensors: a count of calls, a list.
+        bonds: Attribute that one unit changes and others use, as text -> these units, which must share a stage.
     """
 
     calls: tuple[UnitCall, ...]
@@ -84,10 +84,10 @@ class Flow:
         return cls(calls=calls, idle=idle, bonds=bonds, **texts, **slots, **flags)
 
     def refuse(self) -> None:
-        """Refuse a forward that cannot be cut.
+        """Raise if the forward cannot be cut into stages.
 
         Raises:
-            ApplyError: Its code between the units reads numbers, or tensors come out of units in ways that cannot be followed.
+            ApplyError: Code between the units reads values, or tensors leave units in ways that cannot be followed.
         """
         if self.reads:
             raise ApplyError(
@@ -117,7 +117,7 @@ _BACKWARD = 3
 
 
 def call_costs(module: nn.Module, flow: Flow) -> list[float]:
-    """Return what each call costs in a step [FLOPs]; a parameter counts where it is first used."""
+    """Return the cost of each call in a step [FLOPs]; a parameter counts at its first use."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     counted: set[str] = set()
     costs = []

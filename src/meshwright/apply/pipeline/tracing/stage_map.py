@@ -1,4 +1,4 @@
-"""Which stage runs which call and holds which parameter."""
+"""Map of stages: the stage that runs each call, and the stages that hold each parameter."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMap:
-    """A forward dealt out to stages.
+    """A forward whose calls are assigned to stages.
 
     Args:
         num_stages: Stages [count].
-        calls: Unit's name -> the stage of its first, second, ... call; one that was not called lies with its neighbour.
+        calls: Unit's name -> the stage of its first, second, ... call; a unit without calls goes to its neighbour's stage.
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
-        takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
-        opens: Units whose calls use tensors inside of objects that they are given.
+        takes: Unit's name -> (module, attribute) from which its calls read tensors that other units have computed.
+        opens: Units whose calls use tensors inside objects among their arguments.
         numbers: Unit's name -> its number among the units.
     """
 
@@ -46,18 +46,18 @@ class StageMap:
         return self.numbers[unit]
 
     def stage_of(self, unit: str, before: int) -> int:
-        """Return the stage of a unit's call, `before` of which came before; a call more than was seen runs with the last."""
+        """Return the stage of a unit's call number `before`, from 0; a call beyond those traced runs with the last one."""
         stages = self.calls[unit]
         return stages[min(before, len(stages) - 1)]
 
     @property
     def stages(self) -> dict[str, int]:
-        """Unit's name -> stage of its first call: what a plan says."""
+        """Unit's name -> stage of its first call, as written in a plan."""
         return {name: stages[0] for name, stages in self.calls.items()}
 
 
 def _fix_for(num_pieces: int, rank_of_stage: Sequence[int]) -> str:
-    """Return what can be done with fewer pieces than stages; a schedule may want several stages a rank."""
+    """Return the fix for fewer pieces than stages; a schedule may want several stages a rank."""
     num_ranks = len(set(rank_of_stage))
     virtual = len(rank_of_stage) // num_ranks
     if num_pieces < 2:
@@ -74,7 +74,7 @@ def cut(
     given: Mapping[str, int],
     together: Sequence[set[str]] = (),
 ) -> StageMap:
-    """Deal the calls out to stages such that the busiest rank has as little to do as can be.
+    """Assign the calls to stages such that the busiest rank has as little work as possible.
 
     Args:
         module: The plain model.
@@ -134,7 +134,7 @@ def cut(
 
 
 def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list[list[int]]:
-    """Return the calls, by place, in runs that stay on one stage."""
+    """Group the calls, by position, into runs that stay on one stage."""
     last_call = {call.unit: place for place, call in enumerate(flow.calls)}
     blocks: list[list[int]] = []
     end = -1

@@ -1,4 +1,4 @@
-"""Calls of units, and of the model, come by the forward that is under way."""
+"""Interception of unit calls, and of the model's, by the walk under way on this rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Forward = Callable[..., Any]
 
 
 class UnderWay:
-    """The forward that is under way on this rank, if any."""
+    """The walk under way on this rank, if any."""
 
     __slots__ = ("walk",)
 
@@ -34,7 +34,7 @@ class UnderWay:
 
     @property
     def watched(self) -> StageForward | None:
-        """The forward that is under way, while code between layers runs."""
+        """The walk under way, while code between layers runs."""
         walk = self.walk
         return None if walk is None or walk.is_paused else walk
 
@@ -54,8 +54,8 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def refuse_functional_call(error: Exception) -> Exception:
-    """Return the error that names torch.func.functional_call where it met a layer of another stage; else the error itself."""
-    # Such a layer has no parameters that torch could exchange, and what it says of that does not name the plan.
+    """Return an error that names torch.func.functional_call where it met a layer of another stage; else the same error."""
+    # Such a layer has no parameters that torch could swap, and torch's own message does not name the plan.
     if not isinstance(error, (ValueError, TypeError)) or not _NOT_ASSIGNED.search(str(error)):
         return error
     return ApplyError(
@@ -66,13 +66,13 @@ def refuse_functional_call(error: Exception) -> Exception:
 
 
 class Interception:
-    """Modules whose forward is another while a stage walks.
+    """Modules whose forward is replaced while a stage walks.
 
     Args:
         module: The model.
-        units: Names of the modules whose calls are dealt out; of one with several names the first counts.
-        around: The modules that are no part of a unit.
-        under_way: Where the stages say which forward is under way.
+        units: Names of the modules whose calls are assigned to stages; of several names of a module the first counts.
+        around: The modules outside all units.
+        under_way: The walk under way.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Interception:
         self._set(changed=True)
 
     def _class_of(self, original: type[nn.Module], forward: Forward | None) -> type[nn.Module]:
-        """Return a subclass with another forward, whose hooks are guarded and whose parameters are there for who asks."""
+        """Return a subclass with another forward, guarded hooks and, for code that asks, the parameters of other stages."""
         under_way, plain_call = self._under_way, original.__call__
 
         def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ class Interception:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Have the modules their own inside."""
+        """Give the modules their own classes inside the context."""
         self._set(changed=False)
         try:
             yield
@@ -189,7 +189,7 @@ class Interception:
             self._set(changed=True)
 
     def close(self) -> None:
-        """Give the modules their own classes and hooks back."""
+        """Restore the modules' own classes and hooks."""
         self._set(changed=False)
         release_hooks(child for child, _, _ in self._classes)
 
@@ -197,7 +197,7 @@ class Interception:
 def _all_parameters(
     module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a module's parameters, those that other stages hold among them: their dtype and device can be asked for."""
+    """Yield a module's parameters, those of other stages too: code may ask for their dtype and device."""
     seen: set[int] = set()
     for name, child in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         absent = [(key, item) for key, item in vars(child).items() if isinstance(item, nn.Parameter)]
