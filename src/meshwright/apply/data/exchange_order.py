@@ -1,4 +1,4 @@
-"""In which order all ranks gather units and sum their gradients: lists of numbers, no tensors. See `gathering.py`."""
+"""Order in which all ranks gather units and sum their gradients, as lists of numbers without tensors. See `gathering.py`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ Action = tuple[str, int]
 
 
 def forward_score(gathered: Iterable[int]) -> list[Action]:
-    """Return the score of a forward that calls units in the order in which they are registered."""
+    """Return the gathers of a forward that calls units in the order of their registration."""
     return [(GATHER, index) for index in sorted(gathered)]
 
 
 def backward_score(uses: Sequence[int], gathered: Container[int], trainable: Container[int]) -> list[Action]:
-    """Return the score of the backward of a forward that used units in this order.
+    """Return the gathers and sums of the backward of a forward that used units in this order.
 
-    Backward needs a unit first for its last use, and has its gradients when it is done with its first one: when it takes up
-    what was used before that. So a unit comes early and goes late where it is used at both ends of the forward, as a tied
-    embedding is, and the others come and go one after the other.
+    Backward needs a unit first for its last use, and has its gradients when it has passed its first use. So a unit used at both
+    ends of the forward (a tied embedding) is gathered early and summed late; the others follow one after the other.
 
     Args:
         uses: Indices of units in the order of their uses, at least the first and the last use of each.
@@ -48,24 +47,24 @@ def backward_score(uses: Sequence[int], gathered: Container[int], trainable: Con
 
 
 def complete(events: Sequence[Action], gathered: Iterable[int], trainable: Iterable[int]) -> list[Action]:
-    """Return a score that has every unit: what the leading rank did, and at its end what it had no need of."""
+    """Return an order with every unit: first what the leading rank did, then the units that it did not need."""
     rest = forward_score(gathered) + [(REDUCE, index) for index in sorted(trainable)]
     return [*events, *(action for action in rest if action not in events)]
 
 
 class Uses:
-    """When each unit was used first and last in a pass."""
+    """First and last use of each unit in a pass."""
 
     def __init__(self) -> None:
         self._now = 0
         self._times: dict[int, tuple[int, int]] = {}
 
     def note(self, index: int) -> None:
-        """Take note of a use."""
+        """Record a use."""
         self._now += 1
         self._times[index] = self._times.get(index, (self._now, 0))[0], self._now
 
     def in_order(self) -> list[int]:
-        """Return the unit of each first and each last use, in the order in which they were."""
+        """Return the unit of each first and each last use, in chronological order."""
         times = sorted({(time, index) for index, pair in self._times.items() for time in pair})
         return [index for _, index in times]

@@ -1,4 +1,4 @@
-"""What the ranks that share a global batch should send in a step: gradients, as they are or compressed, and ZeRO's values."""
+"""Expected bytes of data parallelism in a step: gradients, compressed or not, and ZeRO's gathered values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__: list[str] = []
 
 
 def data_formula_bytes(module: nn.Module, engine: Engine | None, plan: Plan) -> float | None:
-    """Return what one rank sends over dp in a step.
+    """Return the bytes that one rank sends over dp in a step.
 
     Args:
-        module: What this rank has of the model; its parameters may be without values.
-        engine: What sums its gradients, None for one that sums them as they are.
+        module: This rank's part of the model; its parameters may be without values.
+        engine: The engine that sums its gradients; None for one that sums them uncompressed.
         plan: The plan.
 
     Returns:
@@ -54,13 +54,13 @@ def data_formula_bytes(module: nn.Module, engine: Engine | None, plan: Plan) -> 
 
 
 def dense_gradients(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return FQN -> parameter of those that get gradients which are not sparse; a shared one is there once."""
+    """Return FQN -> parameter of the parameters with dense gradients; a shared one appears once."""
     sparse = names_with_sparse_gradients(module)
     return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in sparse}
 
 
 def payload_bytes(parameters: Mapping[str, nn.Parameter], reducer: Reducer) -> int:
-    """Return what all gradients of these parameters are sent as [bytes]."""
+    """Return the bytes as which the gradients of these parameters are sent [bytes]."""
     return sum(
         reducer.payload_bytes(GradientSpec.of(name, parameter), parameter.dtype.to_real())
         for name, parameter in parameters.items()

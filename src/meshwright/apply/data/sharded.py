@@ -1,10 +1,10 @@
 """ZeRO and HSDP: optimizer state, gradients and parameters sharded over data-parallel ranks.
 
-Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024: stage 1 shards the optimizer's state, stage 2 also the gradients,
-stage 3 also the parameters. Parameters lie in units (`flat_unit.py`); a rank updates its own segment of each.
+Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024: stage 1 shards the optimizer's state, stage 2 also the gradients, stage 3
+also the parameters. Parameters lie in units (`flat_unit.py`); a rank updates its own segment of each.
 
-Whatever the ranks exchange inside a step, they exchange in one order, which no rank's own data decides: a rank with fewer
-micro-batches, or one that takes another branch, plays its part with zeros. See `gathering.py`.
+All exchanges inside a step follow one order, which no rank's own data decides. A rank with fewer micro-batches, or one that takes
+another branch, contributes zeros. See `gathering.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 class ShardedEngine(DataParallelEngine):
-    """Data parallelism whose ranks hold shards.
+    """Data parallelism with sharded state.
 
     Args:
         module: The user's module, on `device`.
         group: The data-parallel ranks: all that share a global batch.
         device: This rank's device.
-        sharding: What is sharded, and over whom.
+        sharding: Settings of ZeRO, with the shard group and the replica group.
     """
 
     def __init__(self, module: nn.Module, group: Communicator, device: torch.device, sharding: Sharding) -> None:
@@ -61,10 +61,10 @@ class ShardedEngine(DataParallelEngine):
         self._hooks: list[Any] = []
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Cut the parameters into units that suit the optimizer, and give it this rank's pieces.
+        """Cut the parameters into units that suit the optimizer, and replace its parameters by this rank's pieces.
 
         Raises:
-            ApplyError: The optimizer has state already.
+            ApplyError: The optimizer already has state.
         """
         self._keep_whole = False
         if optimizer is not None:
@@ -108,7 +108,7 @@ class ShardedEngine(DataParallelEngine):
         return True
 
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
-        """Give groups that were added with whole parameters this rank's pieces of them."""
+        """Replace the whole parameters of added groups by this rank's pieces of them."""
         held = self._held_pieces()
         if not self._keep_whole and not acts_per_element(optimizer):
             return ApplyError(
@@ -230,7 +230,7 @@ class ShardedEngine(DataParallelEngine):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gathering is None:
             return super().forward(args, kwargs)
-        # Its gradients are nobody's: this is for outputs. Under ZeRO-3 every rank calls it.
+        # Only its outputs count, and it leaves no gradients. Under ZeRO-3 every rank calls it.
         with torch.no_grad():
             self._gathering.begin_forward()
             outputs = super().forward(args, kwargs)
@@ -252,7 +252,7 @@ class ShardedEngine(DataParallelEngine):
         self.sum_sparse_gradients(scale)
 
     def _with_flags(self, flags: Sequence[bool]) -> list[tuple[FlatUnit, list[bool]]]:
-        """Return each unit with its parameters' flags, of those that `_take_census` gives."""
+        """Return each unit with its parameters' flags from `_take_census`."""
         rest = iter(flags)
         return [(unit, [next(rest) for _ in unit.parameters]) for unit in self.units]
 
@@ -262,7 +262,7 @@ class ShardedEngine(DataParallelEngine):
         late = keeps = [False] * len(self.units)
         gathering = self._gathering
         if gathering is not None:
-            # Gradients that came after their unit had been summed: reentrant checkpointing, or a weight used late.
+            # Gradients that arrived after their unit's sum: reentrant checkpointing, or a weight used late.
             late = [any(flags) for flags in present]
             keeps = [index in gathering.keeps_until_end for index in range(len(self.units))]
             seen = gathering.seen_gradients()
@@ -353,7 +353,7 @@ class ShardedEngine(DataParallelEngine):
         return {name: found.get(name, parameter.grad) for name, parameter in named}
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of the parameters that are "whole" and trainable, and of those that are "gathered" when needed."""
+        """Return the bytes of parameters that are "whole" and trainable, and of those that are "gathered" when needed."""
         sizes = {"whole": 0, "gathered": 0}
         for unit in self.units:
             if unit.is_gathered or unit.is_trainable:

@@ -137,8 +137,7 @@ class PipelineEngine(OuterEngine):
         return self._loss_group
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
-        """Trace a forward and assign its calls to stages, once. Every rank calls this; one that has a batch traces and tells
-        the others.
+        """Trace a forward and assign its calls to stages, once; every rank calls this. One that has a batch traces for all.
 
         Raises:
             ApplyError: No rank has a batch, or the model cannot be cut into so many stages.
@@ -260,8 +259,7 @@ class PipelineEngine(OuterEngine):
             self._stages[stage].backward(micro_batch, root)
 
     def begin_schedule(self, num_micro_batches: int) -> None:
-        """Check that all ranks of the pipeline have the same number of micro-batches; otherwise a later stage would wait
-        forever.
+        """Check that the ranks of the pipeline have equally many micro-batches; else a later stage would wait forever.
 
         Raises:
             ApplyError: They have not.
