@@ -1,4 +1,4 @@
-"""Tensor parallelism in a step: a layout found when the first batch comes, and data parallelism on the shards."""
+"""Engine of tensor parallelism: a layout found at the first batch, and a data-parallel engine on the shards."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ WISHES = ("whole", "column", "row", "vocabulary")
 class TensorEngine(OuterEngine):
     """Ranks that share each layer, and data parallelism over several such groups.
 
-    Until the first batch comes nothing is cut: which tensors feed which is read off a run. Then everything is done by
-    `inner`, the engine of data parallelism on a module that happens to be smaller; this one adds what shards exchange.
+    Nothing is cut before the first batch, since the search for a layout needs a run. From then on `inner`, an engine of data
+    parallelism, works on the smaller module, and this one adds the exchange between shards.
 
     Args:
         module: The user's module, on `device`.
@@ -56,8 +56,8 @@ class TensorEngine(OuterEngine):
         shards: The ranks that share each layer.
         everyone: All ranks.
         device: This rank's device.
-        make_inner: Gives the engine of data parallelism, once the module is cut.
-        zero: What that engine shards over the data-parallel ranks.
+        make_inner: Makes the engine of data parallelism, once the module is cut.
+        zero: The ZeRO stage of that engine.
         wanted: FQN -> "whole", "column" or "row".
         on_slices: Whether layers run on slices of the sequence between their regions.
     """
@@ -134,7 +134,7 @@ class TensorEngine(OuterEngine):
             self.cut(self.find_layout(run))
 
     def find_layout(self, run: Callable[[nn.Module], Any] | None) -> TensorLayout:
-        """Return what can be cut. Every rank comes here; one that has a batch looks, and tells the others.
+        """Return the layout. Every rank calls this; one that has a batch searches, and tells the others.
 
         Args:
             run: Runs a copy of the model and its loss on a small batch and returns the model's outputs; None where this
@@ -148,12 +148,12 @@ class TensorEngine(OuterEngine):
         return layout
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
-        """Return the layout as JSON values; nothing else of the search outlives this, as it holds the whole parameters."""
+        """Return the layout as JSON values; nothing else of the search survives, since it holds the whole parameters."""
         search = Search(self.module, self.shards.size, run, self._wanted)
         return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:
-        """Return the plan with what is cut, what is not, and why."""
+        """Return the plan with the layout and the reasons for it."""
         if self.cutting is None:
             return plan
         plan = self.inner.detail(plan)
@@ -182,7 +182,7 @@ class TensorEngine(OuterEngine):
         )
 
     def cut(self, layout: TensorLayout) -> None:
-        """Cut the module, and make the engine on the shards."""
+        """Cut the module, and make the engine for the shards."""
         self.cutting = Cutting(self.module, layout, self.shards, make_guard=Guard)
         self._refuse_misplaced(self.cutting.misplaced)
         if self._optimizer is not None and acts_per_element(self._optimizer):
@@ -222,7 +222,7 @@ class TensorEngine(OuterEngine):
     def _hook_partial(self) -> None:
         for hook in self._partial_hooks:
             hook.remove()
-        # With ZeRO-2 and 3 gradients leave for their owners while backward runs.
+        # With ZeRO-2 and 3 gradients are sent to their owners while backward runs.
         wanted = [p for p in self._partial if p.requires_grad] if self._zero > 1 else []
         self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.shards)) for p in wanted]
 
@@ -274,11 +274,11 @@ class TensorEngine(OuterEngine):
         self.inner.begin_forward()
 
     def streams(self) -> Any:
-        """Return how the stream lies in slices after a forward, for `set_streams`."""
+        """Return the slicing of the streams after a forward, for `set_streams`."""
         return None if self.cutting is None else self.cutting.streams()
 
     def set_streams(self, streams: Any) -> None:
-        """Take up again what `streams` gave: forwards of other micro-batches came between, and backward may recompute."""
+        """Restore what `streams` returned: other micro-batches ran forwards in between, and backward may recompute."""
         if self.cutting is not None:
             self.cutting.set_streams(streams)
 
@@ -308,14 +308,14 @@ class TensorEngine(OuterEngine):
             sum_partial(self._partial, self.shards)
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
-        """Return the sum of the whole gradient's squares: each shard's added up, what every rank holds counted once."""
+        """Return the sum of the whole gradient's squares: shards are summed, and what every rank holds counts once."""
         pieces = [(gradient, id(p)) for gradient, p in self.inner.gradient_pieces() if id(p) not in skipped]
         whole = [gradient for gradient, key in pieces if key not in self._cut_ids]
         cut = [gradient for gradient, key in pieces if key in self._cut_ids]
         squares = torch.stack([squares_of(whole, self.device, exact=exact), squares_of(cut, self.device, exact=exact)])
         self.inner.sum_over_pieces(squares)
         if self.shards.group_rank > 0:
-            squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
+            squares[0] = 0.0  # counted by the first rank: other ranks may have summed it in another order
         self.shards.all_reduce(squares)
         return squares.sum()
 
@@ -342,7 +342,7 @@ class TensorEngine(OuterEngine):
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have the module whole and plain inside: every parameter and buffer, and its own forward. What is written stays."""
+        """Make the module whole and plain inside the context: parameters, buffers and forward. Writes stay."""
         if self.cutting is None:
             yield
             return
@@ -371,14 +371,14 @@ class TensorEngine(OuterEngine):
             for name, parameter in self.module.named_parameters()
             if not all(layout.numel for layout in by_id.get(id(parameter), ()))
         ]
-        if empty:  # a rank that holds nothing of a parameter may not know that there is a gradient
+        if empty:  # a rank without entries of a parameter may not know that it has a gradient
             own = [name for name in empty if found.get(name) is not None]
             told = {name for names in self.shards.all_gather_json(own, device=self.device) for name in names}
             found |= {name: self.module.get_parameter(name).data for name in told - {*own}}
         for name, parameter in self.module.named_parameters():
             gradient = found.get(name)
             layouts = by_id.get(id(parameter))
-            # Whole already: while an optimizer that needs it so takes its step.
+            # Already whole during the step of an optimizer that needs whole matrices.
             if gradient is not None and layouts is not None and not self._whole_matrices.are_whole:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 found[name] = gather_full(dense, layouts, self.shards)

@@ -1,4 +1,4 @@
-"""Gradients of which each rank that shares layers has a term: they are summed at the end of backward."""
+"""Partial gradients: each rank that shares layers has a term, and the terms are summed at the end of backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def sum_partial(parameters: Iterable[nn.Parameter], shards: Communicator) -> None:
-    """Sum gradients of which each rank has a term; a rank without one brings zeros, since others may have theirs."""
+    """Sum gradients of which each rank has a term; a rank without one contributes zeros, since others may have theirs."""
     kinds: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""The ways in which a pair of products might be cut, and in which order they are tried."""
+"""Candidates: the ways to cut a pair of products, and the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_CHANGES = 3
 
 
 class Options:
-    """The ways in which a pair might be cut, likelier ones first.
+    """The ways to cut a pair, likelier ones first.
 
     Args:
         pair: The products.
-        trace: What was seen.
+        trace: The trace.
         names: The names.
         num_parts: Ranks [count].
     """
@@ -69,11 +69,11 @@ class Options:
         seen |= {value for _, _, value in self._integers()}
         sizes = [self._row_size, *(size for group in groups for size in group)]
         fitting = [num for num in seen if num > 1 and all(size % num == 0 for size in sizes)]
-        # Where a rank would have nothing, only if there is no other way.
+        # Cuts that leave a rank empty come last.
         return sorted(fitting, key=lambda num: (num < self.num_parts, -num))
 
     def regions(self) -> Iterator[tuple[Region, list[Region]]]:
-        """Yield (region, the same region with one more thing changed)."""
+        """Yield (region, the same region with one more change)."""
         per_column = [self._groups_of(column) for column in self.pair.columns]
         combined = itertools.product(*(range(len(groups)) for groups in per_column))
         for places in sorted(itertools.islice(combined, 256), key=sum)[:_MAX_COMBINATIONS]:
@@ -118,7 +118,7 @@ class Options:
         )
 
     def _vectors(self, column: Product, groups: tuple[int, ...]) -> dict[str, Cut]:
-        """Return the cuts of biases, scales and running statistics that have one entry for each of the column's."""
+        """Return the cuts of biases, scales and running statistics with one entry for each of the column's."""
         width = sum(groups)
         found: dict[str, Cut] = {}
         for key in self.trace.met.get(column.key, ()):
@@ -140,7 +140,7 @@ class Options:
                 found += [name for name in self.names.of[key] if not self.scope or name.startswith(f"{self.scope}.")]
         return tuple(found)
 
-    # -- what else may have to change ---------------------------------------------------------------------------
+    # -- further changes ----------------------------------------------------------------------------------------
 
     def _integers(self) -> list[tuple[str, str, int]]:
         """Return (module, attribute, value) of the integers that modules of the scope keep."""
@@ -167,7 +167,7 @@ class Options:
         return set().union(*(self.trace.met.get(key, set()) for key in self._keys))
 
     def _own_integers(self, cuts: dict[str, Cut], num_units: int) -> tuple[tuple[str, str], ...]:
-        """Return the integers that say how large a cut tensor is, at the layer that owns it: `nf`, `num_groups`."""
+        """Return the integers that hold a cut tensor's size, at the layer that owns it: `nf`, `num_groups`."""
         owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - {self.names.owner(self.pair.row)}
         sizes = {size for cut in cuts.values() for size in (sum(cut.groups), *cut.groups)} | {num_units}
         counts = Region(scope="", num_units=num_units, cuts={}, roles={})
@@ -210,7 +210,7 @@ class Options:
         return changes
 
     def _inner(self, region: Region, norms: set[str]) -> Iterator[Region]:
-        """Yield the region with norms that see all entries of what is cut."""
+        """Yield the region with norms that see all entries of the cut tensor."""
         if norms and all(name in self.trace.calls and name != self.scope for name in norms):
             cuts = {name: cut for name, cut in region.cuts.items() if name.rpartition(".")[0] not in norms}
             roles: dict[str, Role] = dict.fromkeys(sorted(norms), "inner")
@@ -262,7 +262,7 @@ class Options:
     # -- fewer keys than ranks ----------------------------------------------------------------------------------
 
     def _grouped(self) -> Iterator[tuple[Region, list[Region]]]:
-        """Yield regions that cut by query heads, where several of them use one key head and these are too few to be cut."""
+        """Yield regions cut by query heads, where several of them share a key head and there are too few key heads to cut."""
         widths = [self._width(column) for column in self.pair.columns]
         if len(set(widths)) < 2:
             return
@@ -293,7 +293,7 @@ class Options:
 
 
 def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_size: int) -> dict[str, Cut]:
-    """Return the cut of a tensor that has one entry for each of a column's (or a row's) along some dim."""
+    """Return the cut of a tensor with one entry for each of a column's (or a row's) along some dim."""
     for size, own in ((width, groups), (row_size, (row_size,))):
         for dim, have in enumerate(tensor.shape):
             if have == size:
@@ -305,9 +305,9 @@ def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_s
 
 
 def candidates(options: Options) -> Generator[Region, str, None]:
-    """Yield regions and take the reason why each failed: as they stand, with changes, last with sizes translated at run time.
+    """Yield regions and receive why each failed: unchanged, with changes, and last with sizes translated at run time.
 
-    A change that leaves the reason as it was does not touch what stands in the way, so nothing is built on it.
+    A change that does not alter the reason does not address it, so nothing is built on that change.
     """
     trials = _Trials(options.num_parts)
     found = list(options.regions())
@@ -331,7 +331,7 @@ def candidates(options: Options) -> Generator[Region, str, None]:
 
 
 class _Trials:
-    """What has been tried, and why it failed.
+    """Tried regions and why each failed.
 
     Args:
         num_parts: Ranks [count].
@@ -342,7 +342,7 @@ class _Trials:
         self._reasons: dict[str, str] = {}
 
     def run(self, region: Region) -> Generator[Region, str, str]:
-        """Yield a region, and keep and return why it failed."""
+        """Yield a region, and record and return why it failed."""
         reason = yield region
         self._reasons[self._key(region)] = reason
         if reason.startswith("on shards: RuntimeError"):
@@ -350,7 +350,7 @@ class _Trials:
         return reason
 
     def known(self, region: Region) -> str:
-        """Return why a region failed that for these ranks is the same, or whose tensors have the same sizes; or nothing."""
+        """Return why an equivalent region failed: the same for these ranks, or with tensors of the same sizes; else nothing."""
         return self._reasons.get(self._key(region)) or self._reasons.get(self._key_of_sizes(region)) or ""
 
     def _key(self, region: Region) -> str:
@@ -365,7 +365,7 @@ class _Trials:
 
 
 def _may_help(reason: str, base: Region, change: Region) -> bool:
-    """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
+    """Tell whether a change can address the reason: a sum in the scope changes gradients alone, a norm results."""
     if change.roles == base.roles:
         return reason.startswith("on shards") or change.integers == base.integers
     if "inner" in change.roles.values():
@@ -374,7 +374,7 @@ def _may_help(reason: str, base: Region, change: Region) -> bool:
 
 
 def _merge(base: Region, into: Region, change: Region) -> Region:
-    """Return a region with what a change has differently from its base."""
+    """Return a region with a change's differences from its base."""
     fields = {
         field.name: getattr(change, field.name)
         for field in dataclasses.fields(base)
