@@ -1,4 +1,4 @@
-"""What a forward that is run on trial writes into parameters, and how it is put back."""
+"""Parameters that a trial forward writes, and their restoration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BITS = 8
 
 
 class KeptParameters:
-    """The parameters of a module as they are now: small ones with their values, large ones with a sum of their bits.
+    """The parameters of a module at one moment: small ones with their values, large ones with a sum of their bits.
 
-    Versions alone do not tell: what is written through `.data` leaves them as they were.
+    Versions alone cannot show a write: `.data` leaves them unchanged.
 
     Args:
         module: The module.
@@ -34,7 +34,7 @@ class KeptParameters:
         return torch.stack(sums).tolist() if sums else []
 
     def restore(self) -> list[tuple[str, Tensor]]:
-        """Put back what was written into small ones, and return (FQN, the value that was there) of all that were written."""
+        """Restore the small parameters, and return (FQN, the written value) of all that were written."""
         written: list[tuple[str, Tensor]] = []
         sums = iter(zip(self._read_sums(), self._sums, strict=True))
         for (name, parameter), value in zip(self._held, self._values, strict=True):
@@ -50,7 +50,7 @@ class KeptParameters:
         return written
 
     def restore_all(self) -> None:
-        """Put back what was written.
+        """Restore all parameters that were written.
 
         Raises:
             ApplyError: A parameter was written that is too large to keep a copy of.
@@ -65,7 +65,7 @@ class KeptParameters:
 
 
 def is_kept(value: Tensor) -> bool:
-    """Tell whether a parameter of this size is put back."""
+    """Tell whether a parameter of this size can be restored."""
     return value.nbytes <= SMALL_BYTES
 
 
