@@ -1,4 +1,4 @@
-"""The error of a step whose loss or gradients are not finite, from a second run of it on whole parameters."""
+"""Error of a step whose loss or gradients are not finite, from a second run of it on whole parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__: list[str] = []
 def diagnose(
     engine: Engine, terms: LossTerms, parts: list[Any], random_state: RandomState, *, loss: float, norm: float
 ) -> NonFiniteError:
-    """Return the error that names where the first value is not finite; every rank calls it.
+    """Return the error that names the first value that is not finite; every rank calls it.
 
     Args:
-        engine: The strategy.
-        terms: What computes losses.
+        engine: The engine.
+        terms: Computes losses.
         parts: This rank's micro-batches.
-        random_state: That of before the step.
+        random_state: Random state of before the step.
         loss: The loss of all ranks.
         norm: The norm of the whole gradient.
     """

@@ -1,4 +1,4 @@
-"""The micro-batches of one step through the stages of this rank; where one fails, all ranks of the pipeline hear of it."""
+"""Micro-batches of one step run through the stages of this rank; a failure of one is told to all ranks of the pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_schedule(
     term_of: Callable[[nn.Module, int], LossTerm | None],
     root_of: Callable[[LossTerm], tuple[Tensor, Tensor | None] | None],
 ) -> list[LossTerm]:
-    """Run a step's forwards and backwards, and return the losses that stages of this rank compute.
+    """Run a step's forwards and backwards, and return the losses that this rank's stages compute.
 
     Args:
         engine: The pipeline.
@@ -31,7 +31,7 @@ def run_schedule(
         root_of: Loss -> what backward is run from and the gradient there; None where nothing is to be trained.
 
     Raises:
-        Exception: What this rank's code raised, or an ApplyError that names the rank whose code did; on every rank.
+        Exception: This rank's own exception, or an ApplyError that names the rank whose code raised; on every rank.
     """
     try:
         return ScheduleExecutor(engine, num_parts, term_of, root_of).run()

@@ -1,4 +1,4 @@
-"""Trial forwards of a model that stages of a pipeline hold: all its ranks run each of them together."""
+"""Trial forwards of a model whose layers lie on pipeline stages: all ranks of the pipeline run each one together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run_in_pipeline(
     trials: Generator[list[TrialForward], list[TrialOutcome], Evidence] | None,
     term: Callable[[Any, Any], LossTerm],
 ) -> Evidence | None:
-    """Return what trials show; every rank calls it, and those of one pipeline have the same trials.
+    """Return the result of trials; every rank calls it, and ranks of one pipeline have the same trials.
 
     Args:
-        engine: The pipeline, which has dealt out the model.
+        engine: The pipeline's engine, prepared.
         module: The model.
-        trials: What to run, or None where this rank has no samples.
+        trials: The trials, or None where this rank has no samples.
         term: (outputs, batch) -> loss.
     """
 
@@ -59,14 +59,14 @@ def run_in_pipeline(
 
 
 def told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torch.device) -> list[TrialOutcome]:
-    """Return outcomes with what any rank has noticed: random numbers, buffers that were written, statistics of the batch.
+    """Return outcomes with the flags of all ranks: random draws, written buffers, batch statistics.
 
-    Whether Python read a value is left out: what ranks exchange and compare reads some.
+    The flag for values read by Python is left out, since the ranks' own exchanges read some.
 
     Args:
         outcomes: Of the same trials on every rank.
         group: The ranks that ran them together.
-        device: Where this travels.
+        device: The device of the exchange.
     """
     told = group.all_gather_json([outcome.obstacle for outcome in outcomes], device=device)
     return [

@@ -1,4 +1,4 @@
-"""Trial forwards of a model that no pipeline has dealt out: on one rank alone, or on all ranks together."""
+"""Trial forwards of a model without pipeline stages, on one rank alone or on all ranks together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Term = Callable[[Any, Any], LossTerm]
 
 
 def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    """Return what trials show that need no other rank.
+    """Return the result of trials that need no other rank.
 
     Args:
         engine: The strategy.
@@ -48,14 +48,14 @@ def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -
 def _run_kept(
     module: nn.Module, device: torch.device, trial: TrialForward, forward: Callable[[Any], Any], term: _Term
 ) -> TrialOutcome:
-    """Run a trial, and put back what its forward has written into parameters whose values are here."""
+    """Run a trial, and restore the parameters with values on this rank that its forward has written."""
     parameters = KeptParameters(module)
     outcome = run_trial(module, device, trial, forward, term)
     return dataclasses.replace(outcome, written=tuple(parameters.restore()))
 
 
 def run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    """Return what trials show where every rank runs as many forwards as any, or ranks that share layers run each together.
+    """Return the result of trials that all ranks run in equal number, or that ranks which share layers run together.
 
     Args:
         engine: The strategy.
@@ -77,7 +77,7 @@ def run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _T
     wanted = [] if trials is None else next(trials)
     run = (
         run_trial if engine.copies > 1 or engine.holds_parts else _run_kept
-    )  # others hold parameters whole, and as long
+    )  # other plans hold parameters whole, all the time
     while True:
         most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
         if most == 0:
