@@ -1,4 +1,4 @@
-"""What the environment says about a rank's place: torchrun's and Kubernetes' variables, or srun's. Pure."""
+"""A rank's place, read from the variables of torchrun, Kubernetes or srun. Pure: no process is touched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRANSPORTS = ("shm", "gloo")
 
 
 def choose_transport(environment: Mapping[str, str]) -> str:
-    """Return the backend for CPU tensors: what MESHWRIGHT_TRANSPORT says, else shm.
+    """Return the backend for CPU tensors: the value of MESHWRIGHT_TRANSPORT, else shm.
 
     Raises:
         ConfigError: The variable names neither "shm" nor "gloo".
@@ -37,7 +37,7 @@ def choose_transport(environment: Mapping[str, str]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place, as whoever started it describes it."""
+    """One rank's place, as its launcher describes it."""
 
     source: str
     """Who says so, for messages."""
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def start_hint(self) -> str:
-        """What to do where ranks are missing."""
+        """The fix for missing ranks."""
         if self.source == "srun":
             return f"start the program with srun, which starts all {self.world_size} tasks"
         return f"start all {self.world_size} ranks, or unset RANK and WORLD_SIZE to run alone"
@@ -71,10 +71,10 @@ def read_place(environment: Mapping[str, str]) -> Place:
         environment: The environment variables.
 
     Returns:
-        The place; `ALONE` where no launcher has left its variables.
+        The place; `ALONE` without a launcher's variables.
 
     Raises:
-        ConfigError: Some of a launcher's variables are there and others are missing, or they contradict each other.
+        ConfigError: A launcher's variables are incomplete, or contradict each other.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _from_env(environment)
@@ -189,7 +189,7 @@ def expand_nodes(text: str) -> list[str]:
         text: For example ``"login,node[01-03,07]-ib"``.
 
     Raises:
-        ConfigError: It is no node list.
+        ConfigError: It is not a node list.
 
     >>> expand_nodes("login,node[01-03,07]-ib")
     ['login', 'node01-ib', 'node02-ib', 'node03-ib', 'node07-ib']
