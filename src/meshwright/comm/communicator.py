@@ -1,6 +1,4 @@
-"""Communicator: the only caller of torch.distributed's collectives, which it names and counts, with errors that name the
-cause.
-"""
+"""Communicator: the only caller of torch.distributed's collectives. It names and counts each, and explains its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run steps under a plan and keep what the optimizer saw, to be compared with the oracle's."""
+"""Recording of steps under a plan, with the gradients that the optimizer saw, for comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What both sides of a comparison share."""
+    """Options that both sides of a comparison share."""
 
     num_steps: int | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -64,10 +64,10 @@ def plan_steps(
         shares: This rank's own share of each batch instead of `split_batch`'s; None stands for an empty one.
         devices: For the plans of one process.
         split: As for `apply_plan`.
-        with_outputs: Whether to record what modules give in the first step: this rank's share of it. Replicas of one process
-            run copies of the modules, and there nothing is found.
-        loss_reasons: Where to put what the plan says of the loss. With it, a loss that parts of a batch do not give is not
-            refused: what comes of it is compared.
+        with_outputs: Whether to record this rank's share of the modules' outputs in the first step. Replicas of one process run
+            copies of the modules, and record nothing.
+        loss_reasons: The list for the plan's reasons about the loss. With it, a loss that parts of a batch do not give is not
+            refused, and its results are compared.
         sentinel_every: As for `apply_plan`.
 
     Returns:
@@ -126,22 +126,22 @@ def plan_steps(
 
 
 def _local(tensor: Tensor) -> Tensor | None:
-    """Return what this rank has of a tensor, plain; None where another stage of a pipeline computes it."""
+    """Return this rank's part of a tensor, plain; None where another pipeline stage computes it."""
     walk = current_function_mode()
     if isinstance(walk, StageForward):
         value = value_of(tensor)
-        # What comes of the inputs alone every stage computes: it counts on the first.
+        # Every stage computes tensors that depend on the inputs alone: they count on the first.
         home = 0 if value is None or value.owner is not walk or value.home is None else value.home
         if home != walk.stage:
             return None
-    elif isinstance(tensor, FakeTensor):  # inside a layer of another stage, of which only the shapes are found
+    elif isinstance(tensor, FakeTensor):  # inside a layer of another stage, run for its output shapes only
         return None
     with without_function_modes():
         return tensor.local if isinstance(tensor, Slices) else tensor.detach()
 
 
 def _of_this_rank(model: ParallelModel, outputs: dict[str, ModuleOutputs]) -> dict[str, ModuleOutputs]:
-    """Return what modules gave without what stands for others: layers of other stages, terms of sums over shards."""
+    """Return module outputs without placeholders: layers of other stages, terms of sums over shards."""
     engine = model.engine
     if isinstance(engine, PipelineEngine):
         calls, rank_of = engine.stage_map.calls, engine.schedule(1).rank_of_stage
@@ -161,7 +161,7 @@ def _of_this_rank(model: ParallelModel, outputs: dict[str, ModuleOutputs]) -> di
 
 
 class GradientRecorder:
-    """Keeps what the optimizer sees: clones of the gradients, taken as its step begins."""
+    """Records what the optimizer sees: clones of the gradients at the begin of its step."""
 
     def __init__(self, model: ParallelModel) -> None:
         self.gradients: dict[str, Tensor | None] = {}
@@ -176,7 +176,7 @@ class GradientRecorder:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors that the model creates by itself have this dtype too."""
+    """Give tensors that the model creates itself this dtype too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
