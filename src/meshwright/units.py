@@ -64,7 +64,7 @@ def parse_bytes(text: str | int) -> int:
         The size, rounded to a whole byte [bytes].
 
     Raises:
-        ConfigError: It is no size, or negative.
+        ConfigError: The text is not a size, or is negative.
 
     >>> parse_bytes("25 MiB"), parse_bytes("1.5GB"), parse_bytes(4096)
     (26214400, 1500000000, 4096)
@@ -103,7 +103,7 @@ def parse_flops(text: str | float) -> float:
         The amount [FLOPs].
 
     Raises:
-        ConfigError: It is no amount, or negative.
+        ConfigError: The text is not an amount, or is negative.
 
     >>> parse_flops("312 TFLOP"), parse_flops("1.5e3")
     (312000000000000.0, 1500.0)
@@ -129,7 +129,7 @@ def parse_flops_per_s(text: str | float) -> float:
         The rate [FLOP/s].
 
     Raises:
-        ConfigError: It is no rate, or negative.
+        ConfigError: The text is not a rate, or is negative.
 
     >>> parse_flops_per_s("989 TFLOP/s")
     989000000000000.0
@@ -154,7 +154,7 @@ def parse_seconds(text: str | float) -> float:
         The time [s].
 
     Raises:
-        ConfigError: It is no time, or negative.
+        ConfigError: The text is not a time, or is negative.
 
     >>> parse_seconds("1.5 ms"), parse_seconds("2 min")
     (0.0015, 120.0)
@@ -178,7 +178,7 @@ def parse_bandwidth(text: str | float) -> float:
         The bandwidth [bytes/s].
 
     Raises:
-        ConfigError: It is no bandwidth, or negative.
+        ConfigError: The text is not a bandwidth, or is negative.
 
     >>> parse_bandwidth("3.35 TB/s")
     3350000000000.0

@@ -1,4 +1,4 @@
-"""The forms of a batch (keyword arguments, or a pair of inputs and targets), its samples counted, and batches cut into shares."""
+"""Batches: their forms (keyword arguments, or a pair of inputs and targets), counts of their samples, and their shares."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def split_samples(tree: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 class BatchSplitter:
-    """How batches are counted and cut.
+    """Counts and cuts batches.
 
     Args:
-        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). How many
-            samples such a batch has is its attribute ``num_samples``; else what ``split.count(batch)`` says; else dim 0 of its
-            targets: of the second of a pair, or of what a mapping calls label, target or y; else dim 0 of all tensors.
-            None cuts dim 0 of every tensor.
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). The number of
+            samples is then the batch's attribute ``num_samples``, or ``split.count(batch)``, or dim 0 of its targets (the second
+            of a pair, or a mapping's label, target or y), or dim 0 of all tensors, whichever exists first. None cuts dim 0 of
+            every tensor.
     """
 
     def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:
@@ -172,7 +172,7 @@ def _targets_of(batch: Any) -> list[Any]:
 
 
 def is_target_name(key: Any) -> bool:
-    """Tell whether a batch's entry of this name holds what the model should find."""
+    """Tell whether a batch's entry of this name holds targets."""
     name = key.lower() if isinstance(key, str) else ""
     return name == "y" or "label" in name or "target" in name
 
@@ -204,7 +204,7 @@ class HasShares(Protocol):
 
     @property
     def splitter(self) -> BatchSplitter:
-        """What cuts its batches."""
+        """Cuts its batches."""
         ...
 
     @property
@@ -214,7 +214,7 @@ class HasShares(Protocol):
 
     @property
     def dp_rank(self) -> int:
-        """Which of them is this rank's."""
+        """This rank's share, by its number."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Resolution of a model's own arithmetic, which may compute in float32 whatever its weights are, and round away what follows.
 
 Hugging Face's models compute norms, rotary angles and the loss in float32. Two correct orders of summation then differ by 1e-7,
-and a bound of 1e-11 would reject every plan. So one process is run twice, and in the second run each result in a lower precision
-is moved by up to one rounding. The change of a loss or a gradient bounds the difference of a correct plan.
+and a bound of 1e-11 would reject every plan. So one process is run again, each result in a lower precision moved by up to one
+rounding. A correct plan may differ by about as much as that changes a loss or a gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plan: which strategies a run uses, on one line for people and as JSON for everything else."""
+"""Plan: the strategies of a run, on one line for people and as JSON for everything else."""
 
 from __future__ import annotations
 
