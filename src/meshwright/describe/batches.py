@@ -111,10 +111,10 @@ class BatchSplitter:
     """Counts and cuts batches.
 
     Args:
-        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). The number of
-            samples is then the batch's attribute ``num_samples``, or ``split.count(batch)``, or dim 0 of its targets (the second
-            of a pair, or a mapping's label, target or y), or dim 0 of all tensors, whichever exists first. None cuts dim 0 of
-            every tensor.
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). None cuts dim
+            0 of every tensor. The number of samples is the first of these that exists: the batch's attribute ``num_samples``;
+            ``split.count(batch)``; dim 0 of its targets (the second of a pair, or a mapping's label, target or y); dim 0 of all
+            tensors.
     """
 
     def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:

@@ -67,7 +67,7 @@ class DeviceSpec(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec(Value):
-    """What one device can exchange with others.
+    """A link of one device to others.
 
     Args:
         name: What to call it, such as "nvlink4".

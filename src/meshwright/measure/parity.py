@@ -37,7 +37,7 @@ def compare_tensors(
     """Compare two named sets of tensors.
 
     A difference is relative to the largest absolute entry of the reference's tensor. If that entry is below 16 roundings of the
-    largest entry of *all* tensors, the difference is relative to the latter: a gradient that is zero in exact arithmetic (the
+    largest entry of *all* tensors, the difference is relative to the latter. A gradient that is zero in exact arithmetic (the
     bias of an attention key) holds only rounding errors.
 
     Args:
@@ -158,7 +158,7 @@ class BufferParity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """What `verify_plan` found: numbers for each parameter, and whether all of them are within the bound."""
+    """Result of `verify_plan`: numbers for each parameter, and whether all of them are within the bound."""
 
     plan: str
     """The plan, on one line."""

@@ -1,8 +1,8 @@
 """Cross-entropy of logits that are sharded along the vocabulary and never gathered.
 
 [Note: exchange] Each row takes two small all-reduces instead of V logits. The first has the largest logit m. The second has,
-stacked into one tensor, the sum of exp(x - m), the target's x - m (zero on all ranks but its owner), and with label smoothing
-the sum of x - m. Backward exchanges nothing, since these sums determine each rank's part of the gradient,
+stacked into one tensor, the sum of exp(x - m) and the target's x - m (zero on all ranks but its owner). With label smoothing it
+also has the sum of x - m. Backward exchanges nothing, since these sums determine each rank's part of the gradient,
 
     p_j (a w_t + b W) - a w_t [j = t] - b w_j     where  a = 1 - label_smoothing,  b = label_smoothing / V,  W = sum of w
 

@@ -1,9 +1,9 @@
 """Watchdog: the thread in each rank that watches the main thread for memory, signals, and exceptions that cannot get out.
 
 A `finally` that waits for peers hides the exception above it: the peers wait for this rank, this rank waits for them, and the
-cause is lost in a timeout. The watchdog sees such an exception from outside. It reports one only if all of this holds: the
-exception is leaving a `try` whose `finally`, or a `with` whose exit, is running; that has lasted over a second; no exchange has
-ended here since; and a peer has waited for over a second. An `except` block is never reported, however long it takes.
+cause is lost in a timeout. The watchdog sees such an exception from outside. It reports one only under three conditions.
+The exception has been leaving a `try` whose `finally`, or a `with` whose exit, runs for over a second. No exchange has ended here
+since. And a peer has waited for over a second. An `except` block is never reported, however long it takes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """World: one rank's knowledge of its place among the others.
 
-`_current` below is the only state of this package that belongs to the whole process: the world that the process is in. It is set
-once, by the launch that started the process or by the first `join_world`, because torch.distributed's default group and the
-environment belong to the whole process too. No other code reads it: code that exchanges tensors is given a `Communicator`.
+`_current` below is the only state of this package that belongs to the whole process: the world that the process is in. It is
+set once, by the launch that started the process or by the first `join_world`. It stands for torch.distributed's default group
+and the environment, which belong to the whole process too. No other code reads it: code that exchanges tensors is given a
+`Communicator`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Origin of a NaN: rank, micro-batch and parameter.
 
-Nothing is watched in a normal step. When the summed gradient is not finite, each rank repeats its micro-batches one by one, with
-the random numbers and parameters of this step (the optimizer has not changed them), and checks each gradient.
+Nothing is watched in a normal step. When the summed gradient is not finite, each rank repeats its micro-batches one by one and
+checks each gradient. It uses the random numbers and parameters of this step, which the optimizer has not changed.
 """
 
 from __future__ import annotations

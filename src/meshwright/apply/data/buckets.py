@@ -5,8 +5,8 @@ last gradient has arrived, the bucket is reduced in the background while autogra
 standard design (PyTorch DDP, Li et al. 2020, doi:10.14778/3415478.3415530), with two differences:
 
 - Each bucket ends in a *census*: one element a parameter, 1 where this rank has a gradient. The reduction that sums the
-  gradients also counts the ranks that used each parameter. So unused parameters need neither a flag from the user nor an
-  exchange of their own, and a parameter that no rank used keeps `grad=None`.
+  gradients also counts the ranks that used each parameter. So unused parameters need no flag from the user and no
+  exchange of their own. A parameter that no rank used keeps `grad=None`.
 - Gradients are summed, never averaged: the weights of the samples are applied where the loss is known (run/step.py).
 
 All ranks reduce buckets in one order, whatever order their gradients arrive in. The order is learned: the first step reduces

@@ -1,7 +1,7 @@
 """Check of optimizers that shall update pieces of parameters, or only some of the parameters, and handover of the pieces.
 
-torch's own optimizers are known. Any other is tried on small parameters, for each group with that group's options: one matrix
-whole against the same in two pieces, and two parameters in one optimizer against each in its own.
+torch's own optimizers are known. Any other is tried on small parameters, for each group with that group's options. One trial
+compares a matrix with the same matrix in two pieces, the other two parameters in one optimizer with each in its own.
 """
 
 from __future__ import annotations

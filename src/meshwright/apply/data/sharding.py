@@ -26,8 +26,8 @@ class Sharding:
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
         offload: Whether the optimizer works in the host's memory.
         compress: Compression of the gradients sent between replicas where there are any, else between shards.
-        per_step: Whether to gather values once before a step's first micro-batch and reduce gradients once after its last, since
-            forwards and backwards of several micro-batches alternate in a pipeline.
+        per_step: Whether to gather values once before a step's first micro-batch and reduce gradients once after its last. In a
+            pipeline, forwards and backwards of several micro-batches alternate.
         reduce_bytes: Size at which the gradients of layers that are always whole are summed [bytes].
     """
 

@@ -73,7 +73,7 @@ def balance_over_ranks(
     """Return the stage of each layer where a rank may have several stages, with little work for the busiest rank.
 
     Among equal cuts it prefers the one whose most expensive stage is cheapest. It starts from `balance_layers` and moves one or
-    two cuts at a time by a layer while that helps, so the result may not be the optimum.
+    two cuts at a time by a layer while that helps. The result may not be the optimum.
 
     Args:
         costs: Cost of each layer, in order, not negative [any one unit].

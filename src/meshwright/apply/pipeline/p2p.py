@@ -259,7 +259,7 @@ class Post:
     def forget(self) -> None:
         """Drop the state of a step that ended in an error.
 
-        Handles of sends under way are kept until they have left: gloo cancels a message whose handle is dropped, and the stage
+        Handles of sends under way are kept until they have left. Gloo cancels a message whose handle is dropped, and the stage
         that waits for it would not learn of the error.
         """
         self._left_behind += [lambda sent=sent: sent[0].is_done for sent in self._under_way]

@@ -4,8 +4,8 @@ A script writes to the original between steps (a temperature, a dropout's p, a h
 runs. What a replica's forward leaves on its copy (an auxiliary loss, a counter) is read through the original. In the replica's
 thread, where its loss is computed, that gives the replica's own value; elsewhere it gives the first replica's.
 
-Objects that modules refer to and that refer to no module (a schedule, a configuration, a recorder) are shared between the script
-and the first replica, since the script may hold them too. The other replicas have copies that follow.
+Some objects are referred to by modules and refer to no module: a schedule, a configuration, a recorder. The script may hold them
+too, so it shares them with the first replica. The other replicas have copies that follow.
 """
 
 from __future__ import annotations

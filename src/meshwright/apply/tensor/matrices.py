@@ -13,8 +13,8 @@ __all__: list[str] = []
 class WholeMatrices:
     """Gathers cut parameters and gradients before an optimizer's step, and cuts them again after it.
 
-    Every rank of the group takes the same step on the same matrices, so each holds the optimizer's whole state: memory that an
-    elementwise optimizer does not need.
+    Every rank of the group takes the same step on the same matrices, so each holds the optimizer's whole state. An elementwise
+    optimizer does not need that memory.
 
     Args:
         cutting: The cut module.

@@ -1,8 +1,8 @@
 """Part of a cut model, and the ways to run a call of it: on shards, on slices of the stream, or as on one device.
 
-A part is the smallest module around regions that has a proof: a layer of a chain with all its regions, the scope of any other
-region, an embedding or a head of a cut vocabulary. Its guard knows the calls for which the proof holds. Any other call runs
-whole: each rank gathers the part's parameters for the call and computes what one device computes.
+A part is the smallest module around regions that has a proof. It is a layer of a chain with all its regions, the scope of any
+other region, or an embedding or head of a cut vocabulary. Its guard knows the calls for which the proof holds. Any other call
+runs whole: each rank gathers the part's parameters for the call and computes what one device computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensor in slices over the ranks that acts as a whole one: logits of a cut vocabulary, the stream between layers.
 
-Gathering such a tensor costs more than the layer that made it, and its next use may not need it: cross-entropy computes on slices
+Gathering such a tensor costs more than the layer that made it, and its next use may not need it. Cross-entropy computes on slices
 of logits, a layer on slices of the stream. So it stays in slices while it is only reshaped along other dims and then given to one
 of those. Any other use gathers it first, once. So all code is right, and the common code is fast. It is the only tensor subclass
 at run time, and it never enters a layer.

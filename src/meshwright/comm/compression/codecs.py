@@ -1,7 +1,7 @@
 """Codecs: numbers as fewer bytes, and back. They are bf16, and integers of 8 or 4 bits in blocks that share a scale.
 
-A block's scale is its largest magnitude divided by the largest code, and codes are rounded to nearest, so that the error of a
-number is at most half a scale. Scales have the numbers' own precision. Values that are not finite stay visible: a block with an
+A block's scale is its largest magnitude divided by the largest code. Codes are rounded to nearest, so the error of a number is
+at most half a scale. Scales have the numbers' own precision. Values that are not finite stay visible: a block with an
 Inf or a NaN gets a scale that is not finite, and decodes to no finite value.
 
 Blockwise scales follow Dettmers et al. 2022, arXiv:2110.02861, section 2.1, without their non-linear codes.

@@ -25,8 +25,8 @@ def register_shm() -> None:
     """Make ``backend="shm"`` known to torch.distributed in this process; calling it again changes nothing.
 
     Afterwards `dist.init_process_group("shm")`, or "cpu:shm,cuda:nccl", and `dist.new_group(backend="shm")` exchange CPU
-    tensors through memory that the ranks of one host share. A group for which that cannot be (ranks on several hosts, no
-    C++ compiler, not Linux) gets gloo, and rank 0 of it says why in one line on the log "meshwright".
+    tensors through memory that the ranks of one host share. A group without that memory (ranks on several hosts, no C++
+    compiler, not Linux) gets gloo. Its rank 0 logs the reason in one line, under "meshwright".
     """
     if not hasattr(dist.Backend, "SHM"):
         dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])

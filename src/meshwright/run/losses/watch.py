@@ -1,8 +1,8 @@
 """Watch, before the optimizer steps, for a loss that was a mean over samples on the first batch and no longer is.
 
-Only the loss is computed again, on the existing outputs: on all rows, on parts of them, and on one row beside one of an earlier
-batch. This happens in the first steps, at sentinels, and whenever the batch or the loss is of a new kind: labels with a new
-value, a mask that is no longer all true, weights that differ, new sizes, a changed value that the loss reads.
+Only the loss is computed again, on the existing outputs: all rows, parts of them, and one row beside one of an earlier batch.
+This happens in the first steps, at sentinels, and whenever the batch or the loss is of a new kind. That may be labels with a new
+value, a mask that is no longer all true, weights that differ, new sizes, or a changed value that the loss reads.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class Sentinels:
     # -- a sentinel -------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """If a sentinel is due, compare settings and state, and start the inspection of a part in the next forward.
+        """Compare settings and state if a sentinel is due, and start the inspection of a part in the next forward.
 
         Raises:
             ApplyError: Settings differ.

@@ -19,7 +19,7 @@ class Draws:
     """Streams of random numbers of a forward.
 
     Torch's generators have one stream for the code between layers, equal on all stages, and a rank's own stream for its layers.
-    Python's and NumPy's global generators keep the single stream of one device, since each stage draws what the others draw: code
+    Python's and NumPy's global generators keep the single stream of one device, since each stage draws what the others draw. Code
     between layers runs on all stages, and other stages' layers that draw are run on fake tensors at each call.
 
     Args:

@@ -6,8 +6,8 @@ computes one of its tensors; tensors that depend on the inputs alone (masks, pos
 of another stage is received where this stage uses it, and a tensor of this stage is sent where another one uses it. All stages
 see the same calls in the same order, so sender and receiver agree without a message.
 
-Masks, keyword arguments, skip connections over several stages, tensors in dataclasses, shapes that change from one micro-batch
-to the next, and branches that the inputs decide therefore need no code of their own.
+Therefore these need no code of their own: masks, keyword arguments, skip connections over several stages, tensors in dataclasses,
+shapes that change between micro-batches, and branches that the inputs decide.
 """
 
 from __future__ import annotations
