@@ -202,24 +202,24 @@ def _parse(text: str | float, units: Mapping[str, float], *, what: str, example:
     else:
         match = _NUMBER.fullmatch(str(text))
         if match is None:
-            raise ConfigError(f"{text!r} is no {what}", fix=f"write a number and a unit, as in '{example}'")
+            raise ConfigError(f"{text!r} is not a valid {what}", fix=f"write a number and a unit, as in '{example}'")
         digits = match[1].replace("_", "")
         number = int(digits) if re.fullmatch(r"[+-]?[0-9]{1,30}", digits) else float(digits)
         unit = match[2]
     if isinstance(number, float) and not math.isfinite(number):
-        raise ConfigError(f"{text!r} is no {what}: it must be finite", fix=f"write it as in '{example}'")
+        raise ConfigError(f"{text!r} is not a valid {what}: it must be finite", fix=f"write it as in '{example}'")
     if number < 0:
-        raise ConfigError(f"{text!r} is no {what}: it must not be negative", fix=f"write it as in '{example}'")
+        raise ConfigError(f"{text!r} is not a valid {what}: it must not be negative", fix=f"write it as in '{example}'")
     factor = bare if not unit else {name.lower(): size for name, size in units.items()}.get(unit.lower())
     if factor is None:
         known = ", ".join(units)
         raise ConfigError(
-            f"{text!r} is no {what}: the unit '{unit}' is unknown{did_you_mean(unit, units)}; known: {known}",
+            f"{text!r} is not a valid {what}: the unit '{unit}' is unknown{did_you_mean(unit, units)}; known: {known}",
             fix=f"write it as in '{example}'",
         )
     product = number * factor
     if isinstance(product, float) and not math.isfinite(product):
-        raise ConfigError(f"{text!r} is no {what}: it must be finite", fix=f"write it as in '{example}'")
+        raise ConfigError(f"{text!r} is not a valid {what}: it must be finite", fix=f"write it as in '{example}'")
     return product
 
 

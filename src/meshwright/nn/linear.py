@@ -109,7 +109,7 @@ class _ParallelLinear(ShardedModule):
         """
         weight, bias = conv1d.weight, getattr(conv1d, "bias", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise ConfigError(f"{type(conv1d).__name__} is no Conv1D (rule: it has a weight [in, out])")
+            raise ConfigError(f"{type(conv1d).__name__} is not a Conv1D (rule: it has a weight [in, out])")
         return cls._from_full(conv1d, {"weight": weight, "bias": bias}, transposed=True, group=group, **options)
 
     @classmethod

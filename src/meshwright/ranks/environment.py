@@ -30,7 +30,8 @@ def choose_transport(environment: Mapping[str, str]) -> str:
     chosen = environment.get(TRANSPORT_VARIABLE, "") or "shm"
     if chosen not in _TRANSPORTS:
         raise ConfigError(
-            f"{TRANSPORT_VARIABLE} is {chosen!r}, which is no transport", fix=f"set it to {' or '.join(_TRANSPORTS)}"
+            f"{TRANSPORT_VARIABLE} is {chosen!r}, which is not a valid transport",
+            fix=f"set it to {' or '.join(_TRANSPORTS)}",
         )
     return chosen
 
@@ -103,7 +104,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     try:
         value = int(text or "")
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, which is no whole number") from None
+        raise ConfigError(f"{name} is {text!r}, which is not a whole number") from None
     if value < 0:
         raise ConfigError(f"{name} is {value}; it must not be negative")
     return value
@@ -209,7 +210,7 @@ def expand_nodes(text: str) -> list[str]:
         or not hosts
         or any(not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or host.startswith("-") for host in hosts)
     ):
-        raise ConfigError(f"{text!r} is no list of hosts (SLURM_NODELIST)")
+        raise ConfigError(f"{text!r} is not a list of hosts (SLURM_NODELIST)")
     return hosts
 
 
@@ -218,7 +219,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
-            raise ConfigError(f"{text!r} is no list of hosts (SLURM_NODELIST): {part!r} is no range")
+            raise ConfigError(f"{text!r} is not a list of hosts (SLURM_NODELIST): {part!r} is not a range")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -74,7 +74,7 @@ def _device_of(local_rank: int, local_size: int) -> torch.device:
             device = torch.device(wanted)
         except RuntimeError as error:
             raise ConfigError(
-                f"{DEVICE_VARIABLE} is {wanted!r}, which is no device", fix="set it to cpu or cuda"
+                f"{DEVICE_VARIABLE} is {wanted!r}, which is not a valid device", fix="set it to cpu or cuda"
             ) from error
         if device.type != "cuda":
             return device

@@ -55,7 +55,8 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"'{text}' is no action (rule: stage, then F, B, I or W, then micro-batch)", fix="write it as in '2F0'"
+                f"'{text}' is not an action (rule: stage, then F, B, I or W, then micro-batch)",
+                fix="write it as in '2F0'",
             )
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 

@@ -177,7 +177,7 @@ class FlatUnit:
         pairs = zip(self.names, self.parameters, self._versions, strict=True)
         name = next((name for name, parameter, version in pairs if parameter._version != version), self.names[0])
         raise ApplyError(
-            f"'{name}', or another parameter of its layer, was written over while this rank has a part of its values alone: "
+            f"'{name}', or another parameter of its layer, was written over while this rank holds only a part of its values: "
             "what was written would be lost",
             fix=WRITE_WHOLE,
         )

@@ -131,7 +131,7 @@ class Gathering:
         def hook(*_: Any) -> None:
             if self._phase == "none" and not self._everything_whole:
                 raise ApplyError(
-                    f"a module with '{self._units[indices[0]].names[0]}' was called outside of a step; its values are not here",
+                    f"the module of '{self._units[indices[0]].names[0]}' was called outside of a step, with only a shard here",
                     fix="call the model that apply_plan returned, on every rank",
                 )
             for index in indices:
@@ -159,7 +159,7 @@ class Gathering:
     def _refuse_copy(self) -> None:
         if not self._everything_whole:
             raise ApplyError(
-                "a copy of the module would hold no values: under ZeRO-3 a rank has its shards alone",
+                "a copy of the module would hold no values: under ZeRO-3 a rank has only its shards",
                 fix="copy it inside `with model.whole_parameters():`, which every rank enters",
             )
 
@@ -205,7 +205,7 @@ class Gathering:
         flat = self._units[index].flat
         if flat is None:
             raise ApplyError(
-                f"the values of '{self._units[index].names[0]}' were needed in a backward that is not the step's own",
+                f"the values of '{self._units[index].names[0]}' were needed in a backward outside of step(), which gathers them",
                 fix="leave backward to step(), or use zero=2",
             )
         return flat.as_strided(shape, stride, offset)

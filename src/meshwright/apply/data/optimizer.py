@@ -64,13 +64,13 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, plan: str) -> None:
     except Exception as error:
         raise ApplyError(
             f"{name} could not be tried on small parameters ({type(error).__name__}: {error}), and the plan '{plan}' gives "
-            "each rank some of the parameters alone: whether that changes its updates is not known",
+            "each rank only some of the parameters: whether that changes its updates is not known",
             fix=fix,
         ) from error
     if is_coupled:
         raise ApplyError(
             f"{name} updates two parameters in one optimizer otherwise than in two (a norm or another statistic over all of "
-            f"them), and the plan '{plan}' gives each rank some of the parameters alone",
+            f"them), and the plan '{plan}' gives each rank only some of the parameters",
             fix=fix,
         )
 

@@ -112,8 +112,8 @@ class ShardedEngine(DataParallelEngine):
         held = self._held_pieces()
         if not self._keep_whole and not acts_per_element(optimizer):
             return ApplyError(
-                f"a group of {type(optimizer).__name__} was added or changed whose options need whole matrices, and "
-                f"zero={self.sharding.zero} has cut them, as the groups that were there allowed it",
+                f"a group of {type(optimizer).__name__} that was added or changed needs whole matrices, and "
+                f"zero={self.sharding.zero} has already cut them, as the first groups allowed",
                 fix="give apply_plan an optimizer that has this group from the start",
             )
         hand_over_pieces(optimizer, held)
@@ -288,8 +288,8 @@ class ShardedEngine(DataParallelEngine):
         names = self.group.all_gather_json(mine, device=self.device)
         name = next(name for name in names if name is not None)
         raise ApplyError(
-            f"a forward changed the dtype of parameter '{name}' (module.to(...) inside of it, say), and "
-            f"zero={self.sharding.zero} keeps values and gradients in the memory that they had when the plan was applied",
+            f"a forward changed the dtype of parameter '{name}' (by module.to(...), say), and zero={self.sharding.zero} keeps "
+            "values and gradients in the memory and dtype that they had when the plan was applied",
             fix="build the model with that parameter in the dtype that its forward wants, or use zero=0",
         )
 

@@ -119,7 +119,7 @@ def raise_taken(names: Sequence[str], taken: set[int], group: Communicator, devi
     if rank is not None:
         raise ApplyError(
             f"a hook took the gradient of '{names[index]}' away on rank {group.ranks[rank]} before the ranks had "
-            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share alone)",
+            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share only)",
             fix="remove the hook and pass the optimizer to apply_plan",
         )
 

@@ -54,8 +54,8 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
                     best[stage][end], cut[stage][end] = worst, start
     if best[num_stages][num_layers] == float("inf"):
         raise ApplyError(
-            f"the plan's stages cannot be had: in the order in which the layers run they must not decrease, and each of the "
-            f"{num_stages} stages needs a layer",
+            f"the plan's stages= do not fit the model (rule: in the order in which the layers run stages do not decrease, and "
+            f"each of the {num_stages} stages has a layer)",
             fix="leave out stages=",
         )
     stages = [0] * num_layers

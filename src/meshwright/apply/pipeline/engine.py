@@ -282,8 +282,8 @@ class PipelineEngine(OuterEngine):
         if not self.is_prepared:
             return super().accept_groups(optimizer)
         return ApplyError(
-            f"groups of {type(optimizer).__name__} were changed, and pp={self.pipe.size} has dealt the parameters out: "
-            "module.parameters() has this rank's alone, and which ones a script means by their place is not known",
+            f"groups of {type(optimizer).__name__} were changed after pp={self.pipe.size} had assigned the parameters to stages: "
+            "module.parameters() lists only this rank's, so a choice of parameters by position differs between ranks",
             fix="give apply_plan all groups from the start, and switch requires_grad or lr of a group between steps",
         )
 

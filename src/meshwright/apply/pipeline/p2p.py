@@ -19,8 +19,8 @@ __all__: list[str] = []
 _LIFE = 2**20
 """Tags of one life of a pipeline: what an error left behind is not taken for a message of the next [count]."""
 _OTHER_WAY_FIX = (
-    "let nothing but the batch decide which layers run, equally on all ranks; pass an example_batch= that takes every branch; "
-    "or use pp=1"
+    "let only the batch decide which layers run, the same on all ranks; pass an example_batch= to apply_plan that takes every "
+    "branch; or use pp=1"
 )
 
 
@@ -196,7 +196,7 @@ class Post:
             return None
         note = read_note(tensor)
         if note is not None and note.kind == FAILED:
-            raise OtherStageError(f"stage {source} has failed, and stage {target} waited for it")
+            raise OtherStageError(f"stage {source} has failed while stage {target} was waiting for it")
         return note
 
     def compare_counts(self, num_micro_batches: int) -> None:
@@ -276,13 +276,14 @@ def _unexpected(
     what = "the gradient of a tensor" if is_gradient else "a tensor"
     if error is None or f"sent {FRAME_BYTES} bytes" in str(error):
         return OtherStageError(
-            f"stage {target} waits for {what} of shape {list(meta.shape)} of stage {source} in micro-batch {micro_batch}, which "
-            "has ended its forward without sending one, or failed",
+            f"stage {target} needs {what} of shape {list(meta.shape)} from stage {source} in micro-batch {micro_batch}, and "
+            f"stage {source} ended its forward without sending it, or failed (rule: all stages run the same forward)",
             fix=_OTHER_WAY_FIX,
         )
     return ApplyError(
-        f"stage {target} waits for {what} of shape {list(meta.shape)}, {meta.dtype}, of stage {source} in micro-batch "
-        f"{micro_batch}, and something else came ({error}): the stages took different ways through the forward",
+        f"stage {target} needs {what} of shape {list(meta.shape)}, {meta.dtype}, from stage {source} in micro-batch "
+        f"{micro_batch}, and received another one ({error}): the stages took different paths through the forward (rule: all "
+        "stages run the same forward)",
         fix=_OTHER_WAY_FIX,
     )
 
@@ -294,7 +295,8 @@ class OtherWayError(ApplyError):
 def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str) -> OtherWayError:
     """Return the error for two stages whose forwards of one micro-batch differ."""
     return OtherWayError(
-        f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
-        f"called {theirs}, stage {stage} {mine}, or drew other random numbers, or the code between used other tensors",
+        f"stages {source} and {stage} took different paths through the forward of micro-batch {micro_batch}: stage {source} "
+        f"called {theirs}, stage {stage} called {mine}; if these are equal, random numbers or the code between the layers "
+        "differed (rule: all stages run the same forward)",
         fix=_OTHER_WAY_FIX,
     )

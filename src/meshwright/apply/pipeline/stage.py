@@ -140,7 +140,7 @@ class Stage:
             if note is None or note.digest != way.note_digest:
                 names = list(self._map.calls)
                 mine = _way_text(way.num_calls, way.last, names)
-                theirs = "more" if note is None else _way_text(note.num_calls, note.last, names)
+                theirs = "more layers" if note is None else _way_text(note.num_calls, note.last, names)
                 raise other_way(self.index, source, micro_batch, mine, theirs)
 
     def home_of(self, tensor: Tensor) -> int:

@@ -35,7 +35,7 @@ def without_spanning(layout: TensorLayout, units: Sequence[str]) -> TensorLayout
     rest = tuple(region for region in layout.regions if region not in spanning)
     if not rest:
         raise ApplyError(
-            "tensor parallelism can cut this model only around layers of several stages, so that nothing is left to cut in one",
+            "tensor parallelism can cut this model only across layers of several stages, and nothing within one stage",
             fix="use tp=1, or pp=1",
         )
     return layout.replace(regions=rest, whole={**layout.whole, **whole})

@@ -36,8 +36,8 @@ class Writers:
         is_written = inputs.are_written()
         if is_written and not inputs.is_copied:
             raise ApplyError(
-                f"{name} wrote over its inputs in place in this forward, and not in its first one: "
-                "recompute has kept them, and would repeat the forward from other values",
+                f"{name} wrote over its inputs in place in this forward, and not in its first one: recompute has kept them "
+                "without a copy, and would repeat the forward from other values",
                 fix=_FIX,
             )
         if is_written or inputs.is_of_plain_tensors:

@@ -135,7 +135,7 @@ class OptimizerState:
         if name is None or not key.requires_grad:
             return
         raise ApplyError(
-            f"optimizer.state of parameter '{name}' is not on this rank as such: under the plan '{self._moment.plan}' each "
+            f"optimizer.state of parameter '{name}' is not whole on this rank: under the plan '{self._moment.plan}' each "
             f"rank's optimizer has some of the parameters, or pieces of them ({self.axis})",
             fix=self.fix,
         )
@@ -156,8 +156,8 @@ class OptimizerState:
             return
         whose = f"rank {found['rank']} under the plan '{found['plan']}'" if found else "another optimizer"
         raise ApplyError(
-            f"the optimizer state that is to be loaded is that of {whose}, and this is rank {self._rank} under the plan "
-            f"'{self._moment.plan}', whose optimizer has its own part of the state alone ({self.axis})",
+            f"the optimizer state to be loaded belongs to {whose}, and this is rank {self._rank} under the plan "
+            f"'{self._moment.plan}', whose optimizer has only its own part of the state ({self.axis})",
             fix=_FIX_OF_LOAD,
         )
 

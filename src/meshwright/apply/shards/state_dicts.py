@@ -51,8 +51,8 @@ class StateGuard:
     def _refuse_state_dict(self, module: nn.Module, *_: Any) -> None:
         if self._has_parts():
             raise ApplyError(
-                f"state_dict() of {_name(module)} would not be the model's: under the plan '{self._plan}' a rank has its "
-                "shards alone",
+                f"state_dict() of {_name(module)} would not be the model's: under the plan '{self._plan}' a rank has only its "
+                "shards",
                 fix="call full_state_dict() of the model that apply_plan returned, on every rank; or enter "
                 "`with model.whole_parameters():` on every rank",
             )
@@ -66,8 +66,8 @@ class StateGuard:
                 else ", or inside `with model.whole_parameters():` on every rank"
             )
             raise ApplyError(
-                f"load_state_dict() of {_name(module)} cannot be taken over: under the plan '{self._plan}' a rank has its "
-                "shards alone",
+                f"load_state_dict() of {_name(module)} would not reach all ranks: under the plan '{self._plan}' a rank has only "
+                "its shards",
                 fix=f"load the state into the module before apply_plan{where}",
             )
 
@@ -82,8 +82,7 @@ class StateGuard:
             )
         if self._has_parts():
             raise ApplyError(
-                f"a copy of the module would be of a part of it: under the plan '{self._plan}' a rank has its shards "
-                "alone",
+                f"a copy of the module would be of a part of it: under the plan '{self._plan}' a rank has only its shards",
                 fix="copy or average it inside `with model.whole_parameters():`, which every rank enters",
             )
 

@@ -58,9 +58,10 @@ class KeptParameters:
         for name, value in self.restore():
             if not is_kept(value):
                 raise ApplyError(
-                    f"the model's forward writes into its parameter '{name}' of {value.numel()} values, and it was run on trial",
-                    fix="run one forward before apply_plan, if it initialises itself by its first batch; or write outside of "
-                    "forward",
+                    f"the model's forward wrote into its parameter '{name}' in a trial run, and its {value.numel()} values are "
+                    "too many to be restored",
+                    fix="run one forward before apply_plan, if the model initialises itself by its first batch; or write to it "
+                    "outside of forward",
                 )
 
 

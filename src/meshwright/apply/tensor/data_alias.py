@@ -34,7 +34,7 @@ class DataAlias:
         """Raise ApplyError if it was written into after a use of the whole tensor; called in backward."""
         if self._is_written or self._used_at not in (None, self._data._version):
             raise ApplyError(
-                "the .data of a tensor that lies in slices was written into after something else had taken the tensor, which "
-                "keeps the values of before for backward",
+                "the .data of a tensor that lies in slices was written into after the tensor had been used, and that use keeps "
+                "the earlier values for backward",
                 fix="write into .data before the tensor is used, or into a clone",
             )

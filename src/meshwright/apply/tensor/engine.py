@@ -104,7 +104,7 @@ class TensorEngine(OuterEngine):
         for name, wish in self._wanted.items():
             if name not in names:
                 raise ApplyError(
-                    f"the plan's layouts name '{name}', which is no parameter of the model{did_you_mean(name, names)}",
+                    f"the plan's layouts name '{name}', which is not a parameter of the model{did_you_mean(name, names)}",
                     fix="use the names of named_parameters()",
                 )
             if wish not in WISHES:
@@ -117,7 +117,7 @@ class TensorEngine(OuterEngine):
         for name, child in self.module.named_modules():
             if isinstance(child, torch.jit.ScriptModule) or type(child).__name__ == "OptimizedModule":
                 raise ApplyError(
-                    f"'{name or 'the model itself'}' is compiled, and what happens inside cannot be followed; "
+                    f"'{name or 'the model itself'}' is compiled, so the code inside cannot be followed; "
                     f"tp={self.shards.size} needs to see which tensors feed which",
                     fix="pass the model before torch.compile or torch.jit",
                 )

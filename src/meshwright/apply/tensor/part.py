@@ -149,7 +149,7 @@ class Part:
         if type(self.module) is not self._class or ("forward" in vars(self.module)) != self._is_patched:
             raise ApplyError(
                 f"the forward of '{self.name or 'the model itself'}' was replaced after the plan was applied, and the new one "
-                "was not proven to give one device's numbers on shards",
+                "is not proven to give one device's numbers on shards",
                 fix="replace it before apply_plan",
             )
 

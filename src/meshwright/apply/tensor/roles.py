@@ -37,7 +37,7 @@ def unless_whole(original: Forward, running: RunningRegion, forward: Forward) ->
         if not (running.is_open or is_in_backward()):
             raise ApplyError(
                 f"a {type(self).__name__} of {running.region.scope or 'the model'!r} was called outside of the module with which "
-                f"it was cut over {running.group.size} ranks; what it gives is a part",
+                f"it was cut over {running.group.size} ranks, and its result is only a part",
                 fix="call the module around it, as in the first batch; or pass an example_batch= that calls it so; or use tp=1",
             )
         return (original if running.is_whole else forward)(self, *args, **kwargs)

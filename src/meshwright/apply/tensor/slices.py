@@ -166,7 +166,7 @@ class Slices(Tensor):
         # Below autograd, inside a user's autograd.Function: values are enough, the gradient goes to `_Wrap`.
         if func._schema.is_mutable:
             raise ApplyError(
-                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside of an "
+                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside an "
                 "autograd.Function",
                 fix="clone the tensor before it is given to the function",
             )

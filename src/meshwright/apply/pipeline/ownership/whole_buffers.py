@@ -112,7 +112,7 @@ def _spread_own(
         source = rank_of_stage(home)
         if key not in everyone[source]:
             raise ApplyError(
-                f"buffer '{key}' of {type(child).__name__} was changed between steps on some ranks of a pipeline alone",
+                f"buffer '{key}' of {type(child).__name__} was changed between steps only on some ranks of a pipeline",
                 fix="change buffers on every rank alike, or inside `with model.whole_parameters():`",
             )
         _, shape, dtype = everyone[source][key]

@@ -91,19 +91,19 @@ class Flow:
         """
         if self.reads:
             raise ApplyError(
-                f"the forward reads numbers between its layers: {'; '.join(self.reads[:3])}; every stage would need them before "
+                f"the forward reads values between its layers: {'; '.join(self.reads[:3])}; every stage would need them before "
                 "they are computed",
-                fix="decide by the inputs, or inside a layer; or use pp=1",
+                fix="let the inputs alone decide, or move the code into a layer; or use pp=1",
             )
         if self.leaks:
             raise ApplyError(
-                f"a tensor leaves its layer beside the layer's results: {'; '.join(self.leaks[:3])}; other stages would "
-                "not find it",
+                f"a tensor leaves its layer otherwise than as a result: {'; '.join(self.leaks[:3])}; other stages would "
+                "not have it",
                 fix="return it from the layer, or keep it as an attribute of a module that only that layer writes; or use pp=1",
             )
         if self.shared:
             raise ApplyError(
-                f"{'; '.join(self.shared[:3])}: each stage runs its own layers alone, and would see other values",
+                f"{'; '.join(self.shared[:3])}: each stage runs only its own layers, and would see other values",
                 fix="keep it as an attribute of the layer that changes it; or use pp=1",
             )
 

@@ -135,7 +135,7 @@ def refuse_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         if all(value is not None and value.home == home for value in found):
             return
     raise ApplyError(
-        f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
-        "training): that backward would run through layers of several stages",
-        fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
+        f"code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of training), "
+        "whose backward would run through layers of several stages",
+        fix="move the call into one layer, or use pp=1 (dp, zero and tp allow it)",
     )

@@ -60,8 +60,8 @@ class Memory:
             is_old = value.home == self._stage and self._moved and _place_of(value.real) in self._moved
             if value.is_stale or is_old:
                 raise ApplyError(
-                    f"the code between the layers writes over a tensor in place and then uses another one, of shape "
-                    f"{list(value.any.shape)}, that shares its memory, and stages other than stage {self._stage} have it, too",
+                    f"code between the layers writes into a tensor and then uses another one, of shape {list(value.any.shape)}, "
+                    f"that shares its memory; other stages than stage {self._stage} have a copy, which the write does not reach",
                     fix="write y = y + x in place of y += x, or clone() before; or use pp=1",
                 )
 

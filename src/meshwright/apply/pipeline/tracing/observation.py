@@ -194,8 +194,8 @@ class _ForwardObserver(TorchFunctionMode):
             if any(id(p) not in self._names for p in parameters):
                 raise ApplyError(
                     f"layer '{name}' runs with other parameters than its own (functional_call, or an inner step of training), "
-                    "which stages of a pipeline do not have",
-                    fix="use pp=1 (dp, zero and tp take it)",
+                    "and a pipeline stage holds only its own layers' parameters",
+                    fix="use pp=1 (dp, zero and tp allow it)",
                 )
             own = {self._names[id(p)] for p in parameters}
             self._used.append(own | self._parameters_in((args, kwargs)))
@@ -354,9 +354,9 @@ class _ForwardObserver(TorchFunctionMode):
         if func is torch.autograd.grad and found and all(v is not None and v.owner is self for v in found):
             return  # whether all is on one stage, is known once stages are
         raise ApplyError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
-            "training): that backward would run through layers of several stages",
-            fix="call it inside of one layer, or use pp=1 (dp, zero and tp take it)",
+            f"code between the layers calls {getattr(func, '__name__', func)}() (a gradient penalty, or an inner step of "
+            "training), whose backward would run through layers of several stages",
+            fix="move the call into one layer, or use pp=1 (dp, zero and tp allow it)",
         )
 
     def _may_draw(self) -> set[str]:

@@ -98,9 +98,9 @@ def cut(
     blocks = _blocks(module, flow, [*together, *map(set, flow.bonds.values())])
     if len(blocks) < num_stages:
         raise ApplyError(
-            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers or "
-            "counts and are called several times stay on one stage with all between their calls, since these follow one another; "
-            f"so do layers that tensor parallelism cuts together{_texts_of(flow.bonds)}",
+            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages (rule: a layer with buffers or "
+            "counts that is called several times stays on one stage with all calls in between, and so do layers that tensor "
+            f"parallelism cuts together){_texts_of(flow.bonds)}",
             fix=_fix_for(len(blocks), rank_of_stage),
         )
     wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
@@ -163,6 +163,7 @@ def _refuse_unknown(flow: Flow, given: Mapping[str, int]) -> None:
     for name in given:
         if not any(unit == name or unit.startswith(f"{name}.") for unit in flow.units):
             raise ApplyError(
-                f"the plan puts '{name}' on a stage, and the model cannot be cut there{did_you_mean(name, flow.units)}",
+                f"the plan assigns '{name}' to a stage, and it is not a layer at which this model can be cut"
+                f"{did_you_mean(name, flow.units)}",
                 fix=f"use names among {', '.join(flow.units[:8])}",
             )

@@ -102,8 +102,8 @@ class Bookkeeping(TorchFunctionMode):
         if value.real is None:
             if value.home is None or value.stand_in is None:
                 raise ApplyError(
-                    f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
-                    "the batch by which the stages were cut",
+                    f"stage {self.stage} needs a parameter that another stage holds: the forward took another path than the "
+                    "traced one, from which the stages were cut (rule: a parameter is used by the layers of the traced forward)",
                     fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
                 )
             meta = Meta.of(value.stand_in)

@@ -264,9 +264,10 @@ class StageForward(Bookkeeping):
             )
         if latest > stage:
             raise ApplyError(
-                f"'{name}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
-                fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
-                "example_batch= to apply_plan with which every layer runs as often as it ever will",
+                f"'{name}' is on stage {stage} and takes a tensor that stage {latest} computes (rule: a layer's inputs come from "
+                "its own stage or from an earlier one)",
+                fix="leave out stages=, or assign the layers to stages in the order in which they run; pass an example_batch= to "
+                "apply_plan with which every layer runs as often as it ever will",
             )
         return stage
 

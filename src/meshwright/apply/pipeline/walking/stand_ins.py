@@ -166,9 +166,9 @@ class StrayValueError(ApplyError):
 
     def __init__(self, place: str) -> None:
         super().__init__(
-            f"{place} was given a tensor that another stage computes, and its way cannot be followed: it passed through "
-            "code that torch functions are not told of, or was kept from an earlier batch",
-            fix="keep such code inside of a layer, or use pp=1",
+            f"{place} was given a tensor that another pipeline stage computes, so its values are not on this rank: code that "
+            "torch functions do not see has used it (a C++ extension, for example), or it was kept from an earlier batch",
+            fix="move such code into a layer, or use pp=1",
         )
 
 

@@ -48,7 +48,7 @@ def refuse_compiled(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if type(child).__name__ == "OptimizedModule" or getattr(child, "_compiled_call_impl", None) is not None:
             raise ApplyError(
-                f"'{name or 'the model'}' is compiled, and a pipeline follows the calls of the layers inside",
+                f"'{name or 'the model'}' is compiled, and a pipeline has to follow the calls of the layers inside",
                 fix="apply the plan to the model before torch.compile, or use pp=1",
             )
 
@@ -59,9 +59,9 @@ def refuse_functional_call(error: Exception) -> Exception:
     if not isinstance(error, (ValueError, TypeError)) or not _NOT_ASSIGNED.search(str(error)):
         return error
     return ApplyError(
-        "a layer of another stage was to run with other parameters than its own (functional_call, or an assignment to one): "
-        "stages of a pipeline hold their own layers' parameters alone",
-        fix="use pp=1 (dp, zero and tp take it)",
+        "a layer of another stage was called with other parameters than its own (functional_call, or an assignment to one): "
+        "a pipeline stage holds only its own layers' parameters",
+        fix="use pp=1 (dp, zero and tp allow it)",
     )
 
 

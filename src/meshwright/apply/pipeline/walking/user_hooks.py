@@ -81,13 +81,13 @@ def refuse_backward_hooks(module: nn.Module, *, is_unit: bool) -> None:
     elif module._forward_hooks:
         why = "it has a forward hook, too, whose result the backward hook would see first"
     elif module._backward_hooks and not module._is_full_backward_hook:
-        why = "it is not a full one (register_backward_hook), and sees one operation of the layer's"
+        why = "it is not a full one (register_backward_hook), so it sees only one operation of the layer"
     else:
         return
     raise ApplyError(
         f"a {type(module).__name__} of the pipeline has a backward hook, and {why}",
         fix="use register_full_backward_hook on the layers inside, on those without a forward hook; or hook tensors in a "
-        "layer's forward; or use pp=1 (dp and zero take it)",
+        "layer's forward; or use pp=1 (dp and zero allow it)",
     )
 
 

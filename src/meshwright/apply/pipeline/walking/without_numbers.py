@@ -41,12 +41,12 @@ def find_of_function(
         # Sizes that depend on another stage's values would be wrong here: `torch.where(chosen == 3)`.
         if sizes and all(_sizes_with(make, func, args, kwargs) in (None, sizes) for make in (_ones, _ramp)):
             return results, True
-        whose = "a parameter, or on what is made of one, that other stages hold"
+        whose = "a parameter that other stages hold, or on a tensor made from one"
         whose = whose if home is None else f"a tensor that stage {home} computes"
         raise ReadsValueError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() on {whose}, and every stage would need its "
-            f"numbers ({str(error).splitlines()[0]})",
-            fix="decide by the inputs, or inside a layer; or use pp=1",
+            f"code between the layers calls {getattr(func, '__name__', func)}() on {whose}, and every stage would need its "
+            f"values ({str(error).splitlines()[0]})",
+            fix="let the inputs alone decide, or move the code into a layer; or use pp=1",
         ) from error
 
 

@@ -69,7 +69,7 @@ def refuse_unseen(unit: str, effects: Sequence[Effect], leaves: Sequence[Slot]) 
         if (first[1], attribute) not in leaves:
             raise ApplyError(
                 f"layer '{unit}' leaves a tensor in the attribute '{attribute}' of '{first[1] or 'the model itself'}', which it "
-                "did not with the first batch; other stages would not find it",
+                "did not do with the first batch; other stages would not have it",
                 fix="pass an example_batch= to apply_plan with which it does so, return the tensor, or use pp=1",
             )
 
