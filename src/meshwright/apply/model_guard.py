@@ -134,8 +134,8 @@ class ModelGuard:
             moved = [name for name, new, old in zip(self._names, now, self._places, strict=True) if new != old]
             return ApplyError(
                 f"the values of {len(moved)} parameter(s), '{moved[0]}' for example, were put elsewhere after the plan was "
-                "applied (by an assignment to .data, vector_to_parameters or module.to); its optimizer updates the memory "
-                "of then, and the new values would be lost",
+                "applied (by an assignment to .data, vector_to_parameters or module.to); the optimizer updates the earlier "
+                "memory, so the new values would be lost",
                 fix="change values in place: parameter.data.copy_(...) under torch.no_grad()",
             )
         return None
@@ -226,8 +226,8 @@ class OptimizerGuard:
         if hooks and self._has_parts():
             name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
             return ApplyError(
-                f"'{name}' was registered to run around {type(self._optimizer).__name__}.step(), where this plan has each rank "
-                "hold parts of the parameters and gradients alone: a norm, a mean or a clip would be of those",
+                f"'{name}' was registered to run around {type(self._optimizer).__name__}.step(), where each rank holds only "
+                "parts of the parameters and gradients under this plan: a norm, a mean or a clip would be of those parts",
                 fix="pass max_grad_norm= to clip; read model.full_gradients() after the step, and change values between steps "
                 "inside `with model.whole_parameters():`; or use zero=0, tp=1 and pp=1",
             )
@@ -244,8 +244,8 @@ def refuse_unfinished(module: nn.Module, plan: str) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise ApplyError(
-                f"'{name or 'the model itself'}' is compiled by torch.jit: its hooks and its parameters cannot be watched over, "
-                f"as the plan '{plan}' does",
+                f"'{name or 'the model itself'}' is compiled by torch.jit: its hooks and its parameters cannot be watched, "
+                f"as the plan '{plan}' requires",
                 fix="pass the model before torch.jit.script or trace",
             )
         tensors = [*child._parameters.items(), *child._buffers.items()]

@@ -142,7 +142,8 @@ class BatchSplitter:
         lengths = lengths or {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0}
         if len(lengths) != 1:
             raise ApplyError(
-                f"how many samples a batch has cannot be told: it has no targets, and sizes in dim 0 are {sorted(lengths)}",
+                "the number of samples of a batch is unknown: its targets (all of its tensors, where it has none) have the sizes "
+                f"{sorted(lengths)} in dim 0 (rule: one size)",
                 fix="give the batch an attribute num_samples (a class of your own may extend dict), or the function that you "
                 "pass as split= an attribute count, batch -> number of samples",
             )
@@ -158,8 +159,8 @@ class BatchSplitter:
         counts = [self.count(part) for part in parts]
         if len(parts) > num_parts or sum(counts) != self.count(batch):
             raise ApplyError(
-                f"split= was to cut a batch of {self.count(batch)} samples into {num_parts} parts, and gave {len(parts)} with "
-                f"{counts} samples",
+                f"split= was called to cut a batch of {self.count(batch)} samples into {num_parts} parts, and returned "
+                f"{len(parts)} with {counts} samples",
                 fix=f"have split(batch, {num_parts}) return at most {num_parts} batches that hold each sample once",
             )
         return [part for part, count in zip(parts, counts, strict=True) if count]

@@ -161,8 +161,8 @@ class Agreement:
         moved = self._group.all_gather_json(self._moved, device=self._device)
         ranks = [self._group.ranks[index] for index, is_moved in enumerate(moved) if is_moved]
         raise ApplyError(
-            f"buffers were changed on rank(s) {ranks} of {self._group.size} alone since the last step or evaluation, by a "
-            "forward that was called by hand or a write; buffers follow rank 0, and this step has begun without them",
+            f"buffers were changed only on rank(s) {ranks} of {self._group.size} since the last step or evaluation, by a "
+            "forward that was called by hand or a write (rule: buffers follow rank 0, and this step has begun with others)",
             fix="call the model, or write into its buffers, on every rank alike, or use model.evaluate(batch)",
         )
 

@@ -162,7 +162,7 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
         if child.scale_grad_by_freq and (shares * plan.micro_batches > 1 or plan.micro_batch_size):
             raise ApplyError(
                 f"embedding '{name}' divides gradients by how often an id is in the batch (scale_grad_by_freq), and the plan "
-                f"'{plan}' cuts the batch into parts that count for themselves",
+                f"'{plan}' cuts the batch into parts that would each count only their own ids",
                 fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
             )
         cut = shares * plan.micro_batches > 1 or plan.micro_batch_size is not None

@@ -47,8 +47,8 @@ def refuse_iterators(module: nn.Module, functions: Sequence[Any], plan: str) -> 
         found = next(_iterators_in(value, _DEPTH), None)
         if found is not None:
             raise ApplyError(
-                f"'{label}' is or holds an iterator of type '{type(found).__name__}', which cannot be wound back: the plan "
-                f"'{plan}' runs the model on trial, and what that takes of it would be missing in training",
+                f"'{label}' is or holds an iterator of type '{type(found).__name__}', which cannot be rewound: the plan "
+                f"'{plan}' runs the model on trial, so that the items a trial takes would be missing in training",
                 fix="keep a list and a counter in its place, a torch.Generator where it gives random numbers, or an object with "
                 "`__next__` whose state is in plain attributes",
             )

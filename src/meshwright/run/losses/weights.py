@@ -124,8 +124,8 @@ def find_uneven_labels(guards: Sequence[Guard], parts: Sequence[Any], splitter: 
             if abs(num_ignored - each * num_samples) > _ROUNDING:
                 return ApplyError(
                     f"{num_ignored} entries of {path_text(path)} in a micro-batch of {num_samples} samples are {value}, "
-                    f"which the loss ignores; in the first batch {each:g} of each sample were, and its mean over samples "
-                    "holds for that alone",
+                    f"which the loss ignores; in the first batch {each:g} of each sample were, and only then is the loss a "
+                    "mean over samples",
                     fix="return meshwright.Loss(sum, weight) from loss_fn, the weight being the labels that count",
                 )
     return None

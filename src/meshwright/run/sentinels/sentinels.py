@@ -302,7 +302,8 @@ class Sentinels:
                 rank=rank,
                 step=self._step,
                 part=finding.part,
-                fix="start again from a checkpoint of before, and run `meshwright verify` on the plan; on_finding='warn' goes on",
+                fix="restart from a checkpoint from before this step, and run `meshwright verify` on the plan; on_finding='warn' "
+                "continues",
             )
         self._found += texts
         if everyone.group_rank == 0:
