@@ -11,12 +11,12 @@ Action = tuple[str, int]
 """("gather" or "reduce", index of the unit)."""
 
 
-def forward_score(gathered: Iterable[int]) -> list[Action]:
+def forward_order(gathered: Iterable[int]) -> list[Action]:
     """Return the gathers of a forward that calls units in the order of their registration."""
     return [(GATHER, index) for index in sorted(gathered)]
 
 
-def backward_score(uses: Sequence[int], gathered: Container[int], trainable: Container[int]) -> list[Action]:
+def backward_order(uses: Sequence[int], gathered: Container[int], trainable: Container[int]) -> list[Action]:
     """Return the gathers and sums of the backward of a forward that used units in this order.
 
     Backward needs a unit first for its last use, and has its gradients when it has passed its first use. So a unit used at both
@@ -27,28 +27,28 @@ def backward_score(uses: Sequence[int], gathered: Container[int], trainable: Con
         gathered: Units that must be made whole.
         trainable: Units that get gradients.
 
-    >>> backward_score([0, 1, 2, 0], gathered={0, 1, 2}, trainable={0, 1, 2})
+    >>> backward_order([0, 1, 2, 0], gathered={0, 1, 2}, trainable={0, 1, 2})
     [('gather', 0), ('gather', 2), ('gather', 1), ('reduce', 2), ('reduce', 1), ('reduce', 0)]
     """
     first_use: dict[int, int] = {}
     for place, index in enumerate(uses):
         first_use.setdefault(index, place)
-    score: list[Action] = []
+    order: list[Action] = []
     met: set[int] = set()
     waiting: list[int] = []
     for place in reversed(range(len(uses))):
         index = uses[place]
         if index not in met and index in gathered:
-            score.append((GATHER, index))
+            order.append((GATHER, index))
         met.add(index)
-        score.extend((REDUCE, done) for done in waiting)
+        order.extend((REDUCE, done) for done in waiting)
         waiting = [index] if place == first_use[index] and index in trainable else []
-    return score + [(REDUCE, done) for done in waiting]
+    return order + [(REDUCE, done) for done in waiting]
 
 
 def complete(events: Sequence[Action], gathered: Iterable[int], trainable: Iterable[int]) -> list[Action]:
     """Return an order with every unit: first what the leading rank did, then the units that it did not need."""
-    rest = forward_score(gathered) + [(REDUCE, index) for index in sorted(trainable)]
+    rest = forward_order(gathered) + [(REDUCE, index) for index in sorted(trainable)]
     return [*events, *(action for action in rest if action not in events)]
 
 

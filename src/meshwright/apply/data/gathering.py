@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright._torch_private import without_dispatch_modes, without_function_modes
-from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_score, complete, forward_score
+from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_order, complete, forward_order
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.lookup_hooks import WatchedParameters
 from meshwright.apply.data.requests import Requests, spare_bytes
@@ -72,7 +72,7 @@ class Gathering:
         self._prefetches = prefetches and not group.shares_memory
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
-        self._score: list[Action] = []
+        self._order: list[Action] = []
         self._place, self._phase = 0, "none"
         self._everything_whole = False
         self._at_address: dict[int, int] = {}
@@ -90,9 +90,9 @@ class Gathering:
         self.keeps_until_end: set[int] = set()
         """Units that are needed again after their module's forward: they stay whole until the pass is over."""
         order = range(len(self._units))
-        self._scores = {
-            "forward": forward_score(self._gathered),
-            "backward": backward_score(order, self._gathered, self._trainable),
+        self._orders = {
+            "forward": forward_order(self._gathered),
+            "backward": backward_order(order, self._gathered, self._trainable),
         }
         self._uses = Uses()
         self._backward_is_guessed = bool(self._gathered)
@@ -219,8 +219,8 @@ class Gathering:
             return
         with without_dispatch_modes(), without_function_modes():  # these reads are not the model's
             self._sum_what_is_ready()
-            while not self._units[index].is_whole and self._place < len(self._score):
-                self._play_next()
+            while not self._units[index].is_whole and self._place < len(self._order):
+                self._run_next()
             if not self._units[index].is_whole:
                 self._keeps_now = True
             while not self._units[index].is_whole:
@@ -235,7 +235,7 @@ class Gathering:
     def _end_phase(self) -> None:
         """Run the rest of the order, and then the gathers that other ranks request."""
         with without_function_modes():
-            self._play_rest()
+            self._run_rest()
             while self._gathered and (wanted := self._requests.agree(None)) is not None:
                 self._serve(wanted)
                 self._let_all_go()
@@ -246,8 +246,8 @@ class Gathering:
         Over shared memory it would compete for the core that computes. While the order is being learned, a gather outside of it
         may come first.
         """
-        if self._prefetches and not self._is_learning and self._place < len(self._score):
-            kind, index = self._score[self._place]
+        if self._prefetches and not self._is_learning and self._place < len(self._order):
+            kind, index = self._order[self._place]
             if kind == GATHER:
                 self._units[index].start_gather()
 
@@ -274,8 +274,8 @@ class Gathering:
 
     # -- running the order --------------------------------------------------------------------------------------
 
-    def _play_next(self) -> None:
-        kind, index = self._score[self._place]
+    def _run_next(self) -> None:
+        kind, index = self._order[self._place]
         self._place += 1
         if kind == GATHER:
             self._make_whole(index)
@@ -293,11 +293,11 @@ class Gathering:
 
     def _sum_what_is_ready(self) -> None:
         """Run the sums that come next in the order and have all their gradients."""
-        while self._phase == "backward" and self._place < len(self._score):
-            kind, index = self._score[self._place]
+        while self._phase == "backward" and self._place < len(self._order):
+            kind, index = self._order[self._place]
             if kind != REDUCE or not self._units[index].is_ready:
                 return
-            self._play_next()
+            self._run_next()
 
     def _make_whole(self, index: int) -> None:
         if not (unit := self._units[index]).is_whole:
@@ -311,9 +311,9 @@ class Gathering:
             del self._at_address[unit.flat.data_ptr()]
             unit.release()
 
-    def _play_rest(self) -> None:
-        while self._place < len(self._score):
-            self._play_next()
+    def _run_rest(self) -> None:
+        while self._place < len(self._order):
+            self._run_next()
             self._let_all_go()
         self._let_all_go()
 
@@ -326,7 +326,7 @@ class Gathering:
     def begin_forward(self) -> None:
         """Begin a forward."""
         self._let_all_go()  # where the pass before ended in an error
-        self._phase, self._score, self._place = "forward", self._scores["forward"], 0
+        self._phase, self._order, self._place = "forward", self._orders["forward"], 0
         self._is_over, self._keeps_now, self._uses = set(), False, Uses()
 
     def begin_backward(self) -> None:
@@ -334,7 +334,7 @@ class Gathering:
         self._end_phase()
         if self._backward_is_guessed:
             self._learn_backward()
-        self._phase, self._score, self._place = "backward", self._scores["backward"], 0
+        self._phase, self._order, self._place = "backward", self._orders["backward"], 0
         self._is_over, self._ready_bytes = set(), 0
         for index in self._trainable - self._gathered:
             self._missing[index] = sum(parameter.requires_grad for parameter in self._units[index].parameters)
@@ -361,8 +361,8 @@ class Gathering:
         everyone = self._group.all_gather_json(self._uses.in_order(), device=torch.device("cpu"))
         uses = next((uses for uses in everyone if uses), None)
         if uses is not None:  # else no rank had a sample
-            score = backward_score(uses, self._gathered, self._trainable)
-            self._scores["backward"] = complete(score, self._gathered, self._trainable)
+            order = backward_order(uses, self._gathered, self._trainable)
+            self._orders["backward"] = complete(order, self._gathered, self._trainable)
             self._backward_is_guessed = False
 
     def learn(self) -> None:
@@ -375,8 +375,8 @@ class Gathering:
             return  # no rank had a sample
         self._is_learning = self._backward_is_guessed = False
         for phase, events in lead.items():
-            score = complete([(kind, index) for kind, index in events], self._gathered, self._trainable)
-            self._scores[phase] = [action for action in score if phase == "backward" or action[0] == GATHER]
+            order = complete([(kind, index) for kind, index in events], self._gathered, self._trainable)
+            self._orders[phase] = [action for action in order if phase == "backward" or action[0] == GATHER]
 
     @contextlib.contextmanager
     def everything_whole(self) -> Iterator[None]:
