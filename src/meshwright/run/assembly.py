@@ -251,8 +251,8 @@ def _sharding(plan: Plan, world: World) -> Sharding:
     copies = [group[place::degree] for group in groups for place in range(degree)]
     return Sharding(
         zero=plan.zero,
-        shards=subgroup(world, neighbours, "dp"),
-        replicas=subgroup(world, copies, "dp"),
+        shard_group=subgroup(world, neighbours, "dp"),
+        replica_group=subgroup(world, copies, "dp"),
         prefetches=plan.overlap,
         whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
         offload=plan.offload == "optimizer",

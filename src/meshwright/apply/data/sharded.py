@@ -48,12 +48,12 @@ class ShardedEngine(DataParallelEngine):
     """
 
     def __init__(self, module: nn.Module, group: Communicator, device: torch.device, sharding: Sharding) -> None:
-        has_replicas = sharding.replicas.size > 1
-        reducer = make_reducer(sharding.compress, sharding.replicas if has_replicas else sharding.shards)
+        has_replicas = sharding.replica_group.size > 1
+        reducer = make_reducer(sharding.compress, sharding.replica_group if has_replicas else sharding.shard_group)
         super().__init__(module, group, device, reducer)
         self.sharding = sharding
-        self._within = PlainReducer(sharding.shards) if has_replicas else reducer
-        self._across = reducer if has_replicas else PlainReducer(sharding.replicas)
+        self._within = PlainReducer(sharding.shard_group) if has_replicas else reducer
+        self._across = reducer if has_replicas else PlainReducer(sharding.replica_group)
         self.units: list[FlatUnit] = []
         self._owners: list[nn.Module] = []
         self._gathering: Gathering | None = None
@@ -154,7 +154,7 @@ class ShardedEngine(DataParallelEngine):
         pieces: list[tuple[str, torch.Tensor]] = [
             (unit.names[piece.span.index], piece.tensor) for unit in self.units for piece in unit.pieces
         ]
-        return [(self.group, [*whole, *persistent_buffers(self.module)]), (self.sharding.replicas, pieces)]
+        return [(self.group, [*whole, *persistent_buffers(self.module)]), (self.sharding.replica_group, pieces)]
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -303,16 +303,16 @@ class ShardedEngine(DataParallelEngine):
     def gradient_pieces(self) -> list[tuple[torch.Tensor, nn.Parameter]]:
         pieces = [(p.tensor.grad, unit.parameters[p.span.index]) for unit in self.units for p in unit.pieces]
         found = [(grad, parameter) for grad, parameter in pieces if grad is not None]
-        if self.sharding.shards.group_rank == 0:
+        if self.sharding.shard_group.group_rank == 0:
             found += [(p.grad.coalesce().values(), p) for p in self._sparse if p.grad is not None]
         return found
 
     def sum_over_pieces(self, values: torch.Tensor) -> None:
-        self.sharding.shards.all_reduce(values)
+        self.sharding.shard_group.all_reduce(values)
 
     def gradient_norm(self) -> torch.Tensor:
         mine = self._piece_gradients()
-        if self.sharding.shards.group_rank == 0:
+        if self.sharding.shard_group.group_rank == 0:
             mine += self.sparse_values()  # which every rank has whole
         norm = self._norm_over_shards([torch.stack(foreach_norm(kind)) for kind in _by_dtype(mine)])
         if not math.isfinite(norm.item()):  # on all ranks; the squares may only be too large for their dtype
@@ -323,7 +323,7 @@ class ShardedEngine(DataParallelEngine):
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in norms:
             squares += part.double().square().sum()
-        self.sharding.shards.all_reduce(squares)
+        self.sharding.shard_group.all_reduce(squares)
         return squares.sqrt()
 
     def finish_step(self) -> None:

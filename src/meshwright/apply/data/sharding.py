@@ -20,8 +20,8 @@ class Sharding:
 
     Args:
         zero: 1, 2 or 3.
-        shards: The ranks that hold one copy of the model between them.
-        replicas: The ranks that hold the same segment as this one.
+        shard_group: The ranks that hold one copy of the model between them.
+        replica_group: The ranks that hold the same segment as this one.
         prefetches: Whether the next unit may be gathered while this one computes.
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
         offload: Whether the optimizer works in the host's memory.
@@ -32,8 +32,8 @@ class Sharding:
     """
 
     zero: int
-    shards: Communicator
-    replicas: Communicator
+    shard_group: Communicator
+    replica_group: Communicator
     prefetches: bool = True
     whole_below: int = WHOLE_BELOW_BYTES
     offload: bool = False

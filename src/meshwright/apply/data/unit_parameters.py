@@ -49,7 +49,7 @@ def cut_into_units(
             size = sum(parameter.nbytes for _, parameter in kind)
             unit = FlatUnit(
                 kind,
-                sharding.shards,
+                sharding.shard_group,
                 keep_whole=keep_whole,
                 is_gathered=sharding.zero == 3 and size >= max(1, sharding.whole_below),
                 keeps_gradients=sharding.zero == 1,
