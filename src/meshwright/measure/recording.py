@@ -146,7 +146,9 @@ def _of_this_rank(model: ParallelModel, outputs: dict[str, ModuleOutputs]) -> di
     if isinstance(engine, PipelineEngine):
         calls, rank_of = engine.stage_map.calls, engine.schedule(1).rank_of_stage
         elsewhere = [
-            unit for unit, stages in calls.items() if engine.pipe.group_rank not in {rank_of(stage) for stage in stages}
+            unit
+            for unit, stages in calls.items()
+            if engine.pp_group.group_rank not in {rank_of(stage) for stage in stages}
         ]
         outputs = {
             name: dataclasses.replace(numbers, num_forwards=numbers.num_forwards // model.plan.virtual)

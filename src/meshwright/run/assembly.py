@@ -224,7 +224,7 @@ def _pipeline_engine(module: nn.Module, plan: Plan, world: World, group: Communi
         group,
         device,
         plan,
-        pipe=subgroup(world, columns, "pp"),
+        pp_group=subgroup(world, columns, "pp"),
         everyone=world.default_group,
         make_inner=lambda: _data_engine(module, plan, world, group, device),
         tensor=None if plan.tp == 1 else _tensor_engine(module, plan, world, group, device),

@@ -57,11 +57,11 @@ class PipelineEngine(OuterEngine):
         group: The data-parallel ranks: those with the same stages.
         device: This rank's device.
         plan: Schedule and stages.
-        pipe: The ranks that hold one copy of the model between them, in the order of the stages.
+        pp_group: The ranks that hold one copy of the model between them, in the order of the stages.
         everyone: All ranks.
         make_inner: Builds the data-parallel engine of this rank's layers, once the module holds only those.
         tensor: The engine of tensor parallelism, which builds that one, or None.
-        make_group: (places on the pipe) -> the group of the ranks there; every rank calls it.
+        make_group: (places in pp_group) -> the group of the ranks there; every rank calls it.
         loss_group: The ranks over which losses are summed: every stage of every share of the batch, once.
     """
 
@@ -72,7 +72,7 @@ class PipelineEngine(OuterEngine):
         device: torch.device,
         plan: Plan,
         *,
-        pipe: Communicator,
+        pp_group: Communicator,
         everyone: Communicator,
         make_inner: Callable[[], Engine],
         tensor: TensorEngine | None,
@@ -84,10 +84,10 @@ class PipelineEngine(OuterEngine):
             group,
             device,
             everyone,
-            f"pp={pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
+            f"pp={pp_group.size} reads the order of the model's layers off its first batch, and none has come yet",
         )
         refuse_compiled(module)
-        self.pipe = pipe
+        self.pp_group = pp_group
         self._loss_group = loss_group
         self._plan = plan
         self._make_inner = make_inner
@@ -110,7 +110,9 @@ class PipelineEngine(OuterEngine):
         self._homes: Homes
         self.stage_map: StageMap
         schedule = self.schedule(1)
-        self._post = Post(pipe, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pipe.group_rank))
+        self._post = Post(
+            pp_group, schedule.rank_of_stage, plan.num_stages, schedule.stages_of_rank(pp_group.group_rank)
+        )
         if tensor is None:
             make_copies_equal(self.parameters, everyone)
             make_copies_equal(module.buffers(), everyone)
@@ -130,7 +132,7 @@ class PipelineEngine(OuterEngine):
 
     @property
     def copies(self) -> int:
-        return self.pipe.size * (1 if self._tensor is None else self._tensor.copies)
+        return self.pp_group.size * (1 if self._tensor is None else self._tensor.copies)
 
     @property
     def loss_group(self) -> Communicator:
@@ -164,12 +166,12 @@ class PipelineEngine(OuterEngine):
         ranks = [schedule.rank_of_stage(stage) for stage in range(self._plan.num_stages)]
         stage_map = cut(self.module, flow, ranks, self._plan.stages, together)
         self.stage_map = stage_map
-        own = schedule.stages_of_rank(self.pipe.group_rank)
+        own = schedule.stages_of_rank(self.pp_group.group_rank)
         around = modules_around(self.module, flow.units)
         self._homes = Homes(self.module, [child for _, child in around], self.group, self.device)
         twins = {} if layout is None else make_twins(self.module, flow.units)
         self._shapes = Shapes(twins, lambda _: around, flow.draws_python)
-        seed, life = self.pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
+        seed, life = self.pp_group.all_gather_json([torch.initial_seed(), next(_LIVES)], device=self.device)[0]
         self._post.life = life * 37  # failures count on from here: not into the lives of the next pipeline
         self._draws = Draws(seed, self.device, apart=flow.draws, python=bool(flow.draws_python))
         self._own_state = OwnState([module for _, module in around], own) if len(own) > 1 else None
@@ -192,8 +194,8 @@ class PipelineEngine(OuterEngine):
         places = {
             name: sorted({schedule.rank_of_stage(stage) for stage in held}) for name, held in stage_map.holders.items()
         }
-        self._collector = Collector(self.pipe, self.device, places)
-        self._tied = TiedGradients.over(places, self._holding.all, self._make_group, self.pipe.rank)
+        self._collector = Collector(self.pp_group, self.device, places)
+        self._tied = TiedGradients.over(places, self._holding.all, self._make_group, self.pp_group.rank)
         self.parameters = list(self.module.parameters())
         if self._optimizer is not None:
             keep_only(self._optimizer, self.parameters)
@@ -207,7 +209,7 @@ class PipelineEngine(OuterEngine):
             self._tensor.cut(restrict(layout, stage_map, own, tensors))
             self._inner = self._tensor
         held = self._holding.held_values(self._inner.held_parts(self.switch.moment))
-        self._holding.learn(self.pipe.all_gather_json(held, device=self.device))
+        self._holding.learn(self.pp_group.all_gather_json(held, device=self.device))
         self._interception = Interception(self.module, flow.units, [child for _, child in around], self._under_way)
 
     def detail(self, plan: Plan) -> Plan:
@@ -215,8 +217,9 @@ class PipelineEngine(OuterEngine):
         if self._inner is None:
             return plan
         shares = ", ".join(f"{share:.1%}" for share in self.stage_map.shares)
+        num_layers = len(self.stage_map.stages)
         lines = [
-            f"pp={self.pipe.size} cuts {len(self.stage_map.stages)} layers into {plan.num_stages} stages: {shares} of the work"
+            f"pp={self.pp_group.size} cuts {num_layers} layers into {plan.num_stages} stages: {shares} of the work"
         ]
         if self._tied.names:
             lines.append(f"used on several stages, gradients summed: {', '.join(self._tied.names[:4])}")
@@ -282,8 +285,8 @@ class PipelineEngine(OuterEngine):
         if not self.is_prepared:
             return super().accept_groups(optimizer)
         return ApplyError(
-            f"groups of {type(optimizer).__name__} were changed after pp={self.pipe.size} had assigned the parameters to stages: "
-            "module.parameters() lists only this rank's, so a choice of parameters by position differs between ranks",
+            f"groups of {type(optimizer).__name__} were changed after pp={self.pp_group.size} had assigned the parameters to "
+            "stages: module.parameters() lists only this rank's, so a choice of parameters by position differs between ranks",
             fix="give apply_plan all groups from the start, and switch requires_grad or lr of a group between steps",
         )
 
@@ -324,7 +327,7 @@ class PipelineEngine(OuterEngine):
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         squares = self.inner.gradient_squares(skipped | self._tied.counted_elsewhere, exact=exact)
-        self.pipe.all_reduce(squares)
+        self.pp_group.all_reduce(squares)
         return squares
 
     def sync_buffers(self) -> None:
@@ -357,7 +360,7 @@ class PipelineEngine(OuterEngine):
     def refresh_trainable(self) -> None:
         """Exchange changes of `requires_grad`: a rank learns those of parameters it does not hold from the ranks that do."""
         told: dict[str, bool] = {}
-        for states in self.pipe.all_gather_json(self.trainable_states(), device=self.device):
+        for states in self.pp_group.all_gather_json(self.trainable_states(), device=self.device):
             told |= states
         self._holding.set_trainable(told)
         self._shapes.forget(told)

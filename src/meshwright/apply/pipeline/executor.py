@@ -56,7 +56,7 @@ class ScheduleExecutor(Generic[_Term]):
         if not self._num_parts:
             return []
         schedule = self._engine.schedule(self._num_parts)
-        actions = schedule.actions[self._engine.pipe.group_rank]
+        actions = schedule.actions[self._engine.pp_group.group_rank]
         if not torch.is_grad_enabled():
             actions = tuple(action for action in actions if action.kind is ActionKind.FORWARD)
         self._in_halves = {(stage, index) for stage, kind, index in actions if kind is ActionKind.INPUT_GRAD}

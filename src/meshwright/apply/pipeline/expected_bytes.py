@@ -90,7 +90,7 @@ def crossing_formula_bytes(
     """
     if not isinstance(engine, PipelineEngine):
         return None
-    own, rank_of = engine.pipe.group_rank, engine.schedule(1).rank_of_stage
+    own, rank_of = engine.pp_group.group_rank, engine.schedule(1).rank_of_stage
     autocast = torch.autocast(engine.device.type, dtype=torch.bfloat16, enabled=plan.precision == "bf16")
     crossing = Counter[tuple[int, int]]()
     try:

@@ -53,7 +53,7 @@ class TensorEngine(OuterEngine):
     Args:
         module: The user's module, on `device`.
         group: The data-parallel ranks: those with the same shards.
-        shards: The ranks that share each layer.
+        tp_group: The ranks that share each layer.
         everyone: All ranks.
         device: This rank's device.
         make_inner: Makes the engine of data parallelism, once the module is cut.
@@ -66,7 +66,7 @@ class TensorEngine(OuterEngine):
         self,
         module: nn.Module,
         group: Communicator,
-        shards: Communicator,
+        tp_group: Communicator,
         everyone: Communicator,
         device: torch.device,
         *,
@@ -80,9 +80,9 @@ class TensorEngine(OuterEngine):
             group,
             device,
             everyone,
-            f"tp={shards.size} reads the model's data flow off its first batch, and none has come yet",
+            f"tp={tp_group.size} reads the model's data flow off its first batch, and none has come yet",
         )
-        self.shards = shards
+        self.tp_group = tp_group
         self.cutting: Cutting | None = None
         self._make_inner = make_inner
         self._zero = zero
@@ -118,7 +118,7 @@ class TensorEngine(OuterEngine):
             if isinstance(child, torch.jit.ScriptModule) or type(child).__name__ == "OptimizedModule":
                 raise ApplyError(
                     f"'{name or 'the model itself'}' is compiled, so the code inside cannot be followed; "
-                    f"tp={self.shards.size} needs to see which tensors feed which",
+                    f"tp={self.tp_group.size} needs to see which tensors feed which",
                     fix="pass the model before torch.compile or torch.jit",
                 )
 
@@ -126,7 +126,7 @@ class TensorEngine(OuterEngine):
 
     @property
     def copies(self) -> int:
-        return self.shards.size
+        return self.tp_group.size
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
         """Find the layout and cut the module, once."""
@@ -149,7 +149,7 @@ class TensorEngine(OuterEngine):
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
         """Return the layout as JSON values; nothing else of the search survives, since it holds the whole parameters."""
-        search = Search(self.module, self.shards.size, run, self._wanted)
+        search = Search(self.module, self.tp_group.size, run, self._wanted)
         return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:
@@ -165,7 +165,7 @@ class TensorEngine(OuterEngine):
 
     def _reasons(self, layout: TensorLayout) -> list[str]:
         sizes = {name: self._full_numel(name) for name, _ in self.module.named_parameters()}
-        return reasons_of(layout, sizes, self.shards.size, () if self.cutting is None else self.cutting.parts)
+        return reasons_of(layout, sizes, self.tp_group.size, () if self.cutting is None else self.cutting.parts)
 
     def _full_numel(self, name: str) -> int:
         shape = self.cutting.full_shape(name) if self.cutting is not None else None
@@ -176,14 +176,14 @@ class TensorEngine(OuterEngine):
             return
         reasons = "; ".join(f"{name}: {why}" for name, why in list(layout.whole.items())[:3])
         raise ApplyError(
-            f"tp={self.shards.size} has nothing to cut: no layer of this model gives the same numbers in "
-            f"{self.shards.size} shards ({reasons})",
+            f"tp={self.tp_group.size} has nothing to cut: no layer of this model gives the same numbers in "
+            f"{self.tp_group.size} shards ({reasons})",
             fix=f"use the plan 'dp={self._everyone.size}'",
         )
 
     def cut(self, layout: TensorLayout) -> None:
         """Cut the module, and make the engine for the shards."""
-        self.cutting = Cutting(self.module, layout, self.shards, make_guard=Guard)
+        self.cutting = Cutting(self.module, layout, self.tp_group, make_guard=Guard)
         self._refuse_misplaced(self.cutting.misplaced)
         if self._optimizer is not None and acts_per_element(self._optimizer):
             self.cutting.share_state(self._optimizer)
@@ -224,7 +224,7 @@ class TensorEngine(OuterEngine):
             hook.remove()
         # With ZeRO-2 and 3 gradients are sent to their owners while backward runs.
         wanted = [p for p in self._partial if p.requires_grad] if self._zero > 1 else []
-        self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.shards)) for p in wanted]
+        self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.tp_group)) for p in wanted]
 
     def refresh_trainable(self) -> None:
         self._hook_partial()
@@ -236,7 +236,7 @@ class TensorEngine(OuterEngine):
             (name, p) for name, p in self.module.named_parameters() if id(p) not in self._cut_ids and holds_values(p)
         ]
         buffers = [(name, buffer) for name, buffer in persistent_buffers(self.module) if name not in cut]
-        return [*super().copies_of_state(), (self.shards, [*whole, *buffers])]
+        return [*super().copies_of_state(), (self.tp_group, [*whole, *buffers])]
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class TensorEngine(OuterEngine):
         if optimizer is not None and not acts_per_element(optimizer):
             if self._zero:
                 raise ApplyError(
-                    f"{type(optimizer).__name__} needs whole matrices, and zero={self._zero} with tp={self.shards.size} "
+                    f"{type(optimizer).__name__} needs whole matrices, and zero={self._zero} with tp={self.tp_group.size} "
                     "cuts them twice",
                     fix="use zero=0, or tp=1, or an optimizer that treats each element by itself",
                 )
@@ -302,10 +302,10 @@ class TensorEngine(OuterEngine):
 
     def finish_gradients(self, scale: float) -> None:
         if self._zero == 1:
-            sum_partial(self._partial, self.shards)
+            sum_partial(self._partial, self.tp_group)
         self.inner.finish_gradients(scale)
         if self._zero == 0:
-            sum_partial(self._partial, self.shards)
+            sum_partial(self._partial, self.tp_group)
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         """Return the sum of the whole gradient's squares: shards are summed, and what every rank holds counts once."""
@@ -314,9 +314,9 @@ class TensorEngine(OuterEngine):
         cut = [gradient for gradient, key in pieces if key in self._cut_ids]
         squares = torch.stack([squares_of(whole, self.device, exact=exact), squares_of(cut, self.device, exact=exact)])
         self.inner.sum_over_pieces(squares)
-        if self.shards.group_rank > 0:
+        if self.tp_group.group_rank > 0:
             squares[0] = 0.0  # counted by the first rank: other ranks may have summed it in another order
-        self.shards.all_reduce(squares)
+        self.tp_group.all_reduce(squares)
         return squares.sum()
 
     def begin_inspection(self, number: int) -> str | None:
@@ -336,7 +336,7 @@ class TensorEngine(OuterEngine):
             found += part.findings
             masks += part.masks
             part.findings, part.masks, part.is_inspected = [], [], False
-        return [*found, *compare_masks(self.shards, masks, self.device)]
+        return [*found, *compare_masks(self.tp_group, masks, self.device)]
 
     # -- whole values -------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class TensorEngine(OuterEngine):
             tensors = {name: find_tensor(self.module, name) for name in cutting.layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
             for name, own in cutting.layouts.items():
-                assign_values(tensors[name], gather_full(kept[name], own, self.shards))
+                assign_values(tensors[name], gather_full(kept[name], own, self.tp_group))
             whole: dict[str, Tensor] = {}
             try:
                 yield
@@ -373,7 +373,7 @@ class TensorEngine(OuterEngine):
         ]
         if empty:  # a rank without entries of a parameter may not know that it has a gradient
             own = [name for name in empty if found.get(name) is not None]
-            told = {name for names in self.shards.all_gather_json(own, device=self.device) for name in names}
+            told = {name for names in self.tp_group.all_gather_json(own, device=self.device) for name in names}
             found |= {name: self.module.get_parameter(name).data for name in told - {*own}}
         for name, parameter in self.module.named_parameters():
             gradient = found.get(name)
@@ -381,7 +381,7 @@ class TensorEngine(OuterEngine):
             # Already whole during the step of an optimizer that needs whole matrices.
             if gradient is not None and layouts is not None and not self._whole_matrices.are_whole:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                found[name] = gather_full(dense, layouts, self.shards)
+                found[name] = gather_full(dense, layouts, self.tp_group)
         return found
 
     def close(self) -> None:

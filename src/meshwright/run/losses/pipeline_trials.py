@@ -50,7 +50,7 @@ def run_in_pipeline(
                 else:
                     engine.begin_forward()
                     engine.end_forward()
-        outcomes = told_by_any(outcomes, engine.pipe, engine.device)
+        outcomes = told_by_any(outcomes, engine.pp_group, engine.device)
         if trials is not None and wanted:
             try:
                 wanted = trials.send(outcomes)

@@ -89,7 +89,7 @@ def run_in_lockstep(engine: Engine, module: nn.Module, trials: _Trials, term: _T
                 engine.idle_pass()
             engine.end_forward()
         if isinstance(engine, TensorEngine):
-            outcomes = told_by_any(outcomes, engine.shards, engine.device)
+            outcomes = told_by_any(outcomes, engine.tp_group, engine.device)
         if trials is not None and wanted:
             try:
                 wanted = trials.send(outcomes)

@@ -21,31 +21,31 @@ class Collector:
     """Gives every rank of a pipeline what some of them hold. Every rank makes the same calls in the same order.
 
     Args:
-        pipe: The ranks of the pipeline.
+        pp_group: The ranks of the pipeline.
         device: This rank's device.
-        places: FQN -> the pipe's ranks that hold the parameter.
+        places: FQN -> the pipeline's ranks that hold the parameter.
     """
 
-    def __init__(self, pipe: Communicator, device: torch.device, places: Mapping[str, list[int]]) -> None:
-        self._pipe = pipe
+    def __init__(self, pp_group: Communicator, device: torch.device, places: Mapping[str, list[int]]) -> None:
+        self._group = pp_group
         self._device = device
         self._places = places
 
     def tensor(self, tensor: Tensor, source: int) -> Tensor:
-        """Broadcast a tensor from the pipe's rank `source`; the other ranks pass one (fake, perhaps) of the same shape and
+        """Broadcast a tensor from the pipeline's rank `source`; the other ranks pass one (fake, perhaps) of the same shape and
         dtype.
         """
-        if source == self._pipe.group_rank:
+        if source == self._group.group_rank:
             result = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
             result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
         if result.numel():
-            self._pipe.broadcast(result.view(-1).view(torch.uint8), source)
+            self._group.broadcast(result.view(-1).view(torch.uint8), source)
         return result
 
     def told(self, value: Any) -> list[Any]:
-        """Return a JSON value from each rank of the pipe, in their order."""
-        return self._pipe.all_gather_json(value, device=self._device)
+        """Return a JSON value from each rank of the pipeline, in their order."""
+        return self._group.all_gather_json(value, device=self._device)
 
     @contextlib.contextmanager
     def together(self, tell: Callable[[], None]) -> Iterator[None]:
@@ -79,7 +79,7 @@ class Collector:
         if error is not None and not is_told:
             raise error
         place, (_, name, text, fix) = min(told, key=lambda found: (found[1][0], found[0]))
-        raise ApplyError(f"rank {self._pipe.ranks[place]} cannot go on: {name}: {text}", fix=fix) from error
+        raise ApplyError(f"rank {self._group.ranks[place]} cannot go on: {name}: {text}", fix=fix) from error
 
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
@@ -89,7 +89,7 @@ class Collector:
         Args:
             found: What it gave on the stages of this rank.
             home_of: Tensor -> the stage that computes it.
-            rank_of_stage: Stage -> the pipe's rank that holds it.
+            rank_of_stage: Stage -> the pipeline's rank that holds it.
         """
         own = {index: list(tensors_in(tree)) for index, tree in found.items()}
         anyone, tree = next(iter(found.items()))
@@ -111,7 +111,7 @@ class Collector:
     ) -> dict[str, Tensor | None]:
         """Return the whole model's gradients by FQN; `own` are this rank's, and None stands for a missing one."""
         there = [name for name, gradient in own.items() if gradient is not None]
-        everywhere = [set(names) for names in self._pipe.all_gather_json(there, device=self._device)]
+        everywhere = [set(names) for names in self._group.all_gather_json(there, device=self._device)]
         found: dict[str, Tensor | None] = {}
         for name, parameter in parameters.items():
             source = self._places[name][0]

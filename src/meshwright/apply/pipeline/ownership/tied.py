@@ -47,9 +47,9 @@ class TiedGradients:
         """Return the tied parameters of one pipeline, with a group for each set of ranks; every rank calls it.
 
         Args:
-            places: FQN -> the pipe's ranks that hold the parameter.
+            places: FQN -> the pipeline's ranks that hold the parameter.
             parameters: FQN -> parameter, of the whole model.
-            make_group: (places on the pipe) -> the group of the ranks there.
+            make_group: (places in the pipeline) -> the group of the ranks there.
             rank: This process's global rank.
         """
         tied = {name: tuple(held) for name, held in places.items() if len(held) > 1}

@@ -76,7 +76,7 @@ def spread_buffers(
         module: The model.
         stage_map: Which stage runs what.
         collector: Gives all ranks what one has.
-        rank_of_stage: Stage -> the pipe's rank that holds it.
+        rank_of_stage: Stage -> the pipeline's rank that holds it.
         own: The stages of this rank.
     """
     around = dict(modules_around(module, tuple(stage_map.calls)))
