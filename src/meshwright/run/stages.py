@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 def run_schedule(
     engine: PipelineEngine,
-    num_parts: int,
+    num_micro_batches: int,
     term_of: Callable[[nn.Module, int], LossTerm | None],
     root_of: Callable[[LossTerm], tuple[Tensor, Tensor | None] | None],
 ) -> list[LossTerm]:
@@ -26,7 +26,7 @@ def run_schedule(
 
     Args:
         engine: The pipeline.
-        num_parts: Micro-batches, which every rank of the pipeline has [count].
+        num_micro_batches: Micro-batches, which every rank of the pipeline has [count].
         term_of: (module, which micro-batch) -> its loss.
         root_of: Loss -> what backward is run from and the gradient there; None where nothing is to be trained.
 
@@ -34,12 +34,12 @@ def run_schedule(
         Exception: This rank's own exception, or an ApplyError that names the rank whose code raised; on every rank.
     """
     try:
-        return ScheduleExecutor(engine, num_parts, term_of, root_of).run()
+        return ScheduleExecutor(engine, num_micro_batches, term_of, root_of).run()
     except LostPeerError:
         raise
     except Exception as raised:
         error = refuse_functional_call(raised)
-        engine.tell_failure(num_parts)
+        engine.tell_failure(num_micro_batches)
         SumExchange(engine.loss_group, engine.device, [], failure=error).wait()
         if error is not raised:
             raise error from raised

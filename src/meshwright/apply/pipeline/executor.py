@@ -31,7 +31,7 @@ class ScheduleExecutor(Generic[_Term]):
 
     Args:
         engine: The pipeline.
-        num_parts: Micro-batches, which every rank of the pipeline has [count].
+        num_micro_batches: Micro-batches, which every rank of the pipeline has [count].
         term_of: (module, which micro-batch) -> its loss.
         root_of: Loss -> what backward is run from and the gradient there; None where nothing is to be trained.
     """
@@ -39,12 +39,12 @@ class ScheduleExecutor(Generic[_Term]):
     def __init__(
         self,
         engine: PipelineEngine,
-        num_parts: int,
+        num_micro_batches: int,
         term_of: Callable[[nn.Module, int], _Term | None],
         root_of: Callable[[_Term], tuple[Tensor, Tensor | None] | None],
     ) -> None:
         self._engine = engine
-        self._num_parts = num_parts
+        self._num_micro_batches = num_micro_batches
         self._term_of = term_of
         self._root_of = root_of
         self._terms: dict[int, _Term] = {}
@@ -52,10 +52,10 @@ class ScheduleExecutor(Generic[_Term]):
 
     def run(self) -> list[_Term]:
         """Run all actions, backward too where gradients are enabled, and return the losses that this rank's stages compute."""
-        self._engine.begin_schedule(self._num_parts)
-        if not self._num_parts:
+        self._engine.begin_schedule(self._num_micro_batches)
+        if not self._num_micro_batches:
             return []
-        schedule = self._engine.schedule(self._num_parts)
+        schedule = self._engine.schedule(self._num_micro_batches)
         actions = schedule.actions[self._engine.pp_group.group_rank]
         if not torch.is_grad_enabled():
             actions = tuple(action for action in actions if action.kind is ActionKind.FORWARD)

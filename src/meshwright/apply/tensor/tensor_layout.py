@@ -50,10 +50,10 @@ class Cut(Value):
     def __post_init__(self) -> None:
         self._check_types()
 
-    def layout(self, shape: tuple[int, ...], num_units: int, num_parts: int, part: int) -> ShardLayout:
+    def layout(self, shape: tuple[int, ...], num_units: int, num_tp_ranks: int, part: int) -> ShardLayout:
         """Return a rank's part of a full tensor."""
         units = tuple(size // num_units for size in self.groups)
-        return ShardLayout.cut(shape, self.dim, self.groups, num_parts, part, units=units)
+        return ShardLayout.cut(shape, self.dim, self.groups, num_tp_ranks, part, units=units)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,26 +129,26 @@ class Region(Value):
             for name, role in self.roles.items()
         ]
 
-    def units(self, num_parts: int, part: int) -> Interval:
+    def units(self, num_tp_ranks: int, part: int) -> Interval:
         """Return the units of a rank, (first, one past the last)."""
-        return even_ranges(self.num_units, num_parts)[part]
+        return even_ranges(self.num_units, num_tp_ranks)[part]
 
-    def shares(self, full: int, num_parts: int) -> tuple[int, ...] | None:
+    def shares(self, full: int, num_tp_ranks: int) -> tuple[int, ...] | None:
         """Return every rank's share of a size that is divided like the units; None where a share is not an integer."""
-        counts = [last - first for first, last in even_ranges(self.num_units, num_parts)]
+        counts = [last - first for first, last in even_ranges(self.num_units, num_tp_ranks)]
         if any(full * count % self.num_units for count in counts):
             return None
         return tuple(full * count // self.num_units for count in counts)
 
-    def local_integer(self, full: int, num_parts: int, part: int) -> int | None:
+    def local_integer(self, full: int, num_tp_ranks: int, part: int) -> int | None:
         """Return a rank's value of one of the model's integers; None where it is not known.
 
         It counts units, larger or smaller things that are divided with them, or the query heads of each shared key head.
         """
-        first, last = self.units(num_parts, part)
+        first, last = self.units(num_tp_ranks, part)
         if self.shared and full * min(self.shared.values()) == self.num_units:
             return (last - first) // len({unit // full for unit in range(first, last)} or {0})
-        shares = self.shares(full, num_parts)
+        shares = self.shares(full, num_tp_ranks)
         return None if shares is None else shares[part]
 
     def below(self, name: str) -> Region:

@@ -22,20 +22,20 @@ class Conditions:
     Args:
         scope: The module.
         calls: Its calls, which differ in more than values.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
 
     Raises:
         DisprovedError: There are too many calls.
         Exception: Any exception of the module when it runs alone with the first call.
     """
 
-    def __init__(self, scope: nn.Module, calls: Sequence[Call], num_parts: int) -> None:
+    def __init__(self, scope: nn.Module, calls: Sequence[Call], num_tp_ranks: int) -> None:
         if len(calls) > MAX_CALLS:
             raise DisprovedError(
                 f"it is called with more than {MAX_CALLS} kinds of arguments, and each would have to be proven"
             )
         self._scope = scope
-        self._num_parts = num_parts
+        self._num_tp_ranks = num_tp_ranks
         flags = {module.training for module in scope.modules()}
         # The recorded modes first; then all modules in training mode, and all in eval mode, where that is another.
         modes = [None, *({True, False} - flags if len(flags) == 1 else (True, False))]
@@ -43,7 +43,7 @@ class Conditions:
         self._made = [self._make(*self._pending.pop(0))]
 
     def _make(self, call: Call, mode: bool | None) -> Experiment:
-        return Experiment(self._scope, call, self._num_parts, mode=mode)
+        return Experiment(self._scope, call, self._num_tp_ranks, mode=mode)
 
     def _experiments(self) -> Iterator[Experiment]:
         yield from list(self._made)

@@ -94,12 +94,12 @@ class Experiment:
     Args:
         scope: The module, as the user built it.
         call: Its recorded call.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
         mode: Training (True) or eval mode for all modules inside; None leaves each module's own.
     """
 
-    def __init__(self, scope: nn.Module, call: Call, num_parts: int, *, mode: bool | None = None) -> None:
-        self.num_parts = num_parts
+    def __init__(self, scope: nn.Module, call: Call, num_tp_ranks: int, *, mode: bool | None = None) -> None:
+        self.num_tp_ranks = num_tp_ranks
         self._mode = mode
         self._generator = torch.Generator().manual_seed(20260)
         values: dict[int, Tensor] = {}
@@ -204,20 +204,20 @@ class Experiment:
         )
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
-        meeting = Meeting(self.num_parts)
-        found: list[Any] = [None] * self.num_parts
+        meeting = Meeting(self.num_tp_ranks)
+        found: list[Any] = [None] * self.num_tp_ranks
         errors: list[BaseException] = []
 
         def work(part: int) -> None:
             try:
-                group: Any = ThreadGroup(meeting, self.num_parts, part)
+                group: Any = ThreadGroup(meeting, self.num_tp_ranks, part)
                 with surrounded_by(self._ambient, gradients=True), Exact():
                     found[part] = self._run_shard(layout, group)
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
                 errors.append(error)
                 meeting.barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_parts)]
+        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_tp_ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -234,7 +234,7 @@ class Experiment:
     def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
-        is_last = group.group_rank == self.num_parts - 1
+        is_last = group.group_rank == self.num_tp_ranks - 1
         checker = Checker(self._scope, cutting, self._record) if is_last else None
         before = Before(module, inputs)
         outputs = module(*inputs[0], **inputs[1]) if checker is None else checker.run_and_watch(inputs)
@@ -306,7 +306,7 @@ class Experiment:
         known = any(result.index == error.place for result in region.results)
         if known or len(error.own) != len(error.whole) or len(differing) != 1:
             raise error
-        if region.shares(error.whole[differing[0]], self.num_parts) is None:
+        if region.shares(error.whole[differing[0]], self.num_tp_ranks) is None:
             raise error
         return region.replace(results=(*region.results, Result(index=error.place, dim=differing[0])))
 

@@ -29,14 +29,14 @@ class Options:
         pair: The products.
         trace: The trace.
         names: The names.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, pair: Pair, trace: Trace, names: Names, num_parts: int) -> None:
+    def __init__(self, pair: Pair, trace: Trace, names: Names, num_tp_ranks: int) -> None:
         self.pair = pair
         self.trace = trace
         self.names = names
-        self.num_parts = num_parts
+        self.num_tp_ranks = num_tp_ranks
         self.scope = pair.scope(names)
         self._row_size = self._shape(pair.row)[pair.row.in_dim]
         self._keys = {column.parameter for column in pair.columns}
@@ -70,7 +70,7 @@ class Options:
         sizes = [self._row_size, *(size for group in groups for size in group)]
         fitting = [num for num in seen if num > 1 and all(size % num == 0 for size in sizes)]
         # Cuts that leave a rank empty come last.
-        return sorted(fitting, key=lambda num: (num < self.num_parts, -num))
+        return sorted(fitting, key=lambda num: (num < self.num_tp_ranks, -num))
 
     def regions(self) -> Iterator[tuple[Region, list[Region]]]:
         """Yield (region, the same region with one more change)."""
@@ -175,7 +175,7 @@ class Options:
             (path, name)
             for path, name, value in self._integers()
             if path in owners
-            and counts.shares(value, self.num_parts) is not None
+            and counts.shares(value, self.num_tp_ranks) is not None
             and (value in sizes or "groups" in name)
             and not name.startswith("in_")
         )
@@ -187,7 +187,7 @@ class Options:
             region.replace(integers=(*region.integers, (path, name)))
             for path, name, value in self._integers()
             if path not in layers
-            and (region.shares(value, self.num_parts) is not None or self._is_ratio(value, region))
+            and (region.shares(value, self.num_tp_ranks) is not None or self._is_ratio(value, region))
         ]
         side_cuts = {
             name: Cut(dim=product.out_dim, groups=(self._width(product),))
@@ -285,7 +285,7 @@ class Options:
         if not full or num_units % full:
             return False
         ratio = num_units // full
-        for first, last in even_ranges(num_units, self.num_parts):
+        for first, last in even_ranges(num_units, self.num_tp_ranks):
             counts = [sum(unit // ratio == key for unit in range(first, last)) for key in range(full)]
             if len({count for count in counts if count}) > 1:
                 return False
@@ -309,7 +309,7 @@ def candidates(options: Options) -> Generator[Region, str, None]:
 
     A change that does not alter the reason does not address it, so nothing is built on that change.
     """
-    trials = _Trials(options.num_parts)
+    trials = _Trials(options.num_tp_ranks)
     found = list(options.regions())
     for resizes in (False, True):
         level: list[tuple[Region, Region, str, list[Region]]] = []  # base, candidate, its reason, changes of the base
@@ -334,11 +334,11 @@ class _Trials:
     """Tried regions and why each failed.
 
     Args:
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts = num_parts
+    def __init__(self, num_tp_ranks: int) -> None:
+        self._num_tp_ranks = num_tp_ranks
         self._reasons: dict[str, str] = {}
 
     def run(self, region: Region) -> Generator[Region, str, str]:
@@ -356,7 +356,9 @@ class _Trials:
     def _key(self, region: Region) -> str:
         if region.resizes or region.shared or region.inputs:
             return repr(region)
-        shares = [(last - first) / region.num_units for first, last in even_ranges(region.num_units, self._num_parts)]
+        shares = [
+            (last - first) / region.num_units for first, last in even_ranges(region.num_units, self._num_tp_ranks)
+        ]
         return repr((shares, region.replace(num_units=1)))
 
     def _key_of_sizes(self, region: Region) -> str:

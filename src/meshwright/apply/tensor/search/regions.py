@@ -49,15 +49,15 @@ class Proving:
         trace: The trace.
         names: The names.
         regions: The regions found so far; other code adds to them.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_parts: int) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_tp_ranks: int) -> None:
         self._model = model
         self._trace = trace
         self._names = names
         self._regions = regions
-        self._num_parts = num_parts
+        self._num_tp_ranks = num_tp_ranks
         self._deadline = time.monotonic() + MAX_SECONDS
         self._num_trials = 0
         self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
@@ -188,7 +188,7 @@ class Proving:
         if self._last is None or self._last[0] != scope:
             try:
                 calls = list(self._trace.distinct[scope].values())
-                conditions = Conditions(self._model.get_submodule(scope), calls, self._num_parts)
+                conditions = Conditions(self._model.get_submodule(scope), calls, self._num_tp_ranks)
             except DisprovedError:
                 raise
             except Exception as error:  # any exception of user code that runs alone

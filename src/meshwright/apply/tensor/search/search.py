@@ -33,15 +33,19 @@ class Search:
 
     Args:
         module: The whole model; it is not changed.
-        num_parts: Ranks that share it [count].
+        num_tp_ranks: Ranks that share it [count].
         run: Runs a copy of the model, with its loss, on a small batch, and returns the model's outputs.
         wanted: FQN -> "whole", "column" or "row", where the plan says so.
     """
 
     def __init__(
-        self, module: nn.Module, num_parts: int, run: Callable[[nn.Module], Any], wanted: dict[str, str] | None = None
+        self,
+        module: nn.Module,
+        num_tp_ranks: int,
+        run: Callable[[nn.Module], Any],
+        wanted: dict[str, str] | None = None,
     ) -> None:
-        self.num_parts = num_parts
+        self.num_tp_ranks = num_tp_ranks
         self._wanted = wanted or {}
         self._reasons: dict[int, str] = {}
         self._regions: list[Region] = []
@@ -75,7 +79,7 @@ class Search:
         ):
             self._trace.finish(run(self._model))
         self._trace.stop()
-        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_parts)
+        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_tp_ranks)
 
     def layout(self, *, on_slices: bool = True) -> TensorLayout:
         """Return the layout, with the reasons for what is not cut; `on_slices` lets layers run on slices of the sequence."""
@@ -89,7 +93,7 @@ class Search:
         self._lone_layers()
         chains: tuple[Chain, ...] = ()
         if on_slices:
-            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
+            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_tp_ranks)
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
         return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
 
@@ -126,7 +130,7 @@ class Search:
         """Return which sizes and values could run other code, and whether none do without gradients."""
         names = names_of_sizes(call.args, call.kwargs)
         try:
-            asked = Experiment(module, call, self.num_parts).asks()
+            asked = Experiment(module, call, self.num_tp_ranks).asks()
         except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
             return (tuple(names.values()), 2), False
         return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
@@ -233,7 +237,7 @@ class Search:
             if pair is None or not self._may_be_paired(pair):
                 continue
             keys = {key, *(column.parameter for column in pair.columns)}
-            options = Options(pair, self._trace, self._names, self.num_parts)
+            options = Options(pair, self._trace, self._names, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
             self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
@@ -268,8 +272,8 @@ class Search:
             if not all(self._names.is_layer(other, self._trace) for other in calls):
                 continue
             width = self._names.parameters[key].shape[call.out_dim]
-            if width < self.num_parts:
-                self._reasons[key] = f"it has {width} outputs for {self.num_parts} ranks"
+            if width < self.num_tp_ranks:
+                self._reasons[key] = f"it has {width} outputs for {self.num_tp_ranks} ranks"
                 continue
             if key in self._reasons and not (wished or feeds_only_the_output(key, self._trace)):
                 continue  # inside something that could not be cut: its own exchanges would cost more than they save

@@ -29,7 +29,7 @@ MAX_TRIALS = 32
 
 
 def find_chains(
-    model: nn.Module, trace: Trace, regions: Sequence[Region], num_parts: int
+    model: nn.Module, trace: Trace, regions: Sequence[Region], num_tp_ranks: int
 ) -> tuple[tuple[Chain, ...], list[Region]]:
     """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
 
@@ -37,7 +37,7 @@ def find_chains(
         model: The traced model.
         trace: The trace.
         regions: The regions.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
     chains: list[Chain] = []
     found = list(regions)
@@ -46,7 +46,7 @@ def find_chains(
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         if is_within or not all(_inside(layer, found) for layer in layers):
             continue
-        chain, changed = _try_run(model, trace, layers, found, num_parts)
+        chain, changed = _try_run(model, trace, layers, found, num_tp_ranks)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
@@ -90,7 +90,7 @@ def _hands_on(layer: str, following: str, trace: Trace) -> bool:
 
 
 def _try_run(
-    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_parts: int
+    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
 ) -> tuple[Chain | None, dict[int, Region]]:
     changed: dict[int, Region] = {}
     partial: list[str] = []
@@ -106,7 +106,7 @@ def _try_run(
             whole_inputs=tuple(_below(layer, name) for name in whole),
             drops=layer in trace.drawing,
         )
-        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_parts)
+        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, model, trace):
@@ -149,15 +149,15 @@ class _LayerTrial:
         call: Its recorded call.
         stream: The argument that is to be sliced.
         chain: The layer as a chain of one.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_parts: int) -> None:
+    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_tp_ranks: int) -> None:
         self._layer = layer
         self._chain = chain
         self._call = call
         self._stream = stream
-        self._num_parts = num_parts
+        self._num_tp_ranks = num_tp_ranks
         self._made: dict[int, Conditions | None] = {}
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -183,7 +183,7 @@ class _LayerTrial:
         """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_parts)
+                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_tp_ranks)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]
@@ -193,7 +193,7 @@ class _LayerTrial:
         args, kwargs = self._call.args, self._call.kwargs
         shape = (0, 0) if self._stream is None else self._stream.shape
         # Along the other dim two are enough; of only one, a layer that subtracts a mean leaves zeros without gradients.
-        for other, least in ((dim, 2 * self._num_parts), (1 - dim, 2)):
+        for other, least in ((dim, 2 * self._num_tp_ranks), (1 - dim, 2)):
             have = shape[other]
             if 0 < have < least:
                 args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
