@@ -1,4 +1,4 @@
-"""The one place that imports names of torch that are not documented as public. Checked on torch 2.13.0."""
+"""Imports of torch names that are not documented as public; no other module has any. Checked on torch 2.13.0."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ without_view = torch.ops.aten._unsafe_view.default
 
 
 def is_in_backward() -> bool:
-    """Tell whether this thread runs for autograd's engine: hooks, and forwards that a checkpoint repeats."""
+    """Tell whether autograd's engine is running this thread: in hooks, and in forwards that a checkpoint repeats."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
-# What a TorchFunctionMode is told is not the function that was called, but what that one calls.
+# A TorchFunctionMode sees not the called function, but the functions that it calls.
 WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage] - what torch.nn.utils calls
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
@@ -130,35 +130,35 @@ DEAR_OPERATORS = frozenset(
 
 
 def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its graph that shares the version counter, below autograd, too: as torch's checkpoint does."""
+    """Return a tensor without its graph that shares the version counter, also below autograd, as torch's checkpoint does."""
     key = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
     with torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         return tensor.detach()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return what is equal for tensors that share memory, as long as one of them lives."""
+    """Return an id that is equal for tensors that share memory, while one of them lives."""
     return tensor.untyped_storage()._cdata
 
 
 def set_worker_info(info: Any) -> None:
-    """Have `torch.utils.data.get_worker_info` return this object in this process, a worker of a DataLoader."""
+    """Make `torch.utils.data.get_worker_info` return this object in this process, a worker of a DataLoader."""
     torch.utils.data._utils.worker._worker_info = info  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def run_backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    """Do what torch.autograd.backward does, with every TorchFunctionMode in force: that one takes them off meanwhile."""
+    """Run torch.autograd.backward with every TorchFunctionMode in force, which torch disables during it."""
     _engine_run_backward(
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 class PlainCheckpoints:
-    """While it is in force, torch.utils.checkpoint calls its function plainly, wherever `is_wanted` says so.
+    """Inside its context, torch.utils.checkpoint calls its function without checkpointing, where `is_wanted` returns True.
 
     Args:
-        is_wanted: Asked at each call.
-        is_inside: Told when a call begins and when it ends.
+        is_wanted: Called before each call.
+        is_inside: Called when a call begins and when it ends.
     """
 
     def __init__(self, is_wanted: Callable[[], bool], is_inside: Callable[[bool], None]) -> None:
@@ -180,10 +180,10 @@ class PlainCheckpoints:
         return self._noted() if self._is_wanted() else self._kept[0](*args, **kwargs)
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Stand for the autograd function of a reentrant checkpoint."""
+        """Replace the autograd function of a reentrant checkpoint."""
         if not self._is_wanted():
             return self._kept[1].apply(function, preserve, *args)
-        # Where none of its arguments has a gradient, a reentrant one gives its parameters none either: torch warns, and goes on.
+        # Without a gradient in its arguments, a reentrant checkpoint gives its parameters none either; torch only warns.
         has_gradients = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         self._is_inside(True)
         try:
@@ -201,24 +201,24 @@ class PlainCheckpoints:
 
 
 class WrapperTensor(torch.Tensor):
-    """The base of tensors with a description and no memory: torch's functions see them, its operators' kernels do not."""
+    """Base of tensors with a description and no memory: torch functions see them, kernels do not."""
 
     @classmethod
     def make(cls, shape: tuple[int, ...], **description: Any) -> Any:
-        """Return one of this shape; `description` as of `torch.empty_strided`, and `strides`."""
+        """Return one of this shape; `description` as for `torch.empty_strided`, and `strides`."""
         return torch.Tensor._make_wrapper_subclass(cls, shape, **description)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue, reportAssignmentType]
 
 
 def cpu_backend_name(group: ProcessGroup) -> str:
-    """Return what exchanges a group's CPU tensors: "gloo", "shm"; "" where nothing does."""
+    """Return the name of the backend of a group's CPU tensors: "gloo", "shm", or "" without one."""
     backend = cpu_backend(group)
     return "" if backend is None else backend.name()
 
 
 def cpu_backend(group: ProcessGroup) -> Any:
-    """Return the object that exchanges a group's CPU tensors; None where nothing does."""
+    """Return the backend object of a group's CPU tensors, or None."""
     try:
         return group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -226,7 +226,7 @@ def cpu_backend(group: ProcessGroup) -> Any:
 
 
 def exchanges_by_gloo_alone(group: ProcessGroup) -> bool:
-    """Tell whether gloo exchanges a group's tensors, wherever they lie."""
+    """Tell whether gloo exchanges all of a group's tensors, on any device."""
     if cpu_backend_name(group) != "gloo":
         return False
     try:
@@ -236,7 +236,7 @@ def exchanges_by_gloo_alone(group: ProcessGroup) -> bool:
 
 
 def default_store() -> Any:
-    """Return the store of torch.distributed's default group; None where there is none."""
+    """Return the store of torch.distributed's default group, or None."""
     try:
         return distributed_c10d._get_default_store()
     except (ValueError, RuntimeError):
@@ -244,6 +244,6 @@ def default_store() -> Any:
 
 
 def keep_forever(*objects: object) -> None:
-    """Never let these be destroyed: the destructor of a group waits for its exchanges."""
+    """Keep these alive forever: the destructor of a group waits for its exchanges."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -1,4 +1,4 @@
-"""The command line: one function for each command, no logic. torch is imported only where ranks run.
+"""Command line: one function for each command, no logic. torch is imported only where ranks run.
 
 Exit codes: see `errors.py`.
 """
@@ -115,7 +115,7 @@ def schedule(
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code: an error of ours is one message, without a traceback."""
+    """Run the command line and exit with its code: an error of ours is one message, without a traceback."""
     try:
         app()
     except MeshwrightError as error:

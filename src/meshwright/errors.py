@@ -1,4 +1,4 @@
-"""Every error that Meshwright raises on purpose, and the exit code that goes with it.
+"""Errors that Meshwright raises on purpose, and their exit codes.
 
     MeshwrightError                1
     ├── ConfigError                2   usage or configuration
@@ -11,7 +11,7 @@
     ├── StorageError              13   a disk or file system failed
     ├── CheckpointError           14   a checkpoint was refused
     ├── NonFiniteError            15   NaN or Inf
-    ├── CorruptionError           15   ranks hold or compute something else than they must
+    ├── CorruptionError           15   ranks hold or compute different values than they must
     ├── DirectoryInUseError       16   another run owns the directory
     ├── InternalError             70   a bug of ours
     └── StoppedOnRequest          75   stopped on request, resumable
@@ -213,7 +213,7 @@ class NonFiniteError(MeshwrightError):
 
 
 class CorruptionError(MeshwrightError):
-    """A sentinel found that ranks hold or compute something else than they must; the optimizer has not used it.
+    """A sentinel found that ranks hold or compute wrong or different values; the optimizer has not used them.
 
     Args:
         message: What was found where, in words.
@@ -245,7 +245,7 @@ class DirectoryInUseError(MeshwrightError):
 
 
 class InternalError(MeshwrightError):
-    """A bug of ours; please report it with what stands in the message."""
+    """A bug of ours; please report it with the text of the message."""
 
     exit_code = 70
 

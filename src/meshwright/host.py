@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use: affinity, control groups (v1 and v2), the machine."""
+"""Limits of this process on its host: cores and memory by affinity, control groups (v1 and v2) and the machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MemoryGroup:
     """0 where there is none [bytes]."""
 
     def num_oom_kills(self) -> int:
-        """Return how often the kernel has killed in this group for want of memory; -1 where it cannot be read."""
+        """Return the kernel's out-of-memory kills in this group; -1 where they cannot be read."""
         directory = Path(self.directory)
         for name in ("memory.events", "memory.oom_control"):
             for line in _read(directory / name).splitlines():
@@ -101,8 +101,8 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """Return the most memory that this process has held in RAM so far [bytes].
 
-    Linux hands `ru_maxrss` on to a started process, so that a rank's would be at least its launching process's; VmHWM
-    begins anew with the program.
+    A started process inherits `ru_maxrss` on Linux, so a rank's would be at least its launching process's; VmHWM starts anew
+    with the program.
     """
     found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status")), re.MULTILINE)
     if found:

@@ -1,4 +1,4 @@
-"""Layouts: which part of a full tensor one rank holds, as data beside the tensor.
+"""Layouts: the part of a full tensor that one rank holds, as data beside the tensor.
 
 [Note: blocks] Tensor parallelism gives a rank a *block*: the full tensor, or intervals of it along one dim, joined in
 their order. One interval is the rule. A fused weight, such as the query, key and value projections of attention in one
@@ -69,7 +69,7 @@ def even_ranges(size: int, parts: int) -> tuple[Interval, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout(Value):
-    """Which part of a full tensor one rank holds. See [Note: blocks].
+    """The part of a full tensor that one rank holds. See [Note: blocks].
 
     Args:
         shape: Shape of the full tensor.

@@ -1,4 +1,4 @@
-"""The mesh: ranks as points of a grid with the axes ``pp, dp, cp, tp``, and the groups along its axes.
+"""Mesh: ranks as points of a grid with the axes ``pp, dp, cp, tp``, and the groups along its axes.
 
 [Note: axis order] Outermost first. The last axis varies fastest, so the ranks of a tp group are neighbours and sit on
 the fastest links; a pp neighbour is the furthest away, since pipelines send the least. For ``pp=2, dp=2, tp=2``:

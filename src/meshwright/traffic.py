@@ -89,7 +89,7 @@ def sharded_bytes(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorExchange:
-    """What ranks that share each layer hand to collectives in a step, on one rank [bytes]."""
+    """Tensors that one rank passes to the collectives of tensor parallelism in a step [bytes]."""
 
     all_reduce: int
     all_gather: int

@@ -1,4 +1,4 @@
-"""Tensors inside of the containers that users hand us: found, mapped, moved."""
+"""Tensors inside containers of user code: found, mapped, moved."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LEAVES = frozenset({int, float, bool, str, type(None), complex, torch.dtype, tor
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample: bool = False) -> Any:
-    """Return the same containers with `function` applied to each tensor; anything else stays the object that it was.
+    """Return the same containers with `function` applied to each tensor; any other value stays the same object.
 
     Lists, tuples, named tuples, mappings (Hugging Face's ModelOutput among them) and dataclasses are walked. A
     container without tensors is returned as it is, not copied, so that a cache or a configuration keeps its identity.
 
     Args:
         tree: The containers.
-        function: What to do with each tensor.
+        function: Applied to each tensor.
         by_sample: Whether `function` takes dim 0 for the sample; a PackedSequence has no such dim.
 
     Raises:
@@ -78,7 +78,7 @@ def tensors_in(tree: Any, *, by_sample: bool = False) -> Iterator[torch.Tensor]:
 
 
 def arguments_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among a function of torch's arguments or results: in lists, tuples and dicts alone, which costs less."""
+    """Yield the tensors among a torch function's arguments or results: only in lists, tuples and dicts, which is faster."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -95,7 +95,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def move_to(tree: Any, device: torch.device) -> Any:
-    """Move every tensor to the device; what is there already stays the same object."""
+    """Move every tensor to the device; one that is already there stays the same object."""
     moved = map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
     if moved is not tree and isinstance(tree, Mapping) and hasattr(moved, "__dict__") and hasattr(tree, "__dict__"):
         vars(moved).update({name: value for name, value in vars(tree).items() if name not in vars(moved)})

@@ -64,7 +64,7 @@ def parse_bytes(text: str | int) -> int:
         The size, rounded to a whole byte [bytes].
 
     Raises:
-        ConfigError: It is no size, or negative.
+        ConfigError: The text is not a size, or is negative.
 
     >>> parse_bytes("25 MiB"), parse_bytes("1.5GB"), parse_bytes(4096)
     (26214400, 1500000000, 4096)
@@ -103,7 +103,7 @@ def parse_flops(text: str | float) -> float:
         The amount [FLOPs].
 
     Raises:
-        ConfigError: It is no amount, or negative.
+        ConfigError: The text is not an amount, or is negative.
 
     >>> parse_flops("312 TFLOP"), parse_flops("1.5e3")
     (312000000000000.0, 1500.0)
@@ -129,7 +129,7 @@ def parse_flops_per_s(text: str | float) -> float:
         The rate [FLOP/s].
 
     Raises:
-        ConfigError: It is no rate, or negative.
+        ConfigError: The text is not a rate, or is negative.
 
     >>> parse_flops_per_s("989 TFLOP/s")
     989000000000000.0
@@ -154,7 +154,7 @@ def parse_seconds(text: str | float) -> float:
         The time [s].
 
     Raises:
-        ConfigError: It is no time, or negative.
+        ConfigError: The text is not a time, or is negative.
 
     >>> parse_seconds("1.5 ms"), parse_seconds("2 min")
     (0.0015, 120.0)
@@ -178,7 +178,7 @@ def parse_bandwidth(text: str | float) -> float:
         The bandwidth [bytes/s].
 
     Raises:
-        ConfigError: It is no bandwidth, or negative.
+        ConfigError: The text is not a bandwidth, or is negative.
 
     >>> parse_bandwidth("3.35 TB/s")
     3350000000000.0
@@ -202,24 +202,24 @@ def _parse(text: str | float, units: Mapping[str, float], *, what: str, example:
     else:
         match = _NUMBER.fullmatch(str(text))
         if match is None:
-            raise ConfigError(f"{text!r} is no {what}", fix=f"write a number and a unit, as in '{example}'")
+            raise ConfigError(f"{text!r} is not a valid {what}", fix=f"write a number and a unit, as in '{example}'")
         digits = match[1].replace("_", "")
         number = int(digits) if re.fullmatch(r"[+-]?[0-9]{1,30}", digits) else float(digits)
         unit = match[2]
     if isinstance(number, float) and not math.isfinite(number):
-        raise ConfigError(f"{text!r} is no {what}: it must be finite", fix=f"write it as in '{example}'")
+        raise ConfigError(f"{text!r} is not a valid {what}: it must be finite", fix=f"write it as in '{example}'")
     if number < 0:
-        raise ConfigError(f"{text!r} is no {what}: it must not be negative", fix=f"write it as in '{example}'")
+        raise ConfigError(f"{text!r} is not a valid {what}: it must not be negative", fix=f"write it as in '{example}'")
     factor = bare if not unit else {name.lower(): size for name, size in units.items()}.get(unit.lower())
     if factor is None:
         known = ", ".join(units)
         raise ConfigError(
-            f"{text!r} is no {what}: the unit '{unit}' is unknown{did_you_mean(unit, units)}; known: {known}",
+            f"{text!r} is not a valid {what}: the unit '{unit}' is unknown{did_you_mean(unit, units)}; known: {known}",
             fix=f"write it as in '{example}'",
         )
     product = number * factor
     if isinstance(product, float) and not math.isfinite(product):
-        raise ConfigError(f"{text!r} is no {what}: it must be finite", fix=f"write it as in '{example}'")
+        raise ConfigError(f"{text!r} is not a valid {what}: it must be finite", fix=f"write it as in '{example}'")
     return product
 
 

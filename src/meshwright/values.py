@@ -1,4 +1,4 @@
-"""What every value that travels between two parts shares: checked fields, JSON both ways, a content hash.
+"""Base of all values that pass between folders: checked fields, JSON both ways, a content hash.
 
 A value is a frozen, keyword-only dataclass with slots that derives from ``Value``. Its ``__post_init__`` calls
 ``self._check_types()``, which also turns lists into tuples and mappings into ``FrozenMap``, then collects every broken
@@ -63,7 +63,7 @@ class Problems:
     """Everything that is wrong with one value, reported at once.
 
     Args:
-        subject: What is wrong, for example "plan".
+        subject: The value's name in messages, for example "plan".
     """
 
     def __init__(self, subject: str) -> None:
@@ -75,18 +75,18 @@ class Problems:
         return bool(self._messages)
 
     def add(self, message: str, *, fix: str | None = None) -> None:
-        """Note one problem: the numbers and the rule, and a fix where one is known."""
+        """Add one problem: the numbers and the rule, and a fix where one is known."""
         self._messages.append(message)
         if fix is not None and fix not in self._fixes:
             self._fixes.append(fix)
 
     def require(self, holds: bool, message: str, *, fix: str | None = None) -> None:
-        """Note the problem unless the rule holds."""
+        """Add the problem unless the rule holds."""
         if not holds:
             self.add(message, fix=fix)
 
     def check(self) -> None:
-        """Raise what was noted.
+        """Raise all problems together.
 
         Raises:
             ConfigError: There was at least one problem; the message has all of them.
@@ -103,7 +103,7 @@ class Problems:
 class Value:
     """The base of all values: JSON both ways, versioned, with a content hash.
 
-    A field with ``compare=False`` explains the value and is no part of what it is: ``==`` and ``hash`` leave it out.
+    A field with ``compare=False`` explains the value and is not part of it: ``==`` and ``hash`` leave it out.
     """
 
     __slots__ = ()
@@ -146,7 +146,7 @@ class Value:
         """Read what ``to_json`` wrote.
 
         Raises:
-            ConfigError: The text is no JSON, is of another format or a newer version, or breaks a rule.
+            ConfigError: The text is not JSON, has another format or a newer version, or breaks a rule.
         """
         try:
             loaded: object = json.loads(text)
@@ -216,7 +216,7 @@ class MismatchError(Exception):
 
 
 def coerce(value: object, hint: Any) -> Any:
-    """Return the value as the annotation wants it.
+    """Return the value in the annotation's type.
 
     Understands ``int float str bool None``, enums, ``Literal``, unions, ``tuple[X, ...]``, ``Mapping[str, X]`` and
     ``Value`` classes.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.parity.jobs import gradient_sums_jobs as jobs
 
 from meshwright import testing
-from tests.parity.jobs import gradient_sums_jobs as jobs
 
 WANTED = {
     "on all": torch.full((3,), 3.0, dtype=torch.float64),

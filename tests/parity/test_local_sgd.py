@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from meshwright import testing
 from tests.parity import harness
 from tests.parity.local_sgd import jobs
 from tests.tolerances import FLOAT64
+
+from meshwright import testing
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_a_strategy.md"
 

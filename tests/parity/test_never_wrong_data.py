@@ -288,7 +288,7 @@ def test_recompute_changes_no_bit_of_values_buffers_and_counters(plan: str, kind
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2", "tp=2", "data_parallel,dp=2"])
 def test_iterators_that_cannot_be_wound_back_are_refused(plan: str, kind: str) -> None:
     num_ranks = 1 if plan.startswith("data_parallel") else 2
-    refused(jobs.planned, num_ranks, iterators.builder(kind), plan, word="cannot be wound back")
+    refused(jobs.planned, num_ranks, iterators.builder(kind), plan, word="cannot be rewound")
 
 
 @pytest.mark.parametrize("kind", iterators.KEPT)

@@ -135,7 +135,7 @@ def test_stages_that_take_different_ways_say_so() -> None:
 def test_what_a_layer_raises_over_a_tensor_of_another_way_is_laid_to_the_way() -> None:
     outcomes = testing.run_outcomes(fail_for_another_stages_way, 2)
     assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
-    assert all("took different ways" in str(outcome.error) for outcome in outcomes)
+    assert all("took different paths" in str(outcome.error) for outcome in outcomes)
 
 
 def test_an_error_of_one_stage_is_told_to_the_others_and_training_goes_on() -> None:

@@ -255,7 +255,7 @@ def test_mistakes_are_refused_before_anything_is_exchanged() -> None:
         "features": "ColumnParallelLinear: in_features=0 (rule: in_features is at least 1)",
         "padding": "padding_idx=5 of 5 tokens",
         "max_norm": "max_norm=1.0 cannot be cut",
-        "conv1d": "Conv1d is no Conv1D",
+        "conv1d": "Conv1d is not a Conv1D",
         "state": "'bias' is missing",
     }
     for rank, found in enumerate(testing.run_ranks(nn_model_jobs.run_mistakes, 2)):

@@ -133,7 +133,7 @@ def test_evaluation_with_shares_of_different_sizes() -> None:
 
 def test_a_sharded_module_says_so() -> None:
     for found in testing.run_ranks(sharded_jobs.what_is_refused, 2, f"dp=2,zero=3{WHOLE}"):
-        assert "shards alone" in found["state_dict"]
+        assert "only its shards" in found["state_dict"]
         assert "outside of a step" in found["call"]
         assert found["outputs"] == "(2, 5, 13)"
         assert found["names"].split(",") == list(sharded_jobs.build_chain().state_dict())

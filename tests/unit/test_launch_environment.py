@@ -73,7 +73,7 @@ def test_the_fix_of_a_stale_world_size_works() -> None:
     ("change", "text"),
     [
         ({"RANK": "4"}, "RANK is 4 but WORLD_SIZE is 4; ranks count from 0 to 3"),
-        ({"RANK": "one"}, "RANK is 'one', which is no whole number"),
+        ({"RANK": "one"}, "RANK is 'one', which is not a whole number"),
         ({"RANK": "-1"}, "RANK is -1; it must not be negative"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; ports count from 1 to 65535"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
@@ -124,5 +124,5 @@ def test_what_is_written_as_a_list_expands_to_it(numbers: list[int], head: str, 
 
 @pytest.mark.parametrize("text", ["", "node[3-1]", "node[a]", "node[1", "a;rm -rf", "-rf", "node[0-999999999]"])
 def test_what_is_no_list_of_hosts(text: str) -> None:
-    with pytest.raises(ConfigError, match="no list of hosts"):
+    with pytest.raises(ConfigError, match="not a list of hosts"):
         expand_nodes(text)

@@ -141,7 +141,7 @@ def test_samples_are_counted_where_dim_0_is_no_sample() -> None:
     assert splitter.count({"x": x, "edges": edges, "labels": targets}) == 3
     assert splitter.count({"x": x, "y": targets}) == 3
     assert splitter.count({"x": x}) == 7
-    with pytest.raises(ApplyError, match="how many samples") as caught:
+    with pytest.raises(ApplyError, match="number of samples") as caught:
         splitter.count({"x": x, "edges": edges})
     assert "num_samples" in (caught.value.fix or "")
 

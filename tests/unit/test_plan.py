@@ -227,7 +227,7 @@ def test_impossible_numbers_of_devices(num_devices) -> None:
 
 
 def test_preset_takes_a_name_only() -> None:
-    with pytest.raises(ConfigError, match="no preset's name"):
+    with pytest.raises(ConfigError, match="not a preset's name"):
         Plan.preset("dp=2", 2)
 
 

@@ -147,7 +147,7 @@ def test_what_is_broken_is_refused_with_the_place(schedule: PipelineSchedule, ra
         ([["0F0", "0B0", "1F0"], ["1B0"]], "rule: stage 1 is on rank 1"),
         ([["0F0", "0B0", "0F1"], ["1F0", "1B0"]], "'0F1' on rank 0 does not exist"),
         ([["0F0", "0B0"]], "1 rows for 2 ranks"),
-        ([["0X0"], []], "'0X0' is no action"),
+        ([["0X0"], []], "'0X0' is not an action"),
     ],
 )
 def test_each_mistake_is_named(rows: list[list[str]], message: str) -> None:

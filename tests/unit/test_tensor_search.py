@@ -204,7 +204,7 @@ _CHANGES = {
 def test_what_may_help_follows_from_the_kind_of_a_disproof_and_never_from_its_words(
     kind: Disproof, helpful: set[str], text: str
 ) -> None:
-    options: Any = SimpleNamespace(num_parts=2, regions=lambda: [(_BASE, list(_CHANGES.values()))])
+    options: Any = SimpleNamespace(num_tp_ranks=2, regions=lambda: [(_BASE, list(_CHANGES.values()))])
     source = candidates(options)
     tried = [next(source)]
     for _ in range(len(helpful)):

@@ -29,7 +29,7 @@ def test_sizes_are_read(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1 MiBs", "1 GB/s", "nan", "inf", "1e999", "1 2", "--1", "١"])
 def test_what_is_no_size_is_refused_with_a_fix(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size") as caught:
+    with pytest.raises(ConfigError, match="is not a valid size") as caught:
         units.parse_bytes(text)
     assert caught.value.fix is not None
 
@@ -81,8 +81,8 @@ def test_no_number_prints_as_a_thousand_of_a_smaller_unit() -> None:
 @given(st.text(max_size=12))
 def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
     try:
-        size, complaint = units.parse_bytes(text), "is no size"
+        size, complaint = units.parse_bytes(text), "is not a valid size"
     except ConfigError as error:
         size, complaint = 0, str(error)
     assert size >= 0
-    assert "is no size" in complaint
+    assert "is not a valid size" in complaint

@@ -1,6 +1,6 @@
-"""apply: a plain module and a plan become a module that computes the same numbers on many devices.
+"""Application of a plan: a plain module becomes one that computes the same numbers on many devices.
 
-One engine per strategy, nested: `PipelineEngine(TensorEngine(ShardedEngine))`.
+There is one engine per strategy, and they nest: `PipelineEngine(TensorEngine(ShardedEngine))`.
 
 engine        base class of all engines, which is also the engine of one device
 nested        base class of an engine around another
@@ -11,8 +11,8 @@ tensor/       tensor parallelism: ranks that share each layer
 pipeline/     pipeline parallelism: ranks that run some of the layers
 one_process/  data_parallel and model_parallel: one process, several devices
 recompute/    activation checkpointing
-shards/       tensors of which a rank has a part, where user code can reach them
-state/        buffers, attributes, globals and generators that forwards leave, kept and put back
+shards/       tensors of which a rank has a part, as user code may reach them
+state/        buffers, attributes, globals and generators that forwards change, recorded and restored
 modules/      copies, forwards and hooks of the user's modules
 first_look    one rank's look at the first batch, told to the others
 model_guard   checks that ranks hold one model, and that nobody changes it afterwards

@@ -1,4 +1,4 @@
-"""By how much two runs of one module may differ, and by how much they do."""
+"""Differences between two runs of one module: the measured one, and the tolerated one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ is that of float32 inside: many models compute norms and losses in float32 whate
 
 
 def tolerance_of(expected: Tensor) -> float:
-    """Return how far another order of sums may move an entry of such a tensor, relative to the largest one.
+    """Return the largest change of an entry by reordered sums, relative to the tensor's largest entry.
 
     Under autocast the dtype is that of autocast.
     """
@@ -23,9 +23,9 @@ def tolerance_of(expected: Tensor) -> float:
 
 
 def relative_difference(mine: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of an entry, relative to the largest expected.
+    """Return the largest difference of an entry, relative to the largest expected entry.
 
-    Of what is no float it is the share of entries that differ.
+    For dtypes other than floats it is the share of entries that differ.
     """
     if mine.shape != expected.shape:
         return float("inf")

@@ -1,4 +1,4 @@
-"""What a strategy does for the step. The base class is the plainest one: one device, nothing to exchange."""
+"""Engine: what the step asks of a strategy. The base class is the engine of one device, which exchanges nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """A module placed on its device(s), and how its gradients come together.
+    """A module placed on its device(s), and the exchange of its gradients.
 
     The step calls, in this order: `begin_step`, `run`, `finish_gradients`, and after the optimizer `finish_step` and
     `sync_buffers`; an evaluation `begin_forward`, `run`, `end_forward`. A rank with an empty share calls all of them.
@@ -66,11 +66,11 @@ class Engine:
 
     @property
     def loss_group(self) -> Communicator:
-        """The ranks over which losses are added up: together they compute each one once."""
+        """The ranks over which losses are summed: together they compute each loss once."""
         return self.group
 
     def detail(self, plan: Plan) -> Plan:
-        """Return the plan with what the strategy decided by itself."""
+        """Return the plan with the decisions that the strategy made itself."""
         return plan
 
     @property
@@ -84,7 +84,7 @@ class Engine:
     # -- inspections: a part of the strategy beside one device, on live data -----------------------------------------
 
     def begin_inspection(self, number: int) -> str | None:  # noqa: ARG002 - for strategies that have parts
-        """Have the next forward run one part a second time as one device would, and compare; parts take turns.
+        """Start the inspection of one part: the next forward runs it a second time as on one device. Parts take turns.
 
         Args:
             number: Inspections before this one [count]; the part is `number` modulo the parts that there are.
@@ -95,7 +95,7 @@ class Engine:
         return None
 
     def end_inspection(self) -> Sequence[Finding]:
-        """Return in what the part differed on this rank; nothing where it was equal or did not run."""
+        """Return the part's differences on this rank; nothing where it was equal or did not run."""
         return ()
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
@@ -142,17 +142,17 @@ class Engine:
 
     @property
     def may_stop_alone(self) -> bool:
-        """Whether a rank whose forward or loss raises can still tell the others: none of them waits for it in a forward."""
+        """Whether a rank whose forward or loss raises can still tell the others, since none of them waits for it in a forward."""
         return self.everyone.size > 1 and not self.needs_lockstep and self.copies == 1
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
-        """Whether the forward under way has returned what other ranks alone compute, so that they alone compute the loss."""
+        """Whether only other ranks have the outputs of the forward under way, so that they alone compute the loss."""
         return False
 
     @property
     def needs_lockstep(self) -> bool:
-        """Whether every rank must run as many micro-batches as any: what it has none for, it plays with `idle_pass`."""
+        """Whether every rank must run as many micro-batches as any; a rank without one runs `idle_pass` in its place."""
         return False
 
     @property
@@ -165,24 +165,24 @@ class Engine:
         return {name: parameter.requires_grad for name, parameter in self.module.named_parameters()}
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Take note of the optimizer before anything runs; a strategy that shards gives it this rank's shards."""
+        """Prepare the optimizer before anything runs; an engine that shards gives it this rank's shards."""
 
     @property
     def holds_parts(self) -> bool:
-        """Whether what the module's parameters hold now, outside of `whole_parameters`, is a part of their values."""
+        """Whether the module's parameters hold only parts of their values now, outside `whole_parameters`."""
         return False
 
     def use_switch(self, switch: ShardSwitch) -> None:
-        """Take note of what guards this model's tensors."""
+        """Set the switch that guards this model's tensors."""
         self.switch = switch
 
     def guard_parts(self) -> None:
-        """Guard what this rank has a part of, as it is now."""
+        """Guard the tensors of which this rank has a part now."""
         self.switch.adopt(self.held_parts(self.switch.moment))
         self.use_switch(self.switch)
 
     def held_parts(self, moment: RunMoment) -> list[tuple[torch.Tensor, ShardFacts]]:  # noqa: ARG002 - for strategies that cut
-        """Return the tensors of which this rank has a part between steps, each once, and what is known of them."""
+        """Return the tensors of which this rank has a part between steps, each once, with the facts about them."""
         return []
 
     def gradient_terms(self) -> set[int]:
@@ -191,19 +191,19 @@ class Engine:
 
     @property
     def reads_as_nan(self) -> str:
-        """What a script may have read that this rank has no values of; "" where there is nothing such."""
+        """Names of values that a script may have read and this rank does not have; "" where there are none."""
         return ""
 
     @property
     def fixes_memory(self) -> bool:
-        """Whether the parameters' values have to stay in the memory where they are."""
+        """Whether the parameters' values must stay in their present memory."""
         return False
 
     def refuse_lost_writes(self) -> None:
-        """Raise an ApplyError where a script has written into parameters whose values are not here."""
+        """Raise ApplyError if a script has written into parameters whose values are not on this rank."""
 
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
-        """Make an optimizer right whose groups were changed by the user, or return why that cannot be."""
+        """Correct an optimizer whose groups the user has changed, or return why that is impossible."""
         if self.everyone.size == 1 and self.num_replicas == 1:
             return None
         live = {id(parameter) for parameter in self.module.parameters()}
@@ -218,27 +218,27 @@ class Engine:
         )
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Drop the last step's gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def arm(self) -> None:
-        """Say that the next backward is the last of this step, so that reduction may begin while it runs."""
+        """Mark the next backward as the last of this step, so that reduction may start while it runs."""
 
     def begin_forward(self) -> None:
-        """Get ready for forwards that no step surrounds."""
+        """Prepare for forwards outside a step."""
 
     def end_forward(self) -> None:
-        """Take note that these forwards are over."""
+        """End these forwards."""
 
     def before_layer(self, layer: nn.Module) -> None:
-        """Take note that a layer's forward runs now, maybe again in backward."""
+        """Prepare for a layer's forward, which may be a repetition in backward."""
 
     def begin_backward(self) -> None:
-        """Take note that a micro-batch's forward is over and that its backward begins."""
+        """End a micro-batch's forward and begin its backward."""
 
     def idle_pass(self) -> None:
-        """Take part in what the other ranks exchange during a micro-batch; without a backward where gradients are off."""
+        """Take part in the other ranks' exchanges of a micro-batch; without a backward where gradients are off."""
 
     def end_failed_pass(self) -> None:
         """Take part in what is left of a pass whose forward has raised here, in the user's code; other ranks go on with it."""
@@ -271,7 +271,7 @@ class Engine:
             raise
 
     def refresh_trainable(self) -> None:
-        """Take note that `requires_grad` was switched, on every rank."""
+        """Follow a change of `requires_grad`, made on every rank."""
 
     def run(self, work: StepWork[TermT]) -> list[TermT]:
         """Run the micro-batches of a step, backward too where gradients are on, and return the losses that this rank computes.
@@ -334,20 +334,20 @@ class Engine:
         return total_norm(self.gradient_tensors(), self.device)
 
     def refuse_taken(self) -> None:
-        """Raise ApplyError, on every rank, where the gradient is not finite since a hook took a part of it away on any."""
+        """Raise ApplyError, on every rank, if the gradient is not finite because a hook removed a part of it on any."""
 
     def finish_step(self) -> None:
-        """Take note that the optimizer has written new values."""
+        """End the step: the optimizer has written new values."""
 
     def leave_out_step(self) -> None:
-        """Take note that the optimizer will not run: a loss or gradient is not finite."""
+        """End the step without the optimizer: a loss or gradient is not finite."""
 
     def compression_state(self) -> dict[str, torch.Tensor]:
-        """Return what compressed gradients leave to the next step on this rank, by name; the live tensors, for a checkpoint."""
+        """Return the compressed gradients' unsent rest on this rank, by name: the live tensors, for a checkpoint."""
         return {}
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `compression_state` gave on this rank, under the same plan.
+        """Load the result of `compression_state` on this rank, under the same plan.
 
         Raises:
             ApplyError: It is of another plan; where only a shape tells, when the tensor is needed.
@@ -360,7 +360,7 @@ class Engine:
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have every parameter hold its whole value inside. Every rank enters it."""
+        """Make every parameter whole inside the context. Every rank enters it."""
         yield
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
@@ -379,7 +379,7 @@ class Engine:
         return False
 
     def note_buffers(self) -> None:
-        """Take the buffers as they are now for equal on all ranks."""
+        """Record the present buffers as equal on all ranks."""
 
     def sync_buffers(self) -> None:
         """Make the buffers equal on all ranks."""

@@ -1,4 +1,4 @@
-"""A finding: a difference between what ranks hold or compute and what one device would."""
+"""Finding: a difference between what ranks hold or compute and what one device would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One difference that a sentinel saw on this rank."""
+    """One difference that a sentinel has found on this rank."""
 
     part: str
     """FQN of the module or parameter; a word such as "batch" or "loss" where it is neither."""

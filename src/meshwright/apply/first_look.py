@@ -1,4 +1,4 @@
-"""One rank looks at the first batch, and tells the others what it saw."""
+"""First look: one rank runs the first batch on trial, and tells the others the result."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def tell_everyone(
 
     Args:
         group: All ranks; each calls this.
-        device: Where what is told travels.
-        module: The model; what its code keeps outside of it is put back.
+        device: The device of the exchange.
+        module: The model; state that its code keeps outside is restored.
         run: Runs the model and its loss on a small batch; None where this rank has no sample.
-        look: Looks at the model with it.
+        look: Inspects the model with it, and returns a JSON value.
 
     Raises:
         ApplyError: No rank has a sample, or the plan cannot be applied, with the same words on every rank.
         UserCodeError: Another rank looked, and the user's code raised there.
-        Exception: On that rank, what it raised.
+        Exception: On that rank, the code's own exception.
     """
     able = group.all_gather_json(run is not None, device=device)
     if True not in able:
@@ -68,13 +68,13 @@ def tell_everyone(
 
 @contextlib.contextmanager
 def _kept_tensors(module: nn.Module) -> Iterator[None]:
-    """Put back, afterwards, buffers and parameters that a forward writes into: the other ranks do not run it.
+    """Restore, after the context, buffers and parameters that a forward writes: the other ranks do not run it.
 
-    A look runs copies of modules, which share the parameters' memory, and code of the user's may reach the module itself: a
-    forward that was patched on, for one.
+    A look runs copies of modules, which share the parameters' memory. User code may also reach the module itself, for example
+    through a patched forward.
 
     Raises:
-        ApplyError: It has written into one that is too large to keep a copy of.
+        ApplyError: A forward has written a parameter that is too large to keep a copy of.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     parameters, buffers = KeptParameters(module), BufferSnapshot(module)

@@ -1,4 +1,4 @@
-"""What a rank should send in a step, worked out from the model beside a run of it."""
+"""Forecasts of what a rank sends in a step, worked out from the model beside a run of it."""
 
 from __future__ import annotations
 

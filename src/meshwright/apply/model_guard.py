@@ -1,4 +1,4 @@
-"""Two promises that are checked: all ranks hold one model and one plan, and nobody changes model or optimizer afterwards."""
+"""Guards of model and optimizer: all ranks hold one model and one plan, and neither changes unnoticed afterwards."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def describe_tensors(module: nn.Module) -> list[list[Any]]:
 def require_equal_on_ranks(
     group: Communicator, module: nn.Module, plan_json: str, device: torch.device, *, number: int = 0
 ) -> int:
-    """Refuse to start where ranks hold different plans or different models; return the largest of the ranks' numbers.
+    """Refuse to start where ranks hold different plans or models; return the largest of the ranks' numbers.
 
     Raises:
-        ApplyError: On every rank, naming the first difference and both sides.
+        ApplyError: On every rank, with the first difference and both sides.
     """
     if group.size == 1:
         return number
@@ -89,13 +89,13 @@ def _row_text(row: list[Any]) -> str:
 
 
 class ModelGuard:
-    """Notices, between steps, what a plan cannot follow: replaced, added or reordered parts, moved values, switched gradients.
+    """Detects changes between steps that a plan cannot follow: replaced, added or reordered modules, moved values.
 
-    One look costs about 0.1 microseconds a module and a parameter; it is taken at the start of each step.
+    It also detects switched `requires_grad`. A check takes about 0.1 microseconds for each module and parameter, once a step.
 
     Args:
         module: The module as it was when the plan was applied.
-        fixes_memory: Whether the values have to stay where they are, since shards or pieces of them are views of that memory.
+        fixes_memory: Whether the values must stay in their memory, since shards or pieces are views of it.
     """
 
     def __init__(self, module: nn.Module, *, fixes_memory: bool = False) -> None:
@@ -115,7 +115,7 @@ class ModelGuard:
         self._places = self._read_places() if fixes_memory else None
 
     def _read_ids(self) -> list[int]:
-        # `dict.values` itself: a strategy may watch over look-ups in these.
+        # `dict.values` itself, since an engine may watch look-ups in these.
         return list(map(id, itertools.chain.from_iterable(map(dict.values, self._dicts))))
 
     def _read_requires_grad(self) -> list[bool]:
@@ -134,8 +134,8 @@ class ModelGuard:
             moved = [name for name, new, old in zip(self._names, now, self._places, strict=True) if new != old]
             return ApplyError(
                 f"the values of {len(moved)} parameter(s), '{moved[0]}' for example, were put elsewhere after the plan was "
-                "applied (by an assignment to .data, vector_to_parameters or module.to); its optimizer updates the memory "
-                "of then, and the new values would be lost",
+                "applied (by an assignment to .data, vector_to_parameters or module.to); the optimizer updates the earlier "
+                "memory, so the new values would be lost",
                 fix="change values in place: parameter.data.copy_(...) under torch.no_grad()",
             )
         return None
@@ -169,24 +169,24 @@ class ModelGuard:
 
     @property
     def is_trained(self) -> bool:
-        """Whether any parameter is to get a gradient, as far as was accepted."""
+        """Whether any parameter is to get a gradient, by the last accepted `requires_grad`."""
         return any(self._requires_grad)
 
     def find_switched(self) -> str | None:
-        """Return the FQN of a parameter whose `requires_grad` was switched since the last `accept_trainable`, or None."""
+        """Return the FQN of a parameter with another `requires_grad` than at the last `accept_trainable`, or None."""
         now = self._read_requires_grad()
         if now == self._requires_grad:
             return None
         return next(name for name, new, old in zip(self._names, now, self._requires_grad, strict=True) if new != old)
 
     def accept_trainable(self) -> list[bool]:
-        """Take the present `requires_grad` of each parameter as the new state, and return it."""
+        """Accept the present `requires_grad` of each parameter, and return it."""
         self._requires_grad = self._read_requires_grad()
         return self._requires_grad
 
 
 def _hooks_of(optimizer: Any) -> list[Any]:
-    """Return the user's functions that run before and after the optimizer's step; torch's and ours are not among them."""
+    """Return the user's functions that run before and after the optimizer's step, without torch's and ours."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
     return [
@@ -197,11 +197,11 @@ def _hooks_of(optimizer: Any) -> list[Any]:
 
 
 class OptimizerGuard:
-    """Notices that the optimizer's groups hold other parameters than a strategy has given them, and hooks that would see parts.
+    """Detects groups with other parameters than the engine has given the optimizer, and hooks that would see parts.
 
     Args:
-        optimizer: The optimizer, after the strategy has adopted it; None has no groups.
-        engine: The strategy: `accept_groups` makes changed groups right, or returns the error that says why not.
+        optimizer: The optimizer, after the engine has adopted it; None has no groups.
+        engine: The engine: `accept_groups` corrects changed groups, or returns the error that says why not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, engine: Any) -> None:
@@ -210,7 +210,7 @@ class OptimizerGuard:
         self._ids = self._read_ids()
 
     def _has_parts(self) -> bool:
-        """Tell whether the optimizer updates parts of parameters, or some of the model's parameters alone."""
+        """Tell whether the optimizer updates parts of parameters, or only some of the model's parameters."""
         whole = {id(parameter) for parameter in self._engine.module.parameters()}
         return self._engine.holds_parts or not whole.issuperset(self._ids)
 
@@ -226,8 +226,8 @@ class OptimizerGuard:
         if hooks and self._has_parts():
             name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
             return ApplyError(
-                f"'{name}' was registered to run around {type(self._optimizer).__name__}.step(), where this plan has each rank "
-                "hold parts of the parameters and gradients alone: a norm, a mean or a clip would be of those",
+                f"'{name}' was registered to run around {type(self._optimizer).__name__}.step(), where each rank holds only "
+                "parts of the parameters and gradients under this plan: a norm, a mean or a clip would be of those parts",
                 fix="pass max_grad_norm= to clip; read model.full_gradients() after the step, and change values between steps "
                 "inside `with model.whole_parameters():`; or use zero=0, tp=1 and pp=1",
             )
@@ -240,12 +240,12 @@ class OptimizerGuard:
 
 
 def refuse_unfinished(module: nn.Module, plan: str) -> None:
-    """Raise ApplyError where a module is compiled by torch.jit, or has parameters whose shape its first forward decides."""
+    """Raise ApplyError where a module is compiled by torch.jit, or has parameters whose shape the first forward decides."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise ApplyError(
-                f"'{name or 'the model itself'}' is compiled by torch.jit: its hooks and its parameters cannot be watched over, "
-                f"as the plan '{plan}' does",
+                f"'{name or 'the model itself'}' is compiled by torch.jit: its hooks and its parameters cannot be watched, "
+                f"as the plan '{plan}' requires",
                 fix="pass the model before torch.jit.script or trace",
             )
         tensors = [*child._parameters.items(), *child._buffers.items()]
@@ -258,7 +258,7 @@ def refuse_unfinished(module: nn.Module, plan: str) -> None:
 
 
 def refuse_shared_memory(module: nn.Module, plan: str) -> None:
-    """Raise ApplyError where two parameters of a module lie in the same memory: it would be two memories under the plan."""
+    """Raise ApplyError where two parameters of a module share memory, which the plan would separate."""
     spans: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.layout == torch.strided and parameter.numel():

@@ -1,4 +1,4 @@
-"""An engine around another: it changes the module first, and leaves to the inner one what it has nothing to add to."""
+"""Base of an engine around another: it changes the module first, and delegates everything else to the inner engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__: list[str] = []
 
 
 class OuterEngine(Engine):
-    """A strategy that looks at a first batch before it knows on what its inner engine works.
+    """An engine that needs a first batch before it can build its inner engine.
 
     Args:
         module: The user's module, on `device`.
         group: The data-parallel ranks.
         device: This rank's device.
         everyone: All ranks.
-        not_prepared: What is said where the inner engine is asked for before a batch has come.
+        not_prepared: The error's message where the inner engine is used before the first batch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping by it, as on one device."""
+"""Global gradient norm, and clipping by it, as on one device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def squares_of(tensors: Sequence[torch.Tensor], device: torch.device, *, exact: 
 def finite_norm(
     norm: torch.Tensor, tensors: Callable[[], Sequence[torch.Tensor]], device: torch.device
 ) -> torch.Tensor:
-    """Return the norm, or where it is not finite the norm in float64."""
+    """Return the norm, computed again in float64 where it is not finite."""
     if math.isfinite(norm.item()):
         return norm
     norms = [_norm_in_float64(tensor).to(device) for tensor in tensors()]
@@ -67,7 +67,7 @@ def _norm_in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the tensors in place such that their norm is at most `max_norm`: torch.nn.utils.clip_grad_norm_'s rule."""
+    """Scale the tensors in place to a norm of at most `max_norm`, by the rule of torch.nn.utils.clip_grad_norm_."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""What a step has an engine run: micro-batches, their losses, what backward starts from, and what ranks are told meanwhile."""
+"""Work that a step has an engine run: micro-batches, their losses, what backward starts from, and what ranks are told meanwhile."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""comm: what ranks send each other, and a ledger of every byte of it.
+"""Exchange of tensors between ranks, and a ledger of every byte of it.
+
+All engines exchange through a `Communicator`, which names, counts and times each collective.
 
 communicator  the only caller of torch.distributed's collectives
 functional    collectives with a backward
 ledger        calls, bytes and waiting time, by collective and axis
-peer_calls    what a communicator asks of the calls of `ranks/calls.py`
+peer_calls    the protocol of `ranks/calls.py`, as a communicator uses it
 shm/          the backend `shm`: shared memory between CPU ranks of one host
-compression/  gradients sent as less than they are
+compression/  compressed gradients with error feedback
 
-To add a collective: `communicator.py`, its bytes in `ledger.py`, a row in `tests/transport`.
+To add a collective, touch `communicator.py`, its bytes in `ledger.py`, and add a row in `tests/transport`.
 """
 
 from __future__ import annotations

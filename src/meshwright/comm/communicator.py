@@ -1,4 +1,4 @@
-"""The one door to torch.distributed's collectives: named, counted, and with errors that name the cause."""
+"""Communicator: the only caller of torch.distributed's collectives. It names and counts each, and explains its errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class Pending:
-    """An exchange under way. `wait()` before its tensor is used."""
+    """An exchange under way. Call `wait()` before its tensor is used."""
 
     __slots__ = ("_communicator", "_entry", "_name", "_work")
 
@@ -53,7 +53,7 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Return when the result is there.
+        """Wait for the result.
 
         Raises:
             LostPeerError: A peer is gone, or did not come within the timeout.
@@ -74,7 +74,7 @@ class Communicator:
         process_group: torch.distributed's group, or None for a group of one rank, which exchanges nothing.
         ranks: The global ranks of the group, in group order.
         rank: This process's global rank.
-        ledger: Where calls, bytes and waiting time are counted.
+        ledger: Counts calls, bytes and waiting time.
         timeout_s: How long one exchange may wait [s].
         axis: The mesh axis that the group lies on, for the ledger.
     """
@@ -91,7 +91,7 @@ class Communicator:
     ) -> None:
         if process_group is None and len(ranks) > 1:
             raise InternalError(f"a group of {len(ranks)} ranks needs a process group")
-        self._held = [process_group]  # one list for all twins, so that `release` lets go of the group in all of them
+        self._held = [process_group]  # one list for all twins, so that `release` releases the group in all of them
         self.ranks = tuple(ranks)
         self.rank = rank
         self.group_rank = self.ranks.index(rank)
@@ -108,7 +108,7 @@ class Communicator:
         """Whether a wait has to be cut into short ones: gloo does not look around by itself."""
 
     def over(self, axis: str) -> Communicator:
-        """Return the same ranks under the name of an axis, for the ledger."""
+        """Return the same ranks under another axis name, for the ledger."""
         twin = Communicator(
             self.process_group,
             ranks=self.ranks,
@@ -124,7 +124,7 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """torch.distributed's group; None for one rank alone, and after `release`."""
+        """torch.distributed's group; None for a single rank, and after `release`."""
         return self._held[0]
 
     @property
@@ -135,11 +135,11 @@ class Communicator:
         return group
 
     def release(self) -> None:
-        """Let go of the group, here and in all twins; gloo closes its connections when the last reference is gone."""
+        """Release the group, here and in all twins; gloo closes its connections with the last reference."""
         self._held[0] = None
 
     def run_waiting(self, name: str, wait: Callable[[], Any]) -> Any:
-        """Call something that waits for peers: the watcher is told, and a lost peer is named as such."""
+        """Call a function that waits for peers: the wait is recorded, and a lost peer is reported by name."""
         if self.on_enter is not None:
             self.on_enter(name)
         try:
@@ -156,7 +156,7 @@ class Communicator:
                 self.on_exit()
 
     def _explained(self, text: str) -> MeshwrightError:
-        """Return the error of the rank that raised where this one waits for it, or one that says what is seen here."""
+        """Return the error of the rank that raised while this one waits for it, or this rank's own account."""
         told = None
         if self.calls is not None:
             self.calls.has_given_up = True
@@ -164,7 +164,7 @@ class Communicator:
         return told or LostPeerError(text, rank=self.rank)
 
     def wait_for(self, work: Any) -> None:
-        """Return when an exchange is over; with gloo, also where a rank has raised and does not come."""
+        """Wait for the end of an exchange; with gloo, also end where a rank has raised and will not come."""
         if self.looks_out and self.calls is not None and self.calls.current:
             self.calls.wait_for(work)
         elif work is not None:
@@ -174,13 +174,13 @@ class Communicator:
         return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
 
     def issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool) -> Pending:
-        """Count an exchange and start it: the collectives below, and those of other modules of this package.
+        """Count an exchange and start it, for the collectives below and those of other modules of this package.
 
         Args:
-            name: The collective, as the ledger knows it.
-            tensor_bytes: What the ledger counts for it [bytes].
-            call: Starts it; it gets whether it may return before the exchange is over.
-            async_op: Whether it may.
+            name: The collective's name in the ledger.
+            tensor_bytes: Bytes for the ledger [bytes].
+            call: Starts the exchange; its argument tells whether it may return before the end.
+            async_op: That argument.
 
         Raises:
             LostPeerError: A peer is gone, or did not come within the timeout.
@@ -226,7 +226,7 @@ class Communicator:
             if flat.data_ptr() != segment.data_ptr():
                 flat.copy_(segment)
             return Pending(self, "all_gather", None, None)
-        # Bytes: not every backend knows every dtype.
+        # Bytes: not every backend supports every dtype.
         output, source = flat.view(torch.uint8), segment.view(torch.uint8)
         return self.issue(
             "all_gather",
@@ -254,11 +254,11 @@ class Communicator:
         )
 
     def reduce_slices(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
-        """Sum over the ranks, in place, this rank's slice of the tensors joined end to end; the rest of them is undefined then.
+        """Sum over the ranks, in place, this rank's slice of the concatenated tensors; the rest is undefined afterwards.
 
         Args:
             tensors: Contiguous, one dtype, [n_i] each; the same on every rank.
-            ends: Where each rank's slice of the joined tensors ends, in group order; the last is their whole length.
+            ends: End of each rank's slice of the concatenated tensors, in group order; the last is their whole length.
         """
         if self.size == 1:
             return
@@ -289,7 +289,7 @@ class Communicator:
         if not self.looks_out:
             REDUCE_SCATTER_SINGLE(own, stacked, group=self.process_group)
             return
-        whole = stacked.clone()  # what torch does with gloo, too; but one cannot wait for that for a time
+        whole = stacked.clone()  # torch does the same with gloo, but without a timed wait
         self.wait_for(dist.all_reduce(whole, group=self.process_group, async_op=True))
         own.copy_(whole.view(self.size, -1)[self.group_rank].view_as(own))
 
@@ -305,14 +305,14 @@ class Communicator:
         )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
-        """Start to send a contiguous tensor to the group's rank `target`; it must stay as it is until `wait()` returns."""
-        flat = tensor.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
+        """Start sending a contiguous tensor to the group's rank `target`; it must not change until `wait()` returns."""
+        flat = tensor.view(-1).view(torch.uint8)  # bytes: not every backend supports every dtype
         return self.issue("send", tensor.nbytes, lambda _: self._alive_group.send([flat], target, tag), async_op=True)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, *, num_bytes: int | None = None) -> None:
         """Fill a contiguous tensor with what the group's rank `source` sends under this tag.
 
-        `num_bytes` is what the ledger counts where the tensor has room for more than is expected.
+        `num_bytes` is the ledger's count where the tensor has more room than is expected.
         """
         flat = tensor.view(-1).view(torch.uint8)
         entry = self.ledger.record("receive", self.axis, tensor.nbytes if num_bytes is None else num_bytes, self.size)
@@ -344,13 +344,13 @@ class Communicator:
         return [part[:n] for part, n in zip(self.all_gather(padded), lengths, strict=True)]
 
     def all_gather_json(self, value: Any, *, device: torch.device | None = None) -> list[Any]:
-        """Return every rank's JSON value. Bytes of JSON cross, never pickles: a peer cannot make us run code."""
+        """Return every rank's JSON value. JSON is sent, never pickles, so that a peer cannot make this rank run code."""
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         parts = self.all_gather_uneven(payload.to(device or torch.device("cpu")))
         return [json.loads(bytes(part.cpu().numpy())) for part in parts]
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         if self.size == 1:
             return
         timeout = datetime.timedelta(seconds=self.timeout_s)
@@ -366,8 +366,8 @@ class Communicator:
 
 
 def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield (slice, place in that slice, part) for tensors joined end to end and cut into slices at `ends`."""
-    owner, begin, at = 0, 0, 0  # the slice that `at` lies in, where it begins, and the place in the joined tensors
+    """Yield (slice, offset in that slice, part) for concatenated tensors cut into slices at `ends`."""
+    owner, begin, at = 0, 0, 0  # the slice that contains `at`, its begin, and the position in the concatenated tensors
     for tensor in tensors:
         done = 0
         while done < tensor.numel():

@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through: what tensor and sequence parallel layers exchange.
+"""Differentiable collectives of tensor-parallel and sequence-parallel layers.
 
 [Note: conjugate pairs] Backward of each operation is forward of its partner, so second derivatives are right, too.
 
@@ -11,13 +11,13 @@
     reduce_scatter_along    partial sums        own slice of sum     all_gather_along
 
 The two gathers differ in what follows them. After `gather_from_group` every rank computes the same, so every rank has the
-whole gradient and keeps its slice. After `all_gather_along` every rank computes something else, so the gradients are
-terms of a sum. The first two pairs are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), the
-last is g and its conjugate of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+whole gradient and keeps its slice. After `all_gather_along` the ranks compute different things, so the gradients are terms of a
+sum. The first two pairs are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), the last is g and its
+conjugate of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
-All ranks of a group call the same operations in the same order, with tensors that require gradients on all ranks or on
-none: an all-reduce that only some ranks come to in backward waits until the timeout. Inputs are never written to. In a
-group of one rank every operation returns its input.
+All ranks of a group call the same operations in the same order, with tensors that require gradients on all ranks or on none.
+Otherwise an all-reduce that only some ranks enter in backward waits until the timeout. Inputs are never written to. In a group
+of one rank every operation returns its input.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _make(
 
 
 def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
-    """Hand a replicated tensor to computations that differ from rank to rank; backward adds up their gradients.
+    """Pass a replicated tensor to computations that differ between ranks; backward sums their gradients.
 
     Args:
         tensor: Any shape, the same on every rank.
@@ -68,7 +68,7 @@ def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
-    """Add up the ranks' tensors; every rank goes on with the same sum, so backward exchanges nothing.
+    """Sum the ranks' tensors for a computation that is the same on all ranks; backward exchanges nothing.
 
     Args:
         tensor: This rank's term; one shape on all ranks.
@@ -81,7 +81,7 @@ def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Join the ranks' slices where all go on with the same computation; backward keeps the own slice of the gradient.
+    """Gather the ranks' slices for a computation that is the same on all ranks; backward keeps the own slice.
 
     Args:
         tensor: This rank's slice.
@@ -117,7 +117,7 @@ def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Se
 
 
 def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Join the ranks' slices where each goes on with a computation of its own; backward is a reduce-scatter.
+    """Gather the ranks' slices for computations that differ between ranks; backward is a reduce-scatter.
 
     Args:
         tensor: This rank's slice.
@@ -135,7 +135,7 @@ def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Se
 
 
 def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Add up the ranks' tensors and keep this rank's slice of the sum; backward is an all-gather.
+    """Sum the ranks' tensors and keep this rank's slice of the sum; backward is an all-gather.
 
     Args:
         tensor: This rank's term; one shape on all ranks.
@@ -167,7 +167,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Communicator) -> Tensor:
         ctx.group = group
-        # A copy: autograd may have handed the same gradient to others, and the caller may need its tensor.
+        # A copy: autograd may have passed the same gradient to other nodes, and the caller may need its tensor.
         total = tensor.clone(memory_format=torch.contiguous_format)
         if total.numel():
             group.all_reduce(total)
@@ -225,9 +225,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _all_gather(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """Join slices along a dim. The backends take equal, contiguous pieces: uneven ones are padded to the largest.
+    """Gather slices along a dim. The backends take equal, contiguous pieces, so uneven ones are padded to the largest.
 
-    The ledger counts the bytes that cross, padding included.
+    The ledger counts the bytes sent, padding included.
     """
     largest = max(sizes)
     piece = _padded(tensor, dim, largest)
@@ -241,7 +241,7 @@ def _all_gather(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int,
 
 
 def _reduce_scatter(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """Add up and cut along a dim; pieces are stacked along dim 0, and uneven ones padded, as in `_all_gather`."""
+    """Sum and cut along a dim; pieces are stacked along dim 0, and uneven ones padded, as in `_all_gather`."""
     largest, size = max(sizes), sizes[group.group_rank]
     if dim == 0 and min(sizes) == largest:
         stacked = tensor.contiguous()
@@ -280,7 +280,7 @@ def _along(  # noqa: PLR0917 - what its callers were given, with their name
 def _check(
     tensor: Tensor, group: Communicator, dim: int, sizes: Sequence[int], *, is_slice: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the dim counted from 0, and the sizes, once they fit the group and the tensor."""
+    """Return the dim counted from 0, and the sizes, after checking them against the group and the tensor."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise ConfigError(
             f"dim={dim} of a tensor with {tensor.dim()} dims (rule: -{tensor.dim()} <= dim < {tensor.dim()})"

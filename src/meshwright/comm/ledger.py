@@ -1,4 +1,4 @@
-"""The ledger: every byte that this rank exchanges, by collective and axis."""
+"""Ledger: every byte that this rank exchanges, by collective and axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 def ring_bytes(collective: str, tensor_bytes: int, num_ranks: int) -> float:
-    """Return what one rank sends for a collective when it is done by a ring.
+    """Return the bytes that one rank sends for a ring collective.
 
     Args:
         collective: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "send", "receive" or "to".
@@ -47,7 +47,7 @@ _RING_FACTOR: dict[str, Callable[[float], float]] = {
 
 @dataclasses.dataclass(slots=True)
 class LedgerEntry:
-    """What one kind of exchange on one axis has cost so far."""
+    """Total cost of one kind of exchange on one axis."""
 
     num_calls: int = 0
     """Times it was called [count]."""
@@ -59,7 +59,7 @@ class LedgerEntry:
     """Time the calling thread stood still for it: the part that no computation hides [s]."""
 
     def minus(self, earlier: LedgerEntry) -> LedgerEntry:
-        """Return what came since `earlier`."""
+        """Return the difference from `earlier`."""
         return LedgerEntry(
             self.num_calls - earlier.num_calls,
             self.tensor_bytes - earlier.tensor_bytes,
@@ -80,7 +80,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def of_checks(self) -> Iterator[None]:
-        """Count what is exchanged inside among the checks."""
+        """Count exchanges inside the context as checks."""
         self._aside += 1
         try:
             yield
@@ -106,11 +106,11 @@ class Ledger:
         return entry
 
     def snapshot(self) -> dict[tuple[str, str], LedgerEntry]:
-        """Return a copy of the entries, to take a difference later."""
+        """Return a copy of the entries, for a later difference."""
         return {key: dataclasses.replace(entry) for key, entry in self.entries.items()}
 
     def since(self, snapshot: dict[tuple[str, str], LedgerEntry]) -> dict[tuple[str, str], LedgerEntry]:
-        """Return what was exchanged since a snapshot; kinds that did not happen are left out."""
+        """Return the exchanges since a snapshot; kinds that did not happen are left out."""
         nothing = LedgerEntry()
         differences = {key: entry.minus(snapshot.get(key, nothing)) for key, entry in self.entries.items()}
         return {key: entry for key, entry in differences.items() if entry.num_calls}
@@ -122,5 +122,5 @@ class Ledger:
 
     @property
     def wait_s(self) -> float:
-        """Time that this rank's computing thread stood still for exchanges so far [s]."""
+        """Time for which this rank's computing thread has waited for exchanges so far [s]."""
         return sum(entry.wait_s for entry in self.entries.values())

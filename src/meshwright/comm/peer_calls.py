@@ -1,4 +1,4 @@
-"""What a communicator asks of the calls that all ranks are in the middle of together (`ranks/calls.py`)."""
+"""Protocol of `ranks/calls.py`, the calls that all ranks make together, as a communicator uses it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__: list[str] = []
 
 
 class PeerCalls(Protocol):
-    """The call that this rank makes with its peers, and what they have said of it."""
+    """The call that this rank makes with its peers, and their reports about it."""
 
     has_given_up: bool
     """Whether this rank has stopped waiting for others in it."""
 
     @property
     def current(self) -> int:
-        """Number of the call under way; 0 between calls."""
+        """Number of the current call; 0 between calls."""
         ...
 
     def others_error(self) -> MeshwrightError | None:
@@ -25,5 +25,5 @@ class PeerCalls(Protocol):
         ...
 
     def wait_for(self, work: Any) -> None:
-        """Return when an exchange is over; raise where a peer has raised and does not come."""
+        """Wait for the end of an exchange; raise where a peer has raised and will not come."""
         ...

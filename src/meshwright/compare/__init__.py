@@ -1,4 +1,6 @@
-"""compare: one training under several plans: times, bytes, memory and a conclusion.
+"""Comparison of one training under several plans: times, bytes, memory and a conclusion.
+
+Each plan runs in processes of its own, on the same cores and the same batches.
 
 run_plans      compare_plans: the plans, one after another
 trial          one plan, as its ranks run it
@@ -8,7 +10,7 @@ conclusion     the numbers in words
 formulas       spreads, speed-ups and Amdahl's law
 verify_config  `meshwright verify` for a configuration
 
-To add a column: `comparison.py`.
+To add a column, touch `comparison.py`.
 """
 
 __all__: list[str] = []

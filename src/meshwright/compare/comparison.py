@@ -1,4 +1,4 @@
-"""What a comparison of plans is: raw samples of each run, a row of numbers for each, tables, and a conclusion.
+"""Comparison of plans as a value: raw samples of each run, a row of numbers for each, tables, and a conclusion.
 
     Trial  ->  ComparisonRow  ->  Comparison
     samples    medians, ratios    rows, conclusion, JSON
@@ -35,10 +35,10 @@ class Comparison(Value):
         name: The configuration's name.
         cores: The cores that every plan of the comparison shares, and that ``single`` has for itself [count].
         rows: The plans in the order given, then the runs that were added to compare with.
-        conclusion: What the numbers say, in words.
+        conclusion: The conclusion, in words.
         num_warm_up: Steps before the measured ones [count].
         global_batch_size: Samples in a step [count].
-        notes: What the user should know of how it was done.
+        notes: Remarks on the method, for the user.
         config: The configuration, as plain JSON data.
         environment: Versions, host and processor, as plain JSON data.
     """
@@ -94,7 +94,7 @@ class Comparison(Value):
         return [times, costs]
 
     def legend(self) -> list[str]:
-        """Return what the columns mean, and the notes."""
+        """Return the meaning of the columns, and the notes."""
         return [*_LEGEND, *(f"note: {note}" for note in self.notes)]
 
 
@@ -117,7 +117,7 @@ _LEGEND = (
 def make_comparison(
     trials: Sequence[Trial], *, baseline: str, cores: int, machine_cores: int | None = None, **fields: Any
 ) -> Comparison:
-    """Work out the rows and the conclusion of some runs.
+    """Derive the rows and the conclusion from some runs.
 
     Args:
         trials: The runs, those that were added to compare with among them.
@@ -243,7 +243,7 @@ def _bytes(value: float | None) -> str:
 
 
 def _align(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines in which columns stand under each other: words to the left, numbers to the right."""
+    """Return lines with aligned columns: words to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = []
     for row in cells:

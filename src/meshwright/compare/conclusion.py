@@ -1,4 +1,4 @@
-"""What the numbers of a comparison say, in words. Every word depends on a number; nothing here knows a plan by name."""
+"""Conclusion from the numbers of a comparison, in words. Every word depends on a number; no plan is known by name."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def amdahl_speedup(parallel_fraction: float, num_devices: int) -> float:
 def amdahl_parallel_fraction(measured_speedup: float, num_devices: int) -> float | None:
     """Return the parallel fraction that a measured speed-up amounts to: ``(1 - 1 / S) / (1 - 1 / n)``.
 
-    Nothing is clipped. Above 1 the devices together were faster than n times one (caches, noise); below 0 they were
+    Nothing is clipped. Above 1 the devices together were more than n times as fast as one (caches, noise); below 0 they were
     slower than one.
 
     Args:

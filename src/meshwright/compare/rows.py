@@ -1,4 +1,4 @@
-"""Raw samples of one plan, and the row of numbers that they come to."""
+"""Raw samples of one plan, and the row of numbers derived from them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Trial(Value):
         num_tokens: Tokens of each step, over all ranks; the samples where the data has no tokens [count].
         losses: Loss of each step, from the first warm-up step on; None where it was not finite.
         sent_bytes: By step and rank: what the ledger counted [bytes].
-        wait_seconds: By step and rank: how long the computing thread stood still for exchanges [s]; empty where that
-            cannot be seen from the host.
-        formula_bytes: What one rank should send in a step [bytes]; None where there is no formula for the plan.
+        wait_seconds: By step and rank: time for which the computing thread waited for exchanges [s]; empty where the host
+            cannot see it.
+        formula_bytes: Expected bytes of one rank in a step [bytes]; None for a plan without a formula.
         peak_memory_bytes: By rank, or by device where one process has several [bytes].
-        other_cores: Cores that others on the machine kept busy during the measured steps [count]; None: not known.
+        other_cores: Cores that other work kept busy during the measured steps [count]; None: not known.
         error: Why there are no samples.
-        is_baseline: The run was added to compare with, nobody asked for it.
+        is_baseline: Whether the run was added as a baseline, without a request.
 
     Raises:
         ConfigError: A number is out of range, or the samples differ in number.
@@ -99,7 +99,7 @@ class ComparisonRow(Value):
         peak_memory_bytes: The most that a rank (or GPU) held [bytes].
         sent_bytes: What a rank sent in a step by the ledger's count, mean over ranks and steps [bytes].
         sent_ratio: That over the formula's bytes [ratio]; None where the formula says 0 or there is none.
-        exposed_s: Time in a step for which ranks stood still for exchanges, mean over ranks, median over steps [s].
+        exposed_s: Time in a step for which ranks waited for exchanges, mean over ranks, median over steps [s].
         exposed_fraction: That as a share of its step, median over steps [fraction].
         loss_difference: Largest relative difference of a step's loss to that of ``single`` [fraction].
     """

@@ -1,8 +1,7 @@
 """`meshwright compare` and `compare_plans`: the same training under several plans, one after another.
 
-Every plan runs in processes of its own, so that a peak of memory is that plan's alone. All plans share the same cores: a
-plan over n devices computes with 1/n of them on each. Imports torch only to refuse
-plans that cannot be applied.
+Every plan runs in processes of its own, so that a peak of memory belongs to that plan alone. All plans use the same cores: a
+plan over n devices computes with 1/n of them on each. This module imports torch only to refuse plans that cannot be applied.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def compare_plans(
 ) -> Comparison:
     """Train under several plans, one after another, on the same data, and compare them.
 
-    Runs of ``single`` that a comparison needs and nobody asked for are added: with all the cores, and on the CPU with
-    what one device of each plan computes with. A plan that fails becomes a row that says so.
+    Missing runs of ``single`` are added as baselines: with all the cores, and on the CPU with the cores of one device of each
+    plan. A plan that fails becomes a row that says so.
 
     Args:
         config: A TOML file, or a checked configuration.
@@ -165,7 +164,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _show_traceback(error: Exception) -> None:
-    """Write where the user's code raised to the standard error; what is ours is one line in the table's conclusion."""
+    """Write the traceback of user code to the standard error; our own errors are one line in the table's conclusion."""
     trace = getattr(error, "traceback_text", "") or "\n".join(getattr(error, "__notes__", ()))
     if trace:
         sys.stderr.write(clean(f"{one_line(error)}\n{trace}".rstrip()) + "\n")
@@ -209,7 +208,7 @@ class _Runs:
             )
         self._config = config
         self._view = view
-        # A bar on a terminal; elsewhere the line that names each run will do.
+        # A bar on a terminal; elsewhere the line that names each run is enough.
         self._on_event = (lambda _rank, event: view.show(event)) if view is not None and sys.stderr.isatty() else None
         total = config.train.steps
         self._steps = steps or (total if total <= MOST_STEPS else DEFAULT_STEPS)
@@ -279,7 +278,7 @@ class _Runs:
         return _Job(name=name, config=config, plan=plan, threads=threads, is_baseline=is_baseline)
 
     def _missing_baselines(self, trials: Sequence[Trial], baseline: str) -> list[int]:
-        """Return the numbers of threads with which single must still run: all the cores, and one device's share."""
+        """Return the numbers of threads for which a run of single is missing: all the cores, and one device's share."""
         there = {trial.threads for trial in trials if trial.plan == baseline}
         on_cpu = any(trial.is_on_cpu for trial in trials)
         wanted = {self._cores} | {trial.threads for trial in trials if trial.is_on_cpu}
@@ -333,7 +332,7 @@ def run_on_rank(config_json: str, num_warm_up: int, num_steps: int) -> RankSampl
 
 
 def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
-    """Return a trial's samples: the slowest rank's time, what all ranks agree on, and bytes and waiting by rank."""
+    """Return a trial's samples: the slowest rank's time, the values on which all ranks agree, and bytes and waiting by rank."""
     first, skip = ranks[0], WARM_UP_STEPS
     formulas = [rank.formula_bytes for rank in ranks if rank.formula_bytes is not None]
     return {
@@ -353,9 +352,9 @@ def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
 
 
 def _other_cores(ranks: Sequence[RankSamples]) -> float | None:
-    """Return how many cores were kept busy by others than the ranks while these took their measured steps [count].
+    """Return the number of cores that other work kept busy during the ranks' measured steps [count].
 
-    None where the steps were too short to tell: the kernel counts processor time in ticks, 10 ms each mostly.
+    None where the steps were too short: the kernel counts processor time in ticks, usually of 10 ms.
     """
     if ranks[0].elapsed_s < MANY_TICKS / os.sysconf("SC_CLK_TCK"):
         return None

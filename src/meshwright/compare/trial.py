@@ -36,7 +36,7 @@ SHOW_EVERY_S = 0.5
 
 @dataclasses.dataclass(slots=True)
 class RankSamples:
-    """What one rank measured; lists have one entry per step, warm-up steps among them."""
+    """Measurements of one rank; lists have one entry per step, warm-up steps included."""
 
     device: str = "cpu"
     """"cpu", or the GPU's name."""

@@ -78,7 +78,7 @@ def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
 
 
 class _WholeBatches:
-    """What the loader asks of a model, for one that takes whole global batches."""
+    """The attributes that the loader reads of a model, for one that takes whole global batches."""
 
     dp_rank = 0
     dp_size = 1

@@ -1,9 +1,11 @@
-"""describe: modules and batches read without running them for real.
+"""Description of modules and batches, read without running them for real.
+
+Planning and the one-process modes use it; it never changes the model.
 
 layers   layers of a module in the order in which they run
-batches  forms of a batch, its samples counted, its shares
+batches  forms of a batch, counts of its samples, its shares
 
-To accept another form of batch: `batches.py`.
+To accept another form of batch, touch `batches.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The forms of a batch (keyword arguments, or a pair of inputs and targets), its samples counted, and batches cut into shares."""
+"""Batches: their forms (keyword arguments, or a pair of inputs and targets), counts of their samples, and their shares."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def split_samples(tree: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 class BatchSplitter:
-    """How batches are counted and cut.
+    """Counts and cuts batches.
 
     Args:
-        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). How many
-            samples such a batch has is its attribute ``num_samples``; else what ``split.count(batch)`` says; else dim 0 of its
-            targets: of the second of a pair, or of what a mapping calls label, target or y; else dim 0 of all tensors.
-            None cuts dim 0 of every tensor.
+        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0 (graphs, say). None cuts dim
+            0 of every tensor. The number of samples is the first of these that exists: the batch's attribute ``num_samples``;
+            ``split.count(batch)``; dim 0 of its targets (the second of a pair, or a mapping's label, target or y); dim 0 of all
+            tensors.
     """
 
     def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:
@@ -142,7 +142,8 @@ class BatchSplitter:
         lengths = lengths or {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0}
         if len(lengths) != 1:
             raise ApplyError(
-                f"how many samples a batch has cannot be told: it has no targets, and sizes in dim 0 are {sorted(lengths)}",
+                "the number of samples of a batch is unknown: its targets (all of its tensors, where it has none) have the sizes "
+                f"{sorted(lengths)} in dim 0 (rule: one size)",
                 fix="give the batch an attribute num_samples (a class of your own may extend dict), or the function that you "
                 "pass as split= an attribute count, batch -> number of samples",
             )
@@ -158,8 +159,8 @@ class BatchSplitter:
         counts = [self.count(part) for part in parts]
         if len(parts) > num_parts or sum(counts) != self.count(batch):
             raise ApplyError(
-                f"split= was to cut a batch of {self.count(batch)} samples into {num_parts} parts, and gave {len(parts)} with "
-                f"{counts} samples",
+                f"split= was called to cut a batch of {self.count(batch)} samples into {num_parts} parts, and returned "
+                f"{len(parts)} with {counts} samples",
                 fix=f"have split(batch, {num_parts}) return at most {num_parts} batches that hold each sample once",
             )
         return [part for part, count in zip(parts, counts, strict=True) if count]
@@ -172,7 +173,7 @@ def _targets_of(batch: Any) -> list[Any]:
 
 
 def is_target_name(key: Any) -> bool:
-    """Tell whether a batch's entry of this name holds what the model should find."""
+    """Tell whether a batch's entry of this name holds targets."""
     name = key.lower() if isinstance(key, str) else ""
     return name == "y" or "label" in name or "target" in name
 
@@ -204,7 +205,7 @@ class HasShares(Protocol):
 
     @property
     def splitter(self) -> BatchSplitter:
-        """What cuts its batches."""
+        """Cuts its batches."""
         ...
 
     @property
@@ -214,7 +215,7 @@ class HasShares(Protocol):
 
     @property
     def dp_rank(self) -> int:
-        """Which of them is this rank's."""
+        """This rank's share, by its number."""
         ...
 
 

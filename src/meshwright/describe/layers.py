@@ -1,6 +1,6 @@
-"""The layers of a sequential-shaped model: where it can be cut, in which order they run, and what each costs.
+"""Layers of a sequential-shaped model: the possible cuts, the order of the layers, and the cost of each.
 
-Costs are measured by one forward on the meta device: shapes only, nothing is allocated or computed.
+Costs come from one forward on the meta device: shapes only, nothing is allocated or computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def find_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the pieces between which the model can be cut, in registration order.
 
     The children of the model itself are pieces; a child that is, or mostly consists of, an nn.Sequential or nn.ModuleList
-    is opened. What stands inside a block stays together, since a block's forward may add and branch as it likes.
+    is opened. The inside of a block stays together, since a block's forward may add and branch.
     """
     layers: list[tuple[str, nn.Module]] = []
 
@@ -51,7 +51,7 @@ def _is_mostly_a_chain(module: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer costs in one forward of one batch."""
+    """Cost of one layer in one forward of one batch."""
 
     name: str
     """The layer's name in the user's model."""
@@ -63,7 +63,7 @@ class LayerCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChainDescription:
-    """How the layers of a model ran."""
+    """Layers of a model in the order of one run."""
 
     layers: tuple[LayerCost, ...]
     """In the order in which they were first called."""
@@ -72,7 +72,7 @@ class ChainDescription:
 
 
 def describe_chain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainDescription:
-    """Run the model once on the meta device and note what each layer costs.
+    """Run the model once on the meta device and record the cost of each layer.
 
     Args:
         module: The model; it is not changed.
@@ -83,7 +83,7 @@ def describe_chain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         The layers that were called. Those that were not are missing.
 
     Raises:
-        Exception: Whatever the model raises where its forward needs values, not shapes only.
+        Exception: Any exception of a model whose forward needs values, not only shapes.
     """
     twin = _meta_copy(module)
     observer = _LayerObserver(twin)
@@ -104,7 +104,7 @@ def _meta_copy(module: nn.Module) -> nn.Module:
 
 
 class _LayerObserver(TorchDispatchMode):
-    """Notes, for each layer, FLOPs and outputs, and which parameters are used while no layer runs."""
+    """Records, for each layer, FLOPs and outputs, and the parameters used while no layer runs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

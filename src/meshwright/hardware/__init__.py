@@ -1,9 +1,11 @@
-"""Devices, links and clusters, and a table of well-known ones in which every number has a source. Free of torch.
+"""Devices, links and clusters, and a table of well-known ones. Free of torch.
+
+Every number in the table has a source; a device without one is not in it.
 
 cluster  devices, links, clusters
 table    the table of known devices, read from `devices.toml`
 
-To add a device: a row in `devices.toml`, with its source.
+To add a device, add a row in `devices.toml`, with its source.
 """
 
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec

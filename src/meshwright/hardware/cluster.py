@@ -1,4 +1,4 @@
-"""What the planner knows of the machines: one kind of device, so many to a host, and two kinds of links."""
+"""Machines as the planner knows them: one kind of device, a number of them in each host, and two kinds of links."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DeviceSpec(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec(Value):
-    """What one device can exchange with others.
+    """A link of one device to others.
 
     Args:
         name: What to call it, such as "nvlink4".

@@ -1,4 +1,4 @@
-"""The table of well-known devices, and clusters made of them."""
+"""Table of well-known devices, and clusters made of them."""
 
 from __future__ import annotations
 

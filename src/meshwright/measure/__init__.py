@@ -1,13 +1,15 @@
-"""measure: is a plan equal to one device?
+"""Measurement of parity: whether a plan computes what one device computes.
+
+`verify_plan` runs a plan beside an oracle, plain PyTorch without code of this package, and compares every parameter.
 
 verify      verify_plan: plan and plain process side by side
 oracle      plain PyTorch in one process, sharing no code with the package
-recording   steps under a plan, with what the optimizer saw
+recording   steps under a plan, with the gradients that the optimizer saw
 parity      differences of two sets of tensors, and the report
-resolution  what the model's own arithmetic resolves
+resolution  resolution of the model's own arithmetic
 outputs     the first module whose output differs
 
-To compare something more: record it in `oracle.py` and in `recording.py`.
+To compare something more, record it in `oracle.py` and in `recording.py`.
 """
 
 __all__: list[str] = []

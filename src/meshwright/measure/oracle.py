@@ -1,8 +1,8 @@
-"""The reference: plain PyTorch in one process, sharing no code with the rest of the package.
+"""Oracle: the reference in plain PyTorch and one process, sharing no code with the rest of the package.
 
-A comparison is worth what its reference is worth. Nothing here imports meshwright: the model is called, the loss is
-weighted, the gradients are clipped and the parameters are updated the way a textbook loop does it, on the whole global
-batch at once, so that a mistake in batch splitting, weighting, reduction or clipping cannot cancel out.
+Nothing here imports meshwright. The model is called, the loss weighted, the gradients clipped and the parameters updated as in a
+textbook loop, on the whole global batch at once. So a mistake in batch splitting, weighting, reduction or clipping cannot cancel
+out.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class StepRecord:
 
 @dataclasses.dataclass(slots=True)
 class ModuleOutputs:
-    """What a module gave in one step, in two numbers for each floating-point tensor of its outputs.
+    """Outputs of a module in one step: two numbers for each floating-point tensor.
 
-    Both add up over shares of the batch and over slices of a tensor. Squares alone would not see a wrong sign, or a rotation.
+    Both add up over shares of the batch and over slices of a tensor. Squares alone would miss a wrong sign, or a rotation.
     """
 
     num_forwards: int
@@ -143,13 +143,13 @@ def oracle_steps(
 def record_outputs(
     model: nn.Module, local: Callable[[Tensor], Tensor | None] = lambda tensor: tensor
 ) -> Iterator[dict[str, ModuleOutputs]]:
-    """Record what every module gives while the model's forward runs inside; what backward computes again is left out.
+    """Record the outputs of every module while the model's forward runs inside; recomputation in backward is left out.
 
-    The hooks are on all modules there are, not on this model's: a copy of the model that somebody makes meanwhile has none.
+    The hooks are global, not on this model's modules, so that a copy made meanwhile has none.
 
     Args:
         model: The model whose modules are recorded.
-        local: What to look at in place of a tensor; None where another process looks at it.
+        local: Returns the tensor to record in place of one; None where another process records it.
 
     Returns:
         Name of a module -> its numbers, in the order in which modules end first; complete when the block ends.
@@ -169,7 +169,7 @@ def record_outputs(
         name = names.get(id(module))
         if running and name is not None:
             with torch.no_grad():
-                # A tensor without dims is a mean or a sum of one's own: it says nothing about a share of the samples.
+                # A tensor without dims is a mean or a sum of the model's own: it does not add up over shares of the samples.
                 values = [local(t) for t in _tensors_in(outputs) if t.is_floating_point() and t.dim() > 0]
                 if not values or any(value is not None for value in values):
                     _add_outputs(found.setdefault(name, ModuleOutputs(0, [], [])), values)

@@ -1,4 +1,4 @@
-"""The first module of a forward whose output differs; gradients cannot say it, for backward reaches them all."""
+"""Search for the first module of a forward whose output differs; gradients do not show it, since backward reaches them all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ bound, times the largest entry over their root mean square; and adding up N squa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutputs:
-    """What modules gave on one rank."""
+    """Module outputs on one rank."""
 
     tp_rank: int
     """Where the rank stands among those that share each layer."""
@@ -34,14 +34,14 @@ def first_difference(
 ) -> tuple[str, float] | None:
     """Return the first module, in the order in which they end in one process, whose output differs there, and by how much.
 
-    Over ranks with shares of the batch numbers add up; or each share has the same tensor (a table of positions), and they
-    are as many times too large as there were forwards. Ranks that share a layer have copies or slices. A module agrees where
-    one of these readings fits for each of its tensors; a wrong one that fits by chance, or whose entries are only in
-    another order, is not found. Modules that did not run on both sides are left out.
+    Over ranks with shares of the batch the numbers add up. If each share has the same tensor (a table of positions), they are too
+    large by the number of forwards. Ranks that share a layer have copies or slices. A module agrees where one of these readings
+    fits each of its tensors. A wrong output that fits by chance, or whose entries are only reordered, is not found. Modules that
+    did not run on both sides are left out.
 
     Args:
-        ranks: What each rank recorded.
-        expected: What one process recorded.
+        ranks: The records of each rank.
+        expected: The records of one process.
         bound: Largest relative difference of a tensor that counts as equal.
 
     Returns:

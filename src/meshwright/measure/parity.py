@@ -1,4 +1,4 @@
-"""How far two sets of tensors are apart, parameter by parameter, and the report that says so."""
+"""Differences of two sets of tensors, parameter by parameter, and the report on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOISE_ROUNDINGS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """How one tensor differs from its reference."""
+    """The difference of one tensor from its reference."""
 
     name: str
     """The parameter's FQN."""
@@ -36,14 +36,14 @@ def compare_tensors(
 ) -> list[TensorDifference]:
     """Compare two named sets of tensors.
 
-    A difference is taken relative to the largest absolute entry of the reference's tensor. Where it is below 16 roundings
-    of the largest entry of *all* tensors it is taken relative to that one instead: a gradient that is zero in exact
-    arithmetic (the bias of an attention key) holds rounding errors and nothing else.
+    A difference is relative to the largest absolute entry of the reference's tensor. If that entry is below 16 roundings of the
+    largest entry of *all* tensors, the difference is relative to the latter. A gradient that is zero in exact arithmetic (the
+    bias of an attention key) holds only rounding errors.
 
     Args:
-        candidate: What was computed.
-        reference: What it should be.
-        noisy: Names whose tensors are rounding errors of a lower precision and nothing else: relative to *all* tensors, too.
+        candidate: The computed tensors.
+        reference: The expected tensors.
+        noisy: Names of tensors that hold only rounding errors of a lower precision: relative to *all* tensors, too.
 
     Returns:
         One difference for each name, in the reference's order, then the names that only the candidate has.
@@ -124,7 +124,7 @@ def _kind(tensor: Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterParity:
-    """How far one parameter is from one plain process, over all verified steps."""
+    """Distance of one parameter from one plain process, over all verified steps."""
 
     name: str
     """The parameter's FQN."""
@@ -146,7 +146,7 @@ class ParameterParity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferParity:
-    """How far one buffer, running statistics for example, is from one plain process, over all verified steps."""
+    """Distance of one buffer, such as running statistics, from one plain process, over all verified steps."""
 
     name: str
     """The buffer's FQN."""
@@ -158,7 +158,7 @@ class BufferParity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """What `verify_plan` found: numbers for each parameter, and whether all of them are within the bound."""
+    """Result of `verify_plan`: numbers for each parameter, and whether all of them are within the bound."""
 
     plan: str
     """The plan, on one line."""

@@ -1,4 +1,4 @@
-"""Run steps under a plan and keep what the optimizer saw, to be compared with the oracle's."""
+"""Recording of steps under a plan, with the gradients that the optimizer saw, for comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def plan_steps(
         shares: This rank's own share of each batch instead of `split_batch`'s; None stands for an empty one.
         devices: For the plans of one process.
         split: As for `apply_plan`.
-        with_outputs: Whether to record what modules give in the first step: this rank's share of it. Replicas of one process
-            run copies of the modules, and there nothing is found.
-        loss_reasons: Where to put what the plan says of the loss. With it, a loss that parts of a batch do not give is not
-            refused: what comes of it is compared.
+        with_outputs: Whether to record this rank's share of the modules' outputs in the first step. Replicas of one process run
+            copies of the modules, and record nothing.
+        loss_reasons: The list for the plan's reasons about the loss. With it, a loss that parts of a batch do not give is not
+            refused, and its results are compared.
         sentinel_every: As for `apply_plan`.
 
     Returns:
@@ -141,7 +141,7 @@ def _of_this_rank(engine: Engine, outputs: dict[str, ModuleOutputs]) -> dict[str
 
 
 class GradientRecorder:
-    """Keeps what the optimizer sees: clones of the gradients, taken as its step begins."""
+    """Records what the optimizer sees: clones of the gradients at the begin of its step."""
 
     def __init__(self, model: ParallelModel) -> None:
         self.gradients: dict[str, Tensor | None] = {}
@@ -156,7 +156,7 @@ class GradientRecorder:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors that the model creates by itself have this dtype too."""
+    """Give tensors that the model creates itself this dtype too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

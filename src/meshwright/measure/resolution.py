@@ -1,8 +1,8 @@
-"""What a model's own arithmetic can resolve: code that computes in float32 whatever its weights are rounds away what follows.
+"""Resolution of a model's own arithmetic, which may compute in float32 whatever its weights are, and round away what follows.
 
-Hugging Face's models compute norms, rotary angles and the loss so. Two right ways to add up then differ by 1e-7, and a bound
-of 1e-11 would call every plan wrong. So one process is run beside itself, each result in a lower precision being moved by up
-to one rounding: by what that moves a loss or a gradient, a right plan may differ, and by not much more.
+Hugging Face's models compute norms, rotary angles and the loss in float32. Two correct orders of summation then differ by 1e-7,
+and a bound of 1e-11 would reject every plan. So one process is run again, each result in a lower precision moved by up to one
+rounding. A correct plan may differ by about as much as that changes a loss or a gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOUCHED = 1e-13
 
 
 class LowerPrecision(TorchDispatchMode):
-    """Notes operators that give a lower precision than the dtype that all should have, and can move what they give.
+    """Records operators with results in a lower precision than the dtype that all should have, and can perturb those results.
 
     Args:
         dtype: What all tensors should have.
@@ -73,7 +73,7 @@ class LowerPrecision(TorchDispatchMode):
 
 
 def _is_new(tensor: Tensor, args: Any) -> bool:
-    """Tell whether an operator's result is no view of what it was given, nor that itself."""
+    """Tell whether an operator's result is neither an argument nor a view of one."""
     given = [item for arg in args for item in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     pointers = {item.untyped_storage().data_ptr() for item in given if isinstance(item, Tensor)}
     is_dense = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
@@ -110,7 +110,7 @@ class NumericResolution:
 
     @property
     def note(self) -> str | None:
-        """What a reader has to know of it."""
+        """A remark for the reader of the report."""
         if self.dtype is None:
             return None
         word = str(self.dtype).removeprefix("torch.")
@@ -123,7 +123,7 @@ class NumericResolution:
 
 
 def find_lower_precision(run: Callable[[], Any], dtype: torch.dtype) -> LowerPrecision:
-    """Run a forward and return what it computes in less than `dtype`."""
+    """Run a forward and return the operations that compute in less than `dtype`."""
     mode = LowerPrecision(dtype)
     with mode:
         run()
@@ -140,15 +140,15 @@ def measure_resolution(
     found: LowerPrecision,
     **options: Any,
 ) -> NumericResolution:
-    """Return within what one process's own roundings let quantities be compared.
+    """Return the bounds within which one process's own roundings allow a comparison.
 
     Args:
         build_model: As for `oracle_steps`.
         batches: As for `oracle_steps`.
         loss_fn: As for `oracle_steps`.
-        reference: The steps as they are.
-        bound: The bound of what no lower precision touches.
-        found: What a forward computes in less than the dtype of the comparison.
+        reference: The unperturbed steps.
+        bound: The bound of quantities that no lower precision affects.
+        found: The operations that compute in less than the comparison's dtype.
         **options: As for `oracle_steps`, dtype among them.
     """
     if found.dtype is None:
@@ -184,7 +184,7 @@ def measure_resolution(
 def _floors(
     resolution: NumericResolution, runs: Sequence[tuple[StepRecord, StepRecord]]
 ) -> dict[tuple[str, str], float]:
-    """Return by how much the runs differ at most, by (kind, name)."""
+    """Return the largest difference between the runs, by (kind, name)."""
     floors: dict[tuple[str, str], float] = {}
     for record, expected in runs:
         for kind, got, wanted in pairs_of(record, expected):
@@ -196,7 +196,7 @@ def _floors(
 def pairs_of(
     record: StepRecord, expected: StepRecord
 ) -> list[tuple[str, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]]:
-    """Return (kind, candidate, reference) of all that a step leaves."""
+    """Return (kind, candidate, reference) of all results of a step."""
     return [
         ("gradient", record.gradients, expected.gradients),
         ("value", record.parameters, expected.parameters),
@@ -206,7 +206,7 @@ def pairs_of(
 
 @contextlib.contextmanager
 def _moved(mode: LowerPrecision) -> Iterator[Callable[[int, nn.Module], None]]:
-    """Give what enters the mode before the first step: the model is built as it is."""
+    """Enter the mode before the first step, since the model is built unperturbed."""
     with contextlib.ExitStack() as stack:
 
         def before_step(step: int, _: nn.Module) -> None:

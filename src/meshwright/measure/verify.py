@@ -1,4 +1,4 @@
-"""Prove that a plan computes what one plain process computes: run both side by side and compare every parameter."""
+"""Proof that a plan computes what one plain process computes: both run side by side, and every parameter is compared."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PlanJob:
-    """What is run under the plan; importable, so that it can be sent to ranks."""
+    """The job under the plan; importable, so that it can be sent to ranks."""
 
     build: PreparedModel
     plan: Plan
@@ -154,7 +154,7 @@ class _PlanJob:
     devices: Sequence[Any] | None
 
     def run(self) -> tuple[list[StepRecord], list[str]]:
-        """Return the steps, and what the plan says of the loss."""
+        """Return the steps, and the plan's reasons about the loss."""
         reasons: list[str] = []
         with default_dtype(self.build.dtype):
             records = plan_steps(
@@ -166,13 +166,13 @@ class _PlanJob:
                 devices=self.devices,
                 with_outputs=True,
                 loss_reasons=reasons,
-                sentinel_every=0,  # what they would stop at is what the report is to name
+                sentinel_every=0,  # the report shall name what they would stop at
             )
         return records, reasons
 
 
 def _run_job(job: _PlanJob) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs], list[str]]:
-    """Return the records of rank 0, or of this rank; digests of each rank's; what modules gave on each; what the plan says."""
+    """Return the records of rank 0, or of this rank; each rank's digests and module outputs; and the plan's reasons."""
     world = current_world()
     world_size = 1 if world is None else world.world_size
     if job.plan.num_ranks == world_size == 1:
@@ -206,7 +206,7 @@ def _rank_outputs(job: _PlanJob, rank: int, modules: Mapping[str, ModuleOutputs]
 def _rank_result(
     job: _PlanJob,
 ) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs], list[str]]:
-    # One rank's tensors cross to the parent; of the others digests are enough to see that they are the same bits.
+    # One rank's tensors are sent to the parent; digests of the others show whether they have the same bits.
     records, reasons = job.run()
     world = current_world()
     return (records if world is None or world.rank == 0 else None), _digests(records), records[0].outputs, reasons
@@ -235,7 +235,7 @@ def _digest(tensor: Tensor | None) -> str:
 
 
 def _first_unequal(digests: Sequence[Mapping[str, str]]) -> str | None:
-    """Return what differs first between rank 0 and the first rank that is not its equal."""
+    """Return the first difference between rank 0 and another rank."""
     own = digests[0]
     for other in digests[1:]:
         names = [*own, *(name for name in other if name not in own)]
@@ -283,7 +283,7 @@ def _explain(
 
 
 def _try_forward(model: nn.Module, batch: Any, loss_fn: Any, dtype: torch.dtype) -> tuple[bool, LowerPrecision]:
-    """Tell whether a forward draws random numbers, and what it computes in less than `dtype`."""
+    """Tell whether a forward draws random numbers, and which operations compute in less than `dtype`."""
     before = torch.get_rng_state()
     try:
         with torch.no_grad():

@@ -5,8 +5,7 @@
     down = mw.nn.RowParallelLinear(4096, 1024, group=group)
     y = down(torch.relu(up(x)))                     # one all-reduce forward, one backward
 
-Every module says which part of which full tensor it holds (`layouts`), and puts the full tensors together again
-(`full_state_dict`).
+Every module states the part of each full tensor that it holds (`layouts`), and can gather the full tensors (`full_state_dict`).
 
 linear         Linear cut by columns and by rows
 embedding      Embedding cut by rows
@@ -14,7 +13,7 @@ cross_entropy  cross-entropy of logits that are cut
 module         base class: layouts, full state
 shards         shards taken and joined
 
-To add a module: a subclass of `ShardedModule`, its parity test in `tests/parity/test_nn.py`.
+To add a module, add a subclass of `ShardedModule`, and its parity test in `tests/parity/test_nn.py`.
 """
 
 from __future__ import annotations

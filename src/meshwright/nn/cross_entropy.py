@@ -1,8 +1,8 @@
-"""Cross-entropy of logits that are cut along the vocabulary and never put together.
+"""Cross-entropy of logits that are sharded along the vocabulary and never gathered.
 
-[Note: what crosses] For every row two small all-reduces instead of V logits: first the largest logit m; then, stacked into one
-tensor, the sum of exp(x - m), the target's x - m (zero on all ranks but the one that holds it), and with label smoothing
-the sum of x - m. Backward exchanges nothing: with these sums each rank knows its own part of the gradient,
+[Note: exchange] Each row takes two small all-reduces instead of V logits. The first has the largest logit m. The second has,
+stacked into one tensor, the sum of exp(x - m) and the target's x - m (zero on all ranks but its owner). With label smoothing it
+also has the sum of x - m. Backward exchanges nothing, since these sums determine each rank's part of the gradient,
 
     p_j (a w_t + b W) - a w_t [j = t] - b w_j     where  a = 1 - label_smoothing,  b = label_smoothing / V,  W = sum of w
 
@@ -107,7 +107,7 @@ def _reduced(losses: Tensor, rows: Tensor, counted: Tensor, weight: Tensor | Non
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LossOptions:
-    """What the losses are computed with, besides logits and targets."""
+    """Options of the losses, besides logits and targets."""
 
     group: Communicator
     start: int

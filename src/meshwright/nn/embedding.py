@@ -1,4 +1,4 @@
-"""An embedding whose table is cut along the vocabulary."""
+"""Embedding whose table is sharded along the vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VocabParallelEmbedding(ShardedModule):
         sequence_parallel: Whether the output is this rank's slice of the sequence, by a reduce-scatter instead of an
             all-reduce; slices are those of `even_sizes`.
         sequence_dim: The dim of the sequence in the output.
-        device: Where the table lives.
+        device: The table's device.
         dtype: Its dtype.
 
     Raises:
@@ -160,11 +160,11 @@ class VocabParallelEmbedding(ShardedModule):
         return reduce_scatter_along(found, self.group, dim=self.sequence_dim, sizes=sizes)
 
     def _own_vectors(self, ids: Tensor) -> Tensor:
-        """Return the vectors of this rank's tokens, and zeros for those of other ranks, without a gradient."""
+        """Return the vectors of this rank's tokens, and zeros without a gradient for those of other ranks."""
         start = sum(self.shares(self.num_embeddings)[: self.group.group_rank])
         num_own = self.weight.shape[0]
         if not num_own:
-            # The sum of nothing ties the zeros to the table: autograd has to come by here as on the other ranks.
+            # The empty sum ties the zeros to the table, so that autograd reaches it as on the other ranks.
             return self.weight.new_zeros((*ids.shape, self.embedding_dim)) + self.weight.sum()
         is_own = (ids >= start) & (ids < start + num_own)
         is_known = (ids >= 0) & (ids < self.num_embeddings)

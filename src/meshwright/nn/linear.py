@@ -1,4 +1,4 @@
-"""Linear layers whose weight is cut over the ranks of a group: by columns of the product, or by rows.
+"""Linear layers whose weight is sharded over the ranks of a group: by columns of the product, or by rows.
 
 [Note: column and row] With the weight as torch stores it, [out, in], a column parallel layer holds rows of the tensor, and
 a row parallel layer columns: the names come from y = x A with A = weight.T (Shoeybi et al. 2019, arXiv:1909.08053). Column
@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 
 class _ParallelLinear(ShardedModule):
-    """What both layers share: parameters, their first values, and their making from a layer of one device."""
+    """Common part of both layers: parameters, their first values, and their construction from a layer of one device."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -56,7 +56,7 @@ class _ParallelLinear(ShardedModule):
         self.transposed = transposed
 
     def _make_parameters(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Register parameters of this rank's shapes, once it is known how they are cut, and draw their values."""
+        """Register parameters of this rank's shapes, once their cut is known, and draw their values."""
         for name in ("weight", "bias"):
             shape = self.layout_of(name, self.group.group_rank).local_shape
             is_there = name == "weight" or bias
@@ -109,7 +109,7 @@ class _ParallelLinear(ShardedModule):
         """
         weight, bias = conv1d.weight, getattr(conv1d, "bias", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise ConfigError(f"{type(conv1d).__name__} is no Conv1D (rule: it has a weight [in, out])")
+            raise ConfigError(f"{type(conv1d).__name__} is not a Conv1D (rule: it has a weight [in, out])")
         return cls._from_full(conv1d, {"weight": weight, "bias": bias}, transposed=True, group=group, **options)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the parallel modules share: layouts, and the way to full tensors and back."""
+"""Base class of the parallel modules: layouts, and conversion to full tensors and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardedModule(nn.Module):
         self.sequence_dim = sequence_dim
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A copy of the module, for averaged weights say, talks to the same ranks; a process group cannot be copied.
+        # A copy of the module, for averaged weights say, uses the same group; a process group cannot be copied.
         memo[id(self.group)] = self.group
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin

@@ -1,4 +1,4 @@
-"""From full tensors to shards and back, as layouts say."""
+"""Conversion between full tensors and shards, as layouts describe them."""
 
 from __future__ import annotations
 

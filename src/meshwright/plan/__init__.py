@@ -1,8 +1,10 @@
-"""plan: from a description of the model and the cluster, or of DeepSpeed's configuration, to a Plan. Free of torch.
+"""Planning: from a description of the model and the cluster, or of another tool's configuration, to a Plan. Free of torch.
+
+Nothing that applies or runs a plan imports this folder.
 
 deepspeed/  a DeepSpeed configuration as a plan
 
-To add a reader of another tool's configuration: a folder beside `deepspeed/`.
+To add a reader of another tool's configuration, add a folder beside `deepspeed/`.
 """
 
 __all__: list[str] = []

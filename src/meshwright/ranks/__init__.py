@@ -1,29 +1,31 @@
-"""ranks: processes that become ranks: started, watched, joined, and never left behind (ADR 0003, 0009).
+"""Processes that become ranks: started, watched, joined, and never left behind (ADR 0003, 0009).
+
+A launch starts ranks on this host; a joined rank was started by torchrun, srun or Kubernetes. Both end up in a `World`.
 
 launch           launch(fn, num_devices), and the group of ranks behind it
 supervisor       processes started and watched until the last has ended
 processes        one process: its command, environment and end
-spawning         ranks forked from a template, or started anew
+spawning         ranks forked from a template, or started as interpreters of their own
 fork_server      the template, which has imported torch
-worker           what runs in a rank
+worker           the program of a rank
 link             a rank's connection to its launching process
 channel          messages between a rank and its supervisor
-heartbeat        signs of life
-watchdog         the thread of a rank that watches itself and its parent
+heartbeat        shared records of what each rank is doing
+watchdog         the thread of a rank that watches its main thread
 signals          SIGINT, SIGTERM and their handlers
 reaper           the process that ends ranks whose supervisor has died
-blame            which rank is at fault
+blame            choice of the rank at fault
 hang_report      stacks of ranks that wait
 error_transfer   exceptions as JSON and back
 joined_failures  failures of ranks that others have started
-calls            calls that all ranks make together, and who raised in one
-world            the world that a rank lives in
-join             joining one: launch, torchrun, srun, Kubernetes
-environment      variables by which launchers say who a rank is
+calls            calls that all ranks make together, and exceptions in them
+world            the world of a rank
+join             entry into a world: launch, torchrun, srun, Kubernetes
+environment      variables in which launchers describe a rank
 groups           process groups
 allocator        freed memory kept by the C library
 
-To add a launcher's environment: `environment.py`.
+To add a launcher's environment, touch `environment.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""How this process's C library hands out memory."""
+"""Settings of the C library's allocator: freed memory stays with this process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ KiB takes a walk through the page tables every 4 KiB."""
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep what is freed for the next step, rather than give it back to the kernel; tell whether it will.
+    """Make the C library keep freed memory instead of returning it to the kernel; tell whether it will.
 
-    glibc takes every tensor above 32 MiB, and many smaller ones, from the kernel and returns it when it is freed; the next step
-    gets the same pages anew, one fault and one page of zeros each. A training step frees and asks for the same sizes each
-    time. The process keeps the memory of its largest moment, as it does on a GPU. The user's own MALLOC_ variables win.
+    glibc takes every tensor above 32 MiB, and many smaller ones, from the kernel and returns it when it is freed. The next step
+    allocates the same sizes again, and pays one fault and one page of zeros for each page. The process keeps the memory of its
+    peak, as on a GPU. The user's own MALLOC_ variables take precedence.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Who is guilty: from the signs that a group of ranks is broken, the one error to raise."""
+"""Blame: the one error to raise, from all signs that a group of ranks is broken."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Sign:
 
 
 def guilty(signs: list[Sign]) -> Sign:
-    """Return the sign that is the cause: first-hand before second-hand, then the earliest."""
+    """Return the sign of the cause: first-hand before second-hand, then the earliest."""
     return min(signs, key=lambda sign: (sign.secondary, sign.at, sign.rank))
 
 
 def death_error(
     rank: int, world_size: int, pid: int, *, signal_number: int | None, status: int | None, beat: Beat
 ) -> WorkerKilledError:
-    """Return the error for a rank that is gone before its work was done."""
+    """Return the error for a rank that ended before its work was done."""
     who = f"rank {rank} of {world_size} (pid {pid})"
     if signal_number is None:
         what = "its status is unknown" if status is None else f"status {status}"
@@ -59,7 +59,7 @@ def death_error(
 
 
 def template_error(rank: int, world_size: int, template_pid: int, how: str) -> WorkerKilledError:
-    """Return the error for a rank that died because the process that it was forked from had."""
+    """Return the error for a rank that died because the process it was forked from had died."""
     return WorkerKilledError(
         f"the process that the {world_size} ranks were forked from (pid {template_pid}) {how}, and they were killed with it",
         rank=rank,
@@ -75,7 +75,7 @@ def _signal_name(number: int) -> str:
 
 
 def _memory_hint(beat: Beat) -> str:
-    """Return a remark where the kernel killed for want of memory, or the rank was close to its limit; else ""."""
+    """Return a remark if the kernel killed for lack of memory, or the rank was near its limit; else ""."""
     limit = beat.memory_limit_bytes
     kills = MemoryGroup(beat.memory_group, limit).num_oom_kills() if beat.memory_group else -1
     killed = kills > beat.num_oom_kills >= 0
@@ -87,7 +87,7 @@ def _memory_hint(beat: Beat) -> str:
 
 
 def summarise(signs: list[Sign]) -> str:
-    """Return one line on what the other ranks reported, "" where there is nothing to add."""
+    """Return one line on the other ranks' reports, "" where there is nothing to add."""
     chosen = guilty(signs)
     others = sorted({sign.rank for sign in signs if sign is not chosen and sign.rank != chosen.rank})
     if not others:

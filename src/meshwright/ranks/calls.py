@@ -1,11 +1,10 @@
-"""What the ranks are in the middle of together, and which of them raised an exception in it.
+"""Calls that all ranks make together (a step, say), and the exceptions that ranks raise in them.
 
-A rank whose code raises in a call that all ranks make (a step, say) leaves its peers in exchanges that it will not come to.
-So it leaves its error in the store, and says over shared memory in which call it has raised. A peer that waits for it in the
-same call sees that at its next look around, a twentieth of a second apart, and raises an error that has the other's in it.
-A rank that has come to all that its peers wait for is not in their way: an error that all ranks raise together ends nothing.
+A rank whose code raises in such a call leaves its peers in exchanges that it will not reach. So it puts its error into the store,
+and writes the call's number into shared memory. A peer that waits in the same call polls that every twentieth of a second, and
+raises an error that contains the other's. An error that all ranks raise together leaves none waiting, and ends nothing.
 
-Calls are counted, never named over the wire: the ranks make the same ones in the same order.
+Calls are identified by their number alone, since the ranks make the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Calls:
 
     Args:
         rank: This process's rank.
-        store: Where ranks leave errors for each other; None where there is none.
+        store: The store for errors between ranks, or None.
     """
 
     def __init__(self, rank: int, store: Store | None) -> None:
@@ -54,18 +53,18 @@ class Calls:
         """Whether an exchange has ended in an error here, or was left behind: the groups are of no use any more."""
 
     def during(self, kind: str, model: int = 0) -> _PeerCall:
-        """Return a context for one call; an exception that leaves it is told to the other ranks.
+        """Return the context of one call; an exception that leaves it is told to the other ranks.
 
         Args:
             kind: One of KINDS.
-            model: Which model it is a call of, counted from 1.
+            model: Number of the model, from 1.
         """
         place = model * len(KINDS) + KINDS.index(kind)
         self._counts[place] += 1
         return _PeerCall(self, ((place + 1) << 40) + self._counts[place])
 
     def enter(self, call: int) -> None:
-        """Take note of the call that this rank is in from now on."""
+        """Record the call that this rank has entered."""
         self.current = call
         extension = loaded_extension()
         if extension is not None:
@@ -92,10 +91,10 @@ class Calls:
             extension.tell_raised(call)
 
     def wait_for(self, work: Any) -> None:
-        """Return when an exchange is over; look around for a rank that has raised meanwhile.
+        """Wait for the end of an exchange, and meanwhile check whether a rank has raised.
 
         Raises:
-            MeshwrightError: One has, and does not come.
+            MeshwrightError: A rank has raised, and will not reach the exchange.
         """
         seen = False
         while work is not None:
@@ -109,10 +108,10 @@ class Calls:
             if seen and (told := self.others_error()) is not None:
                 self.has_given_up = True
                 raise told from LostPeerError("an exchange over gloo waits for it", rank=self._rank)
-            seen = self.has_news()  # what it had begun to send may still come
+            seen = self.has_news()  # a message that it had started to send may still arrive
 
     def has_news(self) -> bool:
-        """Tell whether a rank has left an error in the call under way."""
+        """Tell whether a rank has reported an error in the current call."""
         if self._store is None or self.current == 0:
             return False
         with contextlib.suppress(RuntimeError):
@@ -120,7 +119,7 @@ class Calls:
         return False
 
     def others_error(self) -> MeshwrightError | None:
-        """Return an error that names the rank which raised in the call under way, and what; None where none has said so."""
+        """Return an error that names the rank that raised in the current call, and its error; None where none is reported."""
         if not self.has_news() or self._store is None:
             return None
         with contextlib.suppress(RuntimeError, ValueError):
@@ -130,7 +129,7 @@ class Calls:
 
 
 class _PeerCall:
-    """One call; a class of its own, since a generator's context costs a step a microsecond more."""
+    """The context of one call; a class, since a generator's context costs a step a microsecond more."""
 
     __slots__ = ("_calls", "_number", "_outer")
 

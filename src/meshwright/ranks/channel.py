@@ -1,8 +1,8 @@
 """Messages between the launching process and one rank, over an inherited socket pair.
 
-The pair is private: it has no name, and only the two processes hold it. Both run as one user, and the launching process
-chose the code that the rank runs, so the messages are pickles. Plain ones: the pickler of `multiprocessing` would send a
-tensor as a handle to memory that is gone once its rank is.
+The pair is private: it has no name, and only the two processes hold it. Both run as one user, and the launching process chose
+the code that the rank runs, so messages can be pickles. They are plain pickles, since `multiprocessing`'s pickler would send a
+tensor as a handle to memory that ends with its rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pack(message: tuple[Any, ...]) -> bytes:
 
 
 class ParentEnd:
-    """The launching process's end. It never blocks: a stopped rank must not stop the one who watches it."""
+    """The launching process's end. It never blocks, so that a stopped rank cannot stop its supervisor."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -43,16 +43,16 @@ class ParentEnd:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait for room in the channel."""
+        """Whether bytes are waiting for room in the channel."""
         return bool(self._outgoing) and not self.closed
 
     def send(self, packed: bytes) -> None:
-        """Queue a packed message and send what fits now; the rest goes out with `flush`."""
+        """Queue a packed message and send as much as fits; `flush` sends the rest."""
         self._outgoing.append(memoryview(packed))
         self.flush()
 
     def flush(self) -> None:
-        """Send what fits now. A rank that is gone is no error here: its death is noticed elsewhere."""
+        """Send as much as fits. A dead rank is not an error here: its death is noticed elsewhere."""
         while self._outgoing and not self.closed:
             head = self._outgoing[0]
             try:
@@ -68,7 +68,7 @@ class ParentEnd:
                 self._outgoing[0] = head[sent:]
 
     def receive(self) -> list[tuple[Any, ...]]:
-        """Return the messages that have come in whole; sets `closed` at the end of the stream.
+        """Return the messages that have arrived in full; sets `closed` at the end of the stream.
 
         A message that cannot be rebuilt here comes as ``("unreadable", reason)``.
         """
@@ -125,10 +125,10 @@ class RankEnd:
         """Send a message.
 
         Raises:
-            Exception: Whatever pickling raises where the message cannot be pickled; nothing was sent then.
+            Exception: Pickle's own, if the message cannot be pickled; nothing was sent then.
         """
         packed = pack(message)
-        # With the other end gone this process is about to be ended; there is nobody to tell.
+        # Without the other end this process is about to be killed, and there is nobody to tell.
         with self._lock, contextlib.suppress(OSError):
             if not self.muted:
                 self._socket.sendall(packed)

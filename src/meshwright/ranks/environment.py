@@ -1,4 +1,4 @@
-"""What the environment says about a rank's place: torchrun's and Kubernetes' variables, or srun's. Pure."""
+"""A rank's place, read from the variables of torchrun, Kubernetes or srun. Pure: no process is touched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRANSPORTS = ("shm", "gloo")
 
 
 def choose_transport(environment: Mapping[str, str]) -> str:
-    """Return the backend for CPU tensors: what MESHWRIGHT_TRANSPORT says, else shm.
+    """Return the backend for CPU tensors: the value of MESHWRIGHT_TRANSPORT, else shm.
 
     Raises:
         ConfigError: The variable names neither "shm" nor "gloo".
@@ -30,14 +30,15 @@ def choose_transport(environment: Mapping[str, str]) -> str:
     chosen = environment.get(TRANSPORT_VARIABLE, "") or "shm"
     if chosen not in _TRANSPORTS:
         raise ConfigError(
-            f"{TRANSPORT_VARIABLE} is {chosen!r}, which is no transport", fix=f"set it to {' or '.join(_TRANSPORTS)}"
+            f"{TRANSPORT_VARIABLE} is {chosen!r}, which is not a valid transport",
+            fix=f"set it to {' or '.join(_TRANSPORTS)}",
         )
     return chosen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place, as whoever started it describes it."""
+    """One rank's place, as its launcher describes it."""
 
     source: str
     """Who says so, for messages."""
@@ -55,7 +56,7 @@ class Place:
 
     @property
     def start_hint(self) -> str:
-        """What to do where ranks are missing."""
+        """The fix for missing ranks."""
         if self.source == "srun":
             return f"start the program with srun, which starts all {self.world_size} tasks"
         return f"start all {self.world_size} ranks, or unset RANK and WORLD_SIZE to run alone"
@@ -71,10 +72,10 @@ def read_place(environment: Mapping[str, str]) -> Place:
         environment: The environment variables.
 
     Returns:
-        The place; `ALONE` where no launcher has left its variables.
+        The place; `ALONE` without a launcher's variables.
 
     Raises:
-        ConfigError: Some of a launcher's variables are there and others are missing, or they contradict each other.
+        ConfigError: A launcher's variables are incomplete, or contradict each other.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _from_env(environment)
@@ -103,7 +104,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     try:
         value = int(text or "")
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, which is no whole number") from None
+        raise ConfigError(f"{name} is {text!r}, which is not a whole number") from None
     if value < 0:
         raise ConfigError(f"{name} is {value}; it must not be negative")
     return value
@@ -189,7 +190,7 @@ def expand_nodes(text: str) -> list[str]:
         text: For example ``"login,node[01-03,07]-ib"``.
 
     Raises:
-        ConfigError: It is no node list.
+        ConfigError: It is not a node list.
 
     >>> expand_nodes("login,node[01-03,07]-ib")
     ['login', 'node01-ib', 'node02-ib', 'node03-ib', 'node07-ib']
@@ -209,7 +210,7 @@ def expand_nodes(text: str) -> list[str]:
         or not hosts
         or any(not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or host.startswith("-") for host in hosts)
     ):
-        raise ConfigError(f"{text!r} is no list of hosts (SLURM_NODELIST)")
+        raise ConfigError(f"{text!r} is not a list of hosts (SLURM_NODELIST)")
     return hosts
 
 
@@ -218,7 +219,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
-            raise ConfigError(f"{text!r} is no list of hosts (SLURM_NODELIST): {part!r} is no range")
+            raise ConfigError(f"{text!r} is not a list of hosts (SLURM_NODELIST): {part!r} is not a range")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -1,4 +1,4 @@
-"""An exception on its way from a rank to the launching process: described there, rebuilt here."""
+"""Transfer of an exception from a rank to the launching process: described there, rebuilt here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 
 
 def describe_error(error: BaseException, shown: BaseException | None = None) -> dict[str, Any]:
-    """Return what the launching process needs to raise an exception again.
+    """Return what the launching process needs to raise this exception again.
 
     Args:
         error: The exception.
-        shown: The one whose traceback is shown, where that is another.
+        shown: The exception whose traceback is shown, if that is another.
 
-    `secondary` tells that all of it comes from a peer that is gone. A lost peer on top of an earlier exception of our
-    own (a collective in a `finally`) is not: then the earlier one is described.
+    `secondary` tells that a lost peer is the only cause. If an earlier exception of this rank's own led to the lost peer (a
+    collective in a `finally`), that earlier one is described.
     """
     from meshwright.comm.communicator import is_lost_peer
 
@@ -76,10 +76,10 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def rebuild_error(info: dict[str, Any], rank: int, world_size: int) -> BaseException:
-    """Return a rank's exception: the object itself where it survives the way here, else a `UserCodeError`.
+    """Return a rank's exception: the object itself if it survives the transfer, else a `UserCodeError`.
 
     Args:
-        info: What the rank sent, see `describe_error`.
+        info: The rank's description, see `describe_error`.
         rank: The rank that raised.
         world_size: Number of ranks [count].
     """

@@ -1,14 +1,13 @@
 """The process that ranks are forked from: ``python -m meshwright.ranks.fork_server DESCRIPTOR PARENT FOLLOWS_THREAD MODULE...``.
 
-It imports torch once, and forks ranks when it is asked to. It computes nothing, has one thread and imports nothing of the
-user's. Each rank leads a session, is told where it stands over its own channel, and runs `worker.be_rank` as a process of its
-own would. Its end is reported when it comes; it is reaped only when the launching process has said that it has no use for its
-id any more.
+It imports torch once, and forks ranks on request. It computes nothing, has one thread, and imports none of the user's modules.
+Each rank leads a session, learns its place over its own channel, and runs `worker.be_rank` like a process of its own. The
+template reports each rank's end at once, and reaps it only when the launching process no longer needs its id.
 
 Requests, one packet each: {"fork": TOKEN, "label": ..., "environment": ... or null} with four descriptors (the rank's channel,
 its stack file, the board, the store), {"release": TOKEN}. Reports: {"ready": true} or {"refused": REASON}, once;
 {"born": TOKEN, "pid": ...} or {"failed": TOKEN, "errno": ...}, {"ended": TOKEN, "signal": ..., "status": ...},
-{"reaped": TOKEN}. The end of the stream, or of the launching process, is the end of all.
+{"reaped": TOKEN}. The end of the stream, or of the launching process, ends the template and all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__: list[str] = []
 
 PACKET_BYTES = 1 << 20
 _NUM_DESCRIPTORS = 4
-# Fields of /proc/self/stat, counted from the third: where the kernel reads a process's command line and environment.
+# Fields of /proc/self/stat, counted from the third: addresses of a process's command line and environment.
 _ARGUMENTS, _ENVIRONMENT = (45, 46), (47, 48)
 
 
@@ -43,8 +42,8 @@ class Template:
 
     Args:
         control: Its end of the socket pair.
-        signal_mask: What the launching process had blocked, for the ranks.
-        child_handler: What it had set for SIGCHLD, for the ranks.
+        signal_mask: The launching process's blocked signals, for the ranks.
+        child_handler: The launching process's handler of SIGCHLD, for the ranks.
     """
 
     def __init__(self, control: socket.socket, signal_mask: set[Any], child_handler: Any) -> None:
@@ -98,7 +97,7 @@ class Template:
         self._say(born=token, pid=pid)
 
     def _be_rank(self, request: dict[str, Any], descriptors: list[int], parent_pid: int) -> NoReturn:
-        """In the child: be what ``python -m meshwright.ranks.worker`` is."""
+        """Run, in the child, as ``python -m meshwright.ranks.worker`` would."""
         try:
             os.setsid()
             signal.signal(signal.SIGCHLD, self._child_handler)
@@ -150,7 +149,7 @@ class Template:
             self._say(reaped=token)
 
     def end(self) -> None:
-        """Kill and reap what is left."""
+        """Kill and reap all remaining ranks."""
         for token, pid in self._pids.items():
             if token in self._files:
                 os.kill(pid, signal.SIGKILL)
@@ -162,16 +161,16 @@ class Template:
 
 
 def say(control: socket.socket, report: dict[str, Any]) -> None:
-    """Send a report; a launching process that is gone needs none."""
+    """Send a report; nothing happens if the launching process is gone."""
     with contextlib.suppress(OSError):
         control.send(json.dumps(report).encode())
 
 
 def _show(fields: tuple[int, int], parts: list[bytes]) -> None:
-    """Have `ps` and /proc show this instead of what the template was started with, as far as it fits.
+    """Make `ps` and /proc show this command line and environment instead of the template's, as far as they fit.
 
-    The kernel reads both out of the memory that it laid them in at the start; whoever looks for a rank by its number, or for a
-    run by its id, looks there. Where the memory is closed to the process itself, the template's own stays to be seen.
+    The kernel reads both from the memory in which it placed them at the start. Tools that look for a rank's number or a run's id
+    read them there. If the process cannot write this memory, they keep showing the template's.
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         with open("/proc/self/stat", "rb") as file:
@@ -194,14 +193,14 @@ def _take_environment(environment: dict[str, str]) -> None:
 
 
 def _draw_own_numbers() -> None:
-    """Have numpy's global generator start from fresh entropy, as in a process of its own; `random` sees to itself."""
+    """Seed numpy's global generator from fresh entropy, as in a process of its own; `random` does so itself."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
 
 
 def load(modules: list[str]) -> str:
-    """Import what ranks need; return why they cannot be forked from here, "" where they can."""
+    """Import the modules that ranks need; return why ranks cannot be forked from here, or ""."""
     try:
         for module in modules:
             importlib.import_module(module)
@@ -220,7 +219,7 @@ def load(modules: list[str]) -> str:
         os.waitpid(pid, 0)
     if (count := _num_threads()) > 1:
         return f"the import has left {count - 1} threads, which a forked process has not"
-    # What is there now stays for ever: not looking at it again keeps its pages shared among the ranks.
+    # Objects of now live on; a collector that skips them keeps their pages shared among the ranks.
     gc.collect()
     gc.freeze()
     return ""
@@ -231,8 +230,8 @@ def _num_threads() -> int:
 
 
 def main() -> None:
-    """Be a template."""
-    # A stop is for ranks: a batch system that signals every process of a job must not end all ranks by way of this one.
+    """Run a template."""
+    # Stop signals are for ranks: a batch system that signals every process of a job must not end all ranks through this one.
     # Blocked, not ignored: a rank begins with them blocked, too, and so misses none until its handlers are there.
     signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # Ignored, which is handed on, it would leave nothing of a child to wait for.

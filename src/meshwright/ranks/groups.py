@@ -1,4 +1,4 @@
-"""Groups of some of the ranks: along an axis of a mesh, or any other cut of the world into groups."""
+"""Groups of ranks: along an axis of a mesh, or by any other partition of the world."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__: list[str] = []
 def subgroup(world: World, groups: Sequence[Sequence[int]], axis: str) -> Communicator:
     """Return the communicator of this rank's group. Every rank of the world calls it, with the same groups.
 
-    Groups are made once: the same cut of the world gives the same group again, since connections and shared memory of a
-    group live as long as the world.
+    Groups are created once: the same partition of the world returns the same group, since its connections and shared memory live
+    as long as the world.
 
     Args:
         world: This process's world.
@@ -43,7 +43,7 @@ def _make(world: World, key: tuple[tuple[int, ...], ...], mine: tuple[int, ...])
     default = world.default_group
     made: dist.ProcessGroup | None = None
     for group in key:
-        # A group of one exchanges nothing. All ranks make the others in one order, also those that they are not in.
+        # A group of one exchanges nothing. All ranks create the others in one order, including groups that they are not in.
         if len(group) > 1:
             found = dist.new_group(list(group), timeout=datetime.timedelta(seconds=world.group_timeout_s))
             made = found if group == mine and isinstance(found, dist.ProcessGroup) else made

@@ -1,4 +1,4 @@
-"""Ranks that wait, or do not react: what each of them is doing, and the error that says so."""
+"""Report on ranks that wait or do not react: what each of them is doing, and the error for it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__: list[str] = []
 _DUMP_PATIENCE_S = 0.5
 _TICK_S = 0.02
 
-# A real-time signal: users and cluster managers give meaning to SIGUSR1 and SIGUSR2.
+# A real-time signal, since users and cluster managers use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
 def hang_error(ranks: list[RankProcess], board: Board, number: int, now: float, timeout_s: float) -> LostPeerError:
-    """Return the error for a rank that has waited longer than it may.
+    """Return the error for a rank that has waited beyond the limit.
 
     Args:
         ranks: All ranks.
@@ -96,7 +96,7 @@ def _lines_about(ranks: list[RankProcess], board: Board) -> list[str]:
 
 
 def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
-    """Return, for each of these ranks, where its main thread stands, as far as it can say within half a second."""
+    """Return the position of each rank's main thread, for ranks that answer within half a second."""
     texts: dict[int, str] = {}
     for rank in ranks:
         rank.read_stack()
@@ -105,7 +105,7 @@ def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
         elif rank.state_letter() in ("T", "t"):
             texts[rank.rank] = "it is stopped (SIGSTOP)"
         elif rank.is_born and board.read(rank.rank).phase not in ("", "start"):
-            # Before that the signal would meet its default: death.
+            # Before that the signal would kill the rank, its default action.
             with contextlib.suppress(OSError):
                 os.kill(rank.pid, STACK_SIGNAL)
     deadline = time.monotonic() + _DUMP_PATIENCE_S
@@ -118,7 +118,7 @@ def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
 
 
 def _users_lines(stack: str) -> list[str]:
-    """Return a stack dump's lines down to the user's function; what called that is this package's worker."""
+    """Return a stack dump's lines down to the user's function, without those of this package's worker."""
     lines = []
     for line in stack.splitlines()[1:]:
         if "meshwright/ranks/worker.py" in line:

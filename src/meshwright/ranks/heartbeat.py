@@ -1,8 +1,8 @@
-"""What each rank is doing, in memory that the launching process and all ranks share.
+"""Heartbeat: a record of what each rank is doing, in memory shared by the launching process and all ranks.
 
-One record per rank, written only by that rank: step, phase, the collective it waits in and since when, its memory. A
-write costs about a microsecond and no system call, so it is done at every collective; it survives the rank's death, so
-an error can say what a rank was doing when it was killed.
+Each rank writes one record: step, phase, the collective it waits in and since when, its memory. A write takes about a microsecond
+and no system call, so it is done at every collective. The record survives the rank's death, so an error can say what a rank was
+doing when it was killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 RECORD_BYTES = 512
 
-# A record is four parts with a fixed place each, so that writers of one part do not touch another.
+# A record has four parts at fixed offsets, so that writers of one part do not touch another.
 _PROGRESS = struct.Struct("<qd32s")  # step, when, phase
 _WAITING = struct.Struct("<dQQ32s")  # since (0: not waiting), collectives entered, left, name
 _MEMORY = struct.Struct("<dQQq")  # when, resident bytes, limit bytes (0: none), out-of-memory kills seen
@@ -30,7 +30,7 @@ _GROUP_AT = 192
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """What one rank was doing when its record was read. Times are `time.monotonic()` [s]."""
+    """One rank's activity when its record was read. Times are `time.monotonic()` [s]."""
 
     step: int
     phase: str
@@ -77,7 +77,7 @@ class Board:
         self._memory = mmap.mmap(descriptor, num_ranks * RECORD_BYTES)
 
     def read(self, rank: int) -> Beat:
-        """Return what a rank last wrote. Text may be torn for an instant; numbers are whole."""
+        """Return a rank's last record. Text may be torn for an instant; numbers are whole."""
         base = rank * RECORD_BYTES
         step, progress_at, phase = _PROGRESS.unpack_from(self._memory, base + _PROGRESS_AT)
         since, entered, left, name = _WAITING.unpack_from(self._memory, base + _WAITING_AT)
@@ -122,12 +122,12 @@ class Pulse:
         self.progress(-1, "start")
 
     def progress(self, step: int, phase: str) -> None:
-        """Note the step and the phase that the rank is in; step -1 is "before the first"."""
+        """Record the rank's step and phase; step -1 is "before the first"."""
         packed = _PROGRESS.pack(step, time.monotonic(), phase.encode()[:31])
         self._board.write(self._rank, _PROGRESS_AT, packed)
 
     def enter(self, name: str) -> None:
-        """Note that a thread begins to wait in a collective."""
+        """Record that a thread starts waiting in a collective."""
         with self._lock:
             self._depth += 1
             self._entered += 1
@@ -136,7 +136,7 @@ class Pulse:
                 self._write_waiting(name)
 
     def leave(self) -> None:
-        """Note that a thread waits no more."""
+        """Record that a thread has stopped waiting."""
         with self._lock:
             self._depth -= 1
             self._left += 1
@@ -149,10 +149,10 @@ class Pulse:
         self._board.write(self._rank, _WAITING_AT, packed)
 
     def memory(self, rss_bytes: int, limit_bytes: int, num_oom_kills: int) -> None:
-        """Note the memory that the rank holds and may hold; doubles as the sign that its interpreter runs."""
+        """Record the rank's memory and its limit; this also shows that its interpreter is running."""
         packed = _MEMORY.pack(time.monotonic(), rss_bytes, limit_bytes, num_oom_kills)
         self._board.write(self._rank, _MEMORY_AT, packed)
 
     def memory_group(self, path: str) -> None:
-        """Note the directory of the control group that limits the rank's memory."""
+        """Record the directory of the control group that limits the rank's memory."""
         self._board.write(self._rank, _GROUP_AT, _GROUP.pack(path.encode()[:255]))

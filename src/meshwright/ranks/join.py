@@ -1,4 +1,4 @@
-"""Find the other ranks: those of our own launch, or those that torchrun, srun or Kubernetes started."""
+"""Entry into a world: ranks of this package's launch, or ranks that torchrun, srun or Kubernetes started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshwright.ranks.world import Link, World, current_world, leave_group, set_
 
 __all__: list[str] = []
 
-# The launching process names the ranks that hang at timeout_s; gloo's own limit is only behind that.
+# The launching process reports hanging ranks at timeout_s; gloo's own limit is a longer fallback.
 _BEHIND_S = 30.0
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
@@ -46,7 +46,7 @@ def join_launched(start: Mapping[str, Any], link: Link) -> World:
     """Join the ranks of the launch that started this process.
 
     Args:
-        start: What the launching process said, see `supervisor.py`.
+        start: The launching process's first message, see `supervisor.py`.
         link: The connection to it.
     """
     rank, world_size = start["rank"], start["world_size"]
@@ -67,14 +67,14 @@ def join_launched(start: Mapping[str, Any], link: Link) -> World:
 
 
 def _device_of(local_rank: int, local_size: int) -> torch.device:
-    """Return the GPU of a local rank where every local rank has one, else the CPU; MESHWRIGHT_DEVICE decides it."""
+    """Return the local rank's GPU if every local rank has one, else the CPU; MESHWRIGHT_DEVICE overrides it."""
     wanted = os.environ.get(DEVICE_VARIABLE, "")
     if wanted:
         try:
             device = torch.device(wanted)
         except RuntimeError as error:
             raise ConfigError(
-                f"{DEVICE_VARIABLE} is {wanted!r}, which is no device", fix="set it to cpu or cuda"
+                f"{DEVICE_VARIABLE} is {wanted!r}, which is not a valid device", fix="set it to cpu or cuda"
             ) from error
         if device.type != "cuda":
             return device
@@ -122,7 +122,7 @@ def _make_world(
 
 
 def _default_store() -> Store | None:
-    """Return the store of the default group that the caller has made, under a prefix of ours."""
+    """Return the store of the caller's default group, under a prefix of ours."""
     store = default_store()
     return None if store is None else PrefixStore("meshwright", store)
 
@@ -157,8 +157,8 @@ def _world_around(
 
 
 def join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float) -> World:
-    """Join a world that something else has started; see `world.join_world`."""
-    choose_transport(os.environ)  # a word that is wrong is told at once, on a rank alone too
+    """Join a world that another launcher has started; see `world.join_world`."""
+    choose_transport(os.environ)  # raises for an invalid value at once, also on a single rank
     if dist.is_initialized():
         place = _place_of_default_group()
         found = device or _device_of(place.local_rank, place.local_size)
@@ -217,12 +217,12 @@ def _open_store(place: Place, join_timeout_s: float) -> Store:
 
 
 def _await_master(host: str, port: int, deadline: float) -> None:
-    """Return once somebody listens at the master's address.
+    """Wait until a process listens at the master's address.
 
-    The store's own client would do, but it may take twice its timeout, and says neither "refused" nor "no such name".
+    The store's own client may take twice its timeout, and reports neither "refused" nor "no such name".
 
     Raises:
-        OSError: Nobody did until the deadline; the last reason.
+        OSError: Nothing listened until the deadline; the last reason.
     """
     pause = threading.Event()
     while True:
@@ -238,7 +238,7 @@ def _await_master(host: str, port: int, deadline: float) -> None:
 
 
 def _listen(host: str, port: int, *, one_host: bool) -> socket.socket:
-    """Return a listening socket for the store; bound here, so that a taken port is seen at once and by name.
+    """Return a listening socket for the store, bound here so that a taken port is reported at once.
 
     Raises:
         ConfigError: Another process has the port.
@@ -261,7 +261,7 @@ def _listen(host: str, port: int, *, one_host: bool) -> socket.socket:
 
 
 def _holder(port: int) -> str:
-    """Return ", held by process 123 (python train.py)", or "" where that cannot be seen."""
+    """Return ", held by process 123 (python train.py)", or "" where that is not visible."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -280,10 +280,10 @@ def _free_port() -> int:
 
 
 def _await_all(store: Store, place: Place, join_timeout_s: float) -> None:
-    """Wait until every rank has come to the store.
+    """Wait until every rank has connected to the store.
 
     Raises:
-        LostPeerError: Some did not; the message has their numbers.
+        LostPeerError: Some ranks are missing; the message has their numbers.
     """
     keys = [f"here/{rank}" for rank in range(place.world_size)]
     try:
@@ -341,7 +341,7 @@ def join_world(
 
 
 def told_to_peers(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have the other ranks learn of what a function raises in which a plan is applied."""
+    """Tell the other ranks about an exception of a function that applies a plan."""
 
     @functools.wraps(fn)
     def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:

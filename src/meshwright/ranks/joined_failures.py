@@ -1,4 +1,4 @@
-"""Joined ranks have no launching process that sees them all: the guilty one leaves its error in the store for the others."""
+"""Failures of joined ranks, which no launching process sees together: the failing rank leaves its error in the store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_TEXT = 20_000
 
 @contextlib.contextmanager
 def sharing(world: World) -> Iterator[None]:
-    """Tell the other ranks of an error of this one, and this one's caller of theirs; see `World.sharing_failures`."""
+    """Tell the other ranks this rank's error, and raise theirs here; see `World.sharing_failures`."""
     try:
         yield
     except StoppedOnRequest:
@@ -48,7 +48,7 @@ def sharing(world: World) -> Iterator[None]:
 
 
 def _publish(world: World, store: Store, description: dict[str, Any]) -> None:
-    """Leave the error in the store, then break the connections, so that the others stop waiting and look."""
+    """Put the error into the store, then break the connections, so that waiting ranks stop and read it."""
     text = json.dumps(
         {
             "rank": world.rank,
@@ -59,7 +59,7 @@ def _publish(world: World, store: Store, description: dict[str, Any]) -> None:
     )
     with contextlib.suppress(RuntimeError):
         store.compare_set(_KEY, "", text)  # the first one counts
-    # With exchanges of other threads under way this may wait for them; the process is about to end, so it need not end.
+    # This may wait for exchanges of other threads; since the process is about to end, it need not finish.
     breaker = threading.Thread(target=_break_connections, args=(world,), daemon=True)
     breaker.start()
     breaker.join(_NEWS_PATIENCE_S)
@@ -72,14 +72,14 @@ def _break_connections(world: World) -> None:
 
 
 def _linger(store: Store, num_readers: int) -> None:
-    """Stay until the others have read: rank 0 may host the store, which ends with it."""
+    """Stay until the others have read: rank 0 may host the store, which ends with its process."""
     done = [f"{_READERS_KEY} {count}" for count in range(1, num_readers + 1)]
     with contextlib.suppress(RuntimeError):
         store.wait(done, datetime.timedelta(seconds=_NEWS_PATIENCE_S))
 
 
 def _news(store: Store) -> dict[str, Any] | None:
-    """Return the guilty rank's error, None where nobody leaves one in time."""
+    """Return the failing rank's error; None if none is published in time."""
     try:
         store.wait([_KEY], datetime.timedelta(seconds=_NEWS_PATIENCE_S))
         news = json.loads(store.get(_KEY))

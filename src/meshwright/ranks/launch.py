@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this host: `launch` once, `RankGroup` several times on the same ranks."""
+"""Functions run on several ranks of this host: `launch` for one call, `RankGroup` for several calls on the same ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RankGroup:
             env=env,
             on_event=on_event,
         )
-        # For a group that nobody closed: when it is collected, or when the interpreter ends.
+        # For a group that was not closed: at its collection, or at the interpreter's end.
         self._finalizer = weakref.finalize(self, self._supervisor.kill)
         self._supervisor.start()
 
@@ -123,7 +123,7 @@ class RankGroup:
 
 
 def _prepare_transport(num_devices: int, env: dict[str, str] | None) -> None:
-    """Compile the shared-memory transport before the ranks' time to find each other runs; they say why where it cannot be."""
+    """Compile the shared-memory transport before the ranks' start timeout begins; ranks report why where that fails."""
     if num_devices > 1 and choose_transport({**os.environ, **(env or {})}) == "shm":
         with contextlib.suppress(BuildError):
             build_extension()
@@ -200,7 +200,7 @@ def _threads(num_devices: int, threads_per_rank: int | None, env: dict[str, str]
 
 
 def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str | None]:
-    """Return the pickled call, and the path or module of the main script where the call refers to it."""
+    """Return the pickled call, and the path or module of the main script if the call refers to it."""
     try:
         payload = pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A rank's connection to its launching process, as `World` uses it."""
+"""Connection of a rank to its launching process, as `World` uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 class RankLink:
-    """The rank's connection to its launching process, as `World` uses it."""
+    """A rank's end of that connection."""
 
     def __init__(self, channel: RankEnd, pulse: Pulse) -> None:
         self._channel = channel
@@ -23,18 +23,18 @@ class RankLink:
         """The stop signal that this rank itself got; the watchdog passes it on."""
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Hand an event to the launching process."""
+        """Send an event to the launching process."""
         self._channel.send(("event", event))
 
     def progress(self, step: int, phase: str) -> None:
-        """Note what the rank is doing."""
+        """Record what the rank is doing."""
         self._pulse.progress(step, phase)
 
     def ask_to_stop(self) -> None:
-        """Have all ranks told to stop."""
+        """Ask the launching process to stop all ranks."""
         self._channel.send(("stop", None))
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        """Note a stop signal. Nothing is sent here: the handler may have interrupted a send."""
+        """Record a stop signal. Nothing is sent here, since the handler may have interrupted a send."""
         self.stop = True
         self.signal_name = signal.Signals(number).name

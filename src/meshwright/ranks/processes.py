@@ -1,4 +1,4 @@
-"""Processes of a run: start a rank, see how it ended without reaping it, start the reaper."""
+"""Processes of a run: a rank's start, its end observed without reaping it, and the reaper's start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.ranks.channel import ParentEnd, pack
 
 __all__: list[str] = []
 
-# Variables of other launchers: our ranks are not theirs, and libraries would believe them.
+# Variables of other launchers, which libraries would read although our ranks are not those launchers'.
 _FOREIGN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -30,7 +30,7 @@ _FOREIGN_VARIABLES = (
 
 
 def scratch_file(size_bytes: int = 0) -> int:
-    """Return the descriptor of a file without a name, which is gone with its last descriptor."""
+    """Return the descriptor of a nameless file, which ends with its last descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("meshwright", os.MFD_CLOEXEC)
     else:
@@ -42,19 +42,19 @@ def scratch_file(size_bytes: int = 0) -> int:
 
 
 def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | None) -> dict[str, str]:
-    """Return the environment of a rank: this process's, less other launchers' variables, plus ours and the caller's.
+    """Return the environment of a rank: this process's, without other launchers' variables, plus ours and the caller's.
 
     Args:
-        run_id: What every process of this run carries.
-        threads: Threads per rank [count]; None leaves what the environment says.
-        extra: The caller's, which win.
+        run_id: The run's id, which every process of the run carries.
+        threads: Threads per rank [count]; None keeps the environment's setting.
+        extra: The caller's variables, which take precedence.
     """
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in _FOREIGN_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    # Loopback only: gloo would otherwise listen on whatever address the host's name resolves to.
+    # Loopback only: gloo would otherwise listen on the address to which the host's name resolves.
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(threads)
@@ -67,11 +67,11 @@ def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | N
 
 
 class RankProcess:
-    """One rank as its launching process sees it. It is born by `execute` or by a template's fork, see spawning.py.
+    """One rank as its launching process sees it, started by `execute` or by a template's fork (spawning.py).
 
     Args:
         rank: Its number.
-        start: What it is told first, see `worker.py`.
+        start: Its first message, see `worker.py`.
     """
 
     def __init__(self, rank: int, start: dict[str, Any]) -> None:
@@ -98,11 +98,11 @@ class RankProcess:
         return self.pid > 0
 
     def execute(self, environment: dict[str, str], descriptors: tuple[int, ...]) -> None:
-        """Start it as an interpreter of its own.
+        """Start the rank as an interpreter of its own.
 
         Args:
             environment: Its environment variables.
-            descriptors: What it inherits beside its channel and its stack file.
+            descriptors: Descriptors that it inherits beside its channel and its stack file.
         """
         theirs = self._theirs.fileno()
         self._process = subprocess.Popen(
@@ -123,13 +123,13 @@ class RankProcess:
         return self._theirs.fileno(), self.stack_file
 
     def let_go(self) -> None:
-        """Close its end of the channel here, now that it has it: the channel ends with the rank."""
+        """Close the rank's end of the channel here, so that the channel ends with the rank."""
         self._theirs.close()
 
     def ending(self) -> tuple[int | None, int | None] | None:
         """Return (signal, None) or (None, status) once it has ended, None before.
 
-        It is looked at, not reaped: until `reap` nobody else can get its process id, so no kill can hit a stranger.
+        It is observed, not reaped: until `reap` no other process gets its id, so no kill can hit a stranger.
         """
         if self._process is None:
             return self.reported_ending
@@ -138,20 +138,20 @@ class RankProcess:
                 code = self._process.poll()
                 return None if code is None else (-code, None) if code < 0 else (None, code)
             info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody in this process has reaped it
+        except ChildProcessError:  # other code in this process has reaped it
             return (None, None)
         if info is None:
             return None
         return (None, info.si_status) if info.si_code == os.CLD_EXITED else (info.si_status, None)
 
     def state_letter(self) -> str:
-        """Return the kernel's word for what it does: R runs, S sleeps, D waits for a device, T is stopped; "" unknown."""
+        """Return the kernel's state letter: R running, S sleeping, D waiting for a device, T stopped; "" unknown."""
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
             return file.read().rsplit(b")", 1)[1].split()[0].decode()
         return ""
 
     def read_stack(self) -> str:
-        """Return what it has written into its stack file since the last call."""
+        """Return what the rank has written into its stack file since the last call."""
         text = b""
         while part := os.pread(self.stack_file, 1 << 16, len(text)):
             text += part
@@ -159,7 +159,7 @@ class RankProcess:
         return text.decode(errors="replace").strip("\0\n")
 
     def reap(self, patience_s: float) -> bool:
-        """Wait for its end and take its status, so that no zombie stays. False where it does not end in time."""
+        """Wait for the rank's end and reap it. False if it does not end in time."""
         try:
             if self._process is not None:
                 self._process.wait(patience_s)
@@ -168,7 +168,7 @@ class RankProcess:
         return True
 
     def close(self) -> None:
-        """Close this process's descriptors for it."""
+        """Close this process's descriptors for the rank."""
         self.let_go()
         self.channel.close()
         os.close(self.stack_file)
@@ -182,7 +182,7 @@ class Reaper:
 
     Args:
         run_id: The run's id.
-        directory: A directory that it removes then; None where there is none.
+        directory: A directory that it removes then, or None.
     """
 
     def __init__(self, run_id: str, directory: str | None) -> None:
@@ -200,7 +200,7 @@ class Reaper:
         return None if self._process is None else self._process.stdin
 
     def tell(self, word: str) -> None:
-        """Send it a line: a rank's process id when it is born."""
+        """Send it a line: the process id of a new rank."""
         stdin = self._stdin()
         if stdin is not None:
             with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class Reaper:
                 stdin.flush()
 
     def dismiss(self) -> None:
-        """Send it away and wait until it is gone."""
+        """Dismiss it and wait until it has ended."""
         if self._process is None:
             return
         self.tell(reaper.FAREWELL)

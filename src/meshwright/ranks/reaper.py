@@ -1,9 +1,9 @@
-"""Ends every process of a run. Also a program: it waits beside the launching process and does so when that one dies.
+"""Reaper: kills every process of a run. As a program it waits beside the launching process and does so when that one dies.
 
-As a program it holds the reading end of a pipe whose writing end only the launching process has. When that process
-ends without a farewell, even by SIGKILL, the pipe ends, and the reaper kills all that carries the run's id: ranks,
-and what ranks have started, which no parent-death signal reaches. It imports next to nothing, so that it starts in
-milliseconds and costs a few megabytes.
+The program holds the reading end of a pipe whose writing end only the launching process has. When that process ends without a
+farewell, even by SIGKILL, the pipe ends. The reaper then kills every process that carries the run's id: ranks, and processes
+that ranks have started, which no parent-death signal reaches. It imports almost nothing, so that it starts in milliseconds and
+takes a few megabytes.
 
     python -I -S reaper.py RUN_ID [DIRECTORY]
 """
@@ -37,18 +37,18 @@ def find(run_id, sessions):  # noqa: ANN001, ANN201 - this file stays free of im
                 if mark in file.read().split(b"\0"):
                     found.append(int(name))
         except (OSError, IndexError, ValueError):
-            continue  # it ended meanwhile, or is not ours to read
+            continue  # it has ended, or this user may not read it
     return found
 
 
 def sweep(run_id, sessions, patience_s=2.0, spared=()):  # noqa: ANN001, ANN201
-    """Kill every process of a run, until none is left or the patience is over.
+    """Kill every process of a run, until none is left or the time is over.
 
     Args:
         run_id: The run's id, as the processes carry it in their environment.
         sessions: Session ids that belong to the run: the ranks' process ids.
         patience_s: How long to look [s]; a process in an uninterruptible wait dies only when that ends.
-        spared: Ids of processes of the run that are to live: one that has yet to reap the others.
+        spared: Ids of processes of the run to leave alive: one that still has to reap the others.
 
     Returns:
         The ids of the processes that did not die.

@@ -1,4 +1,4 @@
-"""Signals that ask for a stop: noted, not obeyed at once, and the caller's own handlers put back in every case."""
+"""Stop signals, which are recorded and acted on later, and the restoration of the caller's own handlers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
 
 
 class StopSignals:
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered. Only the main thread can; elsewhere it does nothing.
+    """Records SIGINT, SIGTERM and SIGHUP inside its context. Only the main thread can; elsewhere it does nothing.
 
     A signal that the process ignores (nohup) stays ignored.
 
     Args:
-        raise_second: Raise KeyboardInterrupt from the handler at a second SIGINT, rather than only note it.
+        raise_second: Whether the handler raises KeyboardInterrupt at a second SIGINT, instead of only recording it.
     """
 
     def __init__(self, *, raise_second: bool = False) -> None:
@@ -40,7 +40,7 @@ class StopSignals:
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 previous = signal.getsignal(number)
-                # None: installed by C code, which could not be put back.
+                # None: installed by C code, which could not be restored.
                 if previous is not None and previous is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
         return self
@@ -53,7 +53,7 @@ class StopSignals:
             self._previous.clear()
 
     def wake_socket(self) -> socket.socket:
-        """Return a socket that turns readable when a signal is noted, so that a selector does not sleep through it."""
+        """Return a socket that becomes readable when a signal is recorded, which wakes a selector."""
         if self._wake is None:
             self._wake = socket.socketpair()
             for end in self._wake:

@@ -1,7 +1,7 @@
-"""How ranks come to be: forked from one process that has imported torch, or each as an interpreter of its own.
+"""Spawning of ranks: forked from one process that has imported torch, or each as an interpreter of its own.
 
-The import of torch costs a second or more of computing, and N ranks that start on few cores pay it one after another. On Linux
-one process, the template (see template.py), imports it for all. It is there for one launch and goes with it.
+Importing torch takes a second or more of CPU time, which N ranks on few cores pay one after another. On Linux one process, the
+template (`fork_server.py`), imports it for all. It lives for one launch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from meshwright.ranks.processes import RankProcess
 
 __all__: list[str] = []
 
-# What ranks need before they are told what to do; nothing of the user's, which may start threads.
+# Modules that ranks need before their first call; no user module, which may start threads.
 _MODULES = ("torch", "meshwright.ranks.join", "meshwright.ranks.watchdog")
 # Drivers of accelerators: forking a process that has loaded one's libraries is safe until it is initialised, they say, and has
 # not been tried here.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel")
-# What a process reads once, when it starts or imports a library: a template must have been started with the ranks' own.
+# Variables that are read once, at a process's start or a library's import: a template must have the ranks' values.
 _READ_ONCE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GLIBC_", "MALLOC_", "LD_", "PYTHON", "TORCH_", "PYTORCH_")
 _PATIENCE_S = 1.0
 _SEND_PATIENCE_S = 10.0
 
 
 class TemplateProcess:
-    """The template as the launching process sees it.
+    """The template, as the launching process sees it.
 
     Args:
         environment: Its environment variables, which are those of the ranks.
-        modules: What it imports beyond what every rank needs.
+        modules: Modules that it imports beyond those that every rank needs.
     """
 
     def __init__(self, environment: dict[str, str], modules: tuple[str, ...] = ()) -> None:
@@ -87,14 +87,14 @@ class TemplateProcess:
         return os.getpid() == self._owner and read_once(environment) == read_once(self._environment)
 
     def fork(self, rank: RankProcess, environment: dict[str, str], descriptors: list[int]) -> None:
-        """Ask for a rank; its birth is reported.
+        """Request a rank; its birth is reported later.
 
         Args:
             rank: The rank, not yet born.
             environment: Its environment variables.
             descriptors: The board's and the store's.
         """
-        token = id(rank)  # it stays in the table, and so alive, until it is reaped
+        token = id(rank)  # the table keeps it alive until it is reaped
         self._ranks[token] = rank
         request = {
             "fork": token,
@@ -105,17 +105,17 @@ class TemplateProcess:
         rank.let_go()
 
     def release(self, rank: RankProcess) -> None:
-        """Have a rank reaped when it has ended: nobody will use its process id any more."""
+        """Allow a rank to be reaped once it has ended: its process id is no longer used."""
         self._send({"release": id(rank)}, [])
 
     def _send(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        # Somebody may have stopped it, or killed it, which `hear` tells.
+        # The template may have been stopped or killed, which `hear` reports.
         self._socket.settimeout(_SEND_PATIENCE_S)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
 
     def hear(self, timeout_s: float = 0.0) -> bool:
-        """Take in what it has reported; wait for the first report that long [s]. Returns whether there was any."""
+        """Handle the template's reports; wait this long for the first one [s]. Returns whether there was any."""
         heard = False
         while not self.is_lost and self.refusal is None:
             self._socket.settimeout(0.0 if heard else timeout_s)
@@ -159,14 +159,14 @@ class TemplateProcess:
         return f"left with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
     def dismiss(self) -> None:
-        """Send it away and wait until it is gone, with all ranks that are left."""
+        """Dismiss it and wait until it has ended, with all remaining ranks."""
         if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which ends it for copies that a child of this process holds, too
+            self._socket.shutdown(socket.SHUT_RDWR)  # which also ends copies that a child of this process holds
         self._socket.close()
         try:
-            # While it imports it does not listen, and has no ranks yet.
+            # During its imports it does not listen, and it has no ranks yet.
             self._process.wait(_PATIENCE_S if self.is_ready else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -179,12 +179,12 @@ hundreds of groups; empty otherwise."""
 
 
 class Spawner:
-    """The births of one group's ranks.
+    """The start of one group's ranks.
 
     Args:
         ranks: The ranks, none of them born.
         environment: Their environment variables.
-        descriptors: What they inherit: the board's and the store's.
+        descriptors: Descriptors that they inherit: the board's and the store's.
         on_birth: Called for each rank as soon as it has a process id.
     """
 
@@ -212,23 +212,23 @@ class Spawner:
 
     @property
     def pids(self) -> set[int]:
-        """The process of the template that goes with this group, if there is one."""
+        """The process ids of this group's template, if there is one."""
         return set() if self._owned is None else {self._owned.pid}
 
     @property
     def lost(self) -> TemplateProcess | None:
-        """The template that ranks were forked from and that is gone: they are killed with it."""
+        """The template that ranks were forked from, if it has ended; its ranks are killed with it."""
         return next((each for each in self._templates if each.is_lost), None)
 
     def begin(self, selector: selectors.BaseSelector) -> None:
-        """Start the ranks, at once or as soon as the template is there; the selector calls `hear` for what it reports."""
+        """Start the ranks, now or when the template is ready; the selector calls `hear` for its reports."""
         self._selector = selector
         for template in self._templates:
             selector.register(template, selectors.EVENT_READ, self.hear)
         self._advance()
 
     def hear(self) -> None:
-        """Take in what the templates have reported.
+        """Handle the templates' reports.
 
         Raises:
             OSError: A rank could not be forked.
@@ -271,7 +271,7 @@ class Spawner:
             self._on_birth(rank)
 
     def end(self) -> None:
-        """Reap the ranks, which are dead or dying, and send the template away that goes with this group."""
+        """Reap the ranks, which are dead or dying, and dismiss this group's template."""
         self._stop_listening()
         for rank in self._ranks:
             if not self._templates:

@@ -1,7 +1,7 @@
-"""Start ranks, watch them, decide who is guilty, leave nothing behind.
+"""Supervisor: starts ranks, watches them, decides which one is at fault, and leaves nothing behind.
 
-Everything happens in the calling thread, in one loop over one selector: the ranks' channels, their process descriptors
-and a socket for signals. Times are `time.monotonic()`, which all processes of a host share.
+Everything happens in the calling thread, in one loop over one selector: the ranks' channels, their process descriptors and a
+socket for signals. Times are `time.monotonic()`, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.ranks.spawning import Spawner
 
 __all__: list[str] = []
 
-# How long to listen for an earlier cause after the first sign: a cause is at hand, or only "connection closed by peer".
+# How long to wait for an earlier cause after the first sign: the first may be only "connection closed by peer".
 _GRACE_S = 0.15
 _GRACE_SECONDARY_S = 1.0
 _TICK_S = 0.2
@@ -40,10 +40,10 @@ _EXIT_PATIENCE_S = 10.0
 
 
 class Supervisor:
-    """The ranks of one group, from the launching process.
+    """The ranks of one group, as the launching process sees them.
 
     Args:
-        num_ranks: How many [count].
+        num_ranks: Ranks [count].
         threads: Threads per rank [count].
         timeout_s: How long a rank may wait in one collective [s].
         start_timeout_s: How long the ranks may take to find each other [s].
@@ -94,7 +94,7 @@ class Supervisor:
         """The ranks' process ids, in rank order."""
         return [rank.pid for rank in self._ranks]
 
-    # -- the three things that are done with ranks ------------------------------------------------------------------
+    # -- start, call, close -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the ranks and wait until all have found each other."""
@@ -136,7 +136,7 @@ class Supervisor:
         return [self._results[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """Let the ranks leave by themselves, then make sure that nothing is left."""
+        """Let the ranks exit by themselves, then make sure that nothing is left."""
         if self.is_closed:
             return
         self._is_leaving = True
@@ -162,7 +162,7 @@ class Supervisor:
         self.is_closed = True
         with self.signals:  # an interrupt must not cut this short: the ranks would live on
             try:
-                # Whoever reaps the ranks outlives them: an heir of their zombies, PID 1 of a container, may not care for them.
+                # The reaping process outlives the ranks, since PID 1 of a container may not reap the zombies it inherits.
                 spared = set() if self._spawner is None else self._spawner.pids
                 reaper.sweep(self.run_id, {rank.pid for rank in self._ranks if rank.is_born}, spared=spared)
                 if self._spawner is not None:
@@ -228,10 +228,10 @@ class Supervisor:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def _watch(self, is_done: Callable[[], bool], deadline: float | None) -> None:
-        """Turn the loop until the work is done.
+        """Run the loop until the work is done.
 
         Raises:
-            BaseException: The guilty rank's error, or KeyboardInterrupt at a second SIGINT.
+            BaseException: The error of the rank at fault, or KeyboardInterrupt at a second SIGINT.
         """
         while not is_done():
             self._turn(_QUICK_TICK_S if self._signs else _TICK_S)
@@ -274,7 +274,7 @@ class Supervisor:
         for message in rank.channel.receive():
             self._take(rank, message)
         if rank.channel.closed:
-            # Its death, which says more, is on its way; where only the channel broke, `_look_at` waits for that too.
+            # Its death, which says more, follows; if only the channel broke, `_look_at` waits for that too.
             with contextlib.suppress(KeyError):
                 self._selector.unregister(rank.channel)
 
@@ -305,7 +305,7 @@ class Supervisor:
         error = rebuild_error(info, rank.rank, self.num_ranks)
         sign = Sign(rank.rank, info["at"], secondary=info["secondary"], error=error)
         if isinstance(error, StoppedOnRequest):
-            # Not a failure: the others are on their way to the same end, and may still be writing.
+            # Not a failure: the other ranks end in the same way, and may still be writing.
             self._results[rank.rank] = None
             self._stopped.append(sign)
             rank.is_accounted = True
@@ -359,7 +359,7 @@ class Supervisor:
             self._stop_deadline = now + self._stop_grace_s
 
     def _stop_asked_by(self, rank: RankProcess, signal_name: str | None) -> None:
-        """Pass on that one rank was asked to stop: by a signal, which sets the deadline, or by its own code, which does not."""
+        """Tell all ranks that one was asked to stop: by a signal, which sets the deadline, or by its own code, which does not."""
         self._tell_stop(f"rank {rank.rank}" if signal_name is None else f"{signal_name} at rank {rank.rank}")
         if signal_name is not None and self._stop_deadline is None:
             self._stop_deadline = time.monotonic() + self._stop_grace_s

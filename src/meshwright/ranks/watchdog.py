@@ -1,10 +1,9 @@
-"""The thread in each rank that watches the main thread: memory, signals, and an exception that cannot get out.
+"""Watchdog: the thread in each rank that watches the main thread for memory, signals, and exceptions that cannot get out.
 
-A `finally` that waits for peers keeps the exception above it from ever being seen: the peers wait for this rank, this
-rank waits for them, and the cause is lost in a timeout. The watchdog sees such an exception from outside. It speaks only
-when nothing else can explain the facts: the exception is on its way out of a `try` whose `finally`, or out of a `with`
-whose exit, is running; for over a second; no exchange has ended here since; and a peer has waited for over a second.
-An `except` block is never touched, however long it takes: what it handles is handled.
+A `finally` that waits for peers hides the exception above it: the peers wait for this rank, this rank waits for them, and the
+cause is lost in a timeout. The watchdog sees such an exception from outside. It reports one only under three conditions.
+The exception has been leaving a `try` whose `finally`, or a `with` whose exit, runs for over a second. No exchange has ended here
+since. And a peer has waited for over a second. An `except` block is never reported, however long it takes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PATIENCE_S = 1.0
 
 
 def start(channel: RankEnd, link: RankLink, board: Board, pulse: Pulse, rank: int) -> None:
-    """Start the watchdog of this rank."""
+    """Start this rank's watchdog."""
     watchdog = _Watchdog(channel, link, board, pulse, rank)
     threading.Thread(target=watchdog.run, name="meshwright-watchdog", daemon=True).start()
 
@@ -102,7 +101,7 @@ class _Watchdog:
 def _users_stack(frame: FrameType | None) -> list[str]:
     summary = [] if frame is None else traceback.extract_stack(frame)
     names = [entry.filename for entry in summary]
-    # What stands above the user's function is this package's worker and the interpreter's start.
+    # The frames above the user's function are this package's worker and the interpreter's start.
     first = max((index + 1 for index, name in enumerate(names) if name == WORKER_FILE), default=0)
     return traceback.format_list(summary[first:])
 
@@ -114,15 +113,15 @@ def _handled_exception(thread: int) -> BaseException | None:
 
 
 def is_in_flight(error: BaseException, frame: FrameType | None) -> bool:
-    """Tell whether an exception that a thread has in hand will go on when the running cleanup ends.
+    """Tell whether an exception that a thread holds will propagate when the running cleanup ends.
 
     Args:
         error: The exception.
         frame: The innermost frame of the thread.
 
     Returns:
-        True where its holder runs a `finally` or the exit of a `with`; False in an `except` block, or where the source
-        is not at hand.
+        True where its holder runs a `finally` or the exit of a `with`; False in an `except` block, or without source
+        code.
     """
     trace = error.__traceback__
     while frame is not None and trace is not None:

@@ -1,7 +1,7 @@
-"""What runs in a rank that `launch` started: ``python -m meshwright.ranks.worker DESCRIPTOR RANK/RANKS``, or template.py's fork.
+"""Program of a launched rank: ``python -m meshwright.ranks.worker DESCRIPTOR RANK/RANKS``, or a fork by `fork_server.py`.
 
-The main thread does the user's calls. One thread reads the channel, another watches the main thread. Messages come as
-("start", ...), ("call", payload, main, stop), ("stop",), ("exit",); they go as ("ready",), ("result", value),
+The main thread runs the user's calls. One thread reads the channel, another watches the main thread. Incoming messages are
+("start", ...), ("call", payload, main, stop), ("stop",), ("exit",). Outgoing ones are ("ready",), ("result", value),
 ("error", ...), ("event", ...), ("stop", signal or None).
 """
 
@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, *, die_with_thread: bool) -> None:
-    """Have the kernel kill this process when its parent ends; leave at once where the parent is gone already."""
+    """Make the kernel kill this process when its parent ends; exit at once if the parent is already gone."""
     if sys.platform == "linux" and die_with_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -59,7 +59,7 @@ class Rank:
         self._pid = os.getpid()
 
     def prepare(self) -> None:
-        """Install what must be there before anything can go wrong: signals, stack dumps, the threads that watch."""
+        """Install what must precede any failure: signal handlers, stack dumps, the watching threads."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True, write_through=False)  # ranks share them: whole lines at a time
@@ -71,19 +71,17 @@ class Rank:
         faulthandler.enable(all_threads=False)
         faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"], all_threads=False)
         sys.path[:] = self._start["sys_path"]
-        sys.argv[:] = self._start[
-            "sys_argv"
-        ]  # a script that reads its arguments at module level does so in the ranks, too
+        sys.argv[:] = self._start["sys_argv"]  # a script may read its arguments at module level, also in the ranks
         threading.Thread(target=self._listen, name="meshwright-channel", daemon=True).start()
 
     def _become_stranger(self) -> None:
-        """In a forked child (a DataLoader's): the channel and the record are the rank's, and signals mean what they do."""
+        """Detach a forked child (a DataLoader's) from the rank's channel and record, and restore default signals."""
         self._channel.muted = True
         for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def _listen(self) -> None:
-        """Take messages until the channel ends, which it does when the launching process does."""
+        """Handle messages until the channel ends, which it does with the launching process."""
         while (message := self._channel.receive()) is not None:
             if message[0] == "stop":
                 self._link.stop = True
@@ -106,7 +104,7 @@ class Rank:
         return world
 
     def serve(self) -> None:
-        """Do the calls that come, until told to leave."""
+        """Run calls until told to exit."""
         while True:
             message = self._calls.get()
             if message[0] == "exit":
@@ -118,7 +116,7 @@ class Rank:
             self._pulse.progress(-1, "idle")
 
     def attempt(self, work: Any) -> bool:
-        """Do something; what it raises goes to the launching process. Returns whether it went well."""
+        """Run a function; its exception goes to the launching process. Returns whether it succeeded."""
         try:
             work()
         except MeshwrightError as error:
@@ -141,7 +139,7 @@ class Rank:
                 f"rank {self._start['rank']} returned a {type(result).__qualname__} that cannot be sent back: {error}",
                 rank=self._start["rank"],
                 fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
-            ) from None  # its text says all; its traceback is ours
+            ) from None  # its text is enough; its traceback is only ours
 
     def _unpack(self, payload: bytes, main: str | None) -> tuple[Any, Any]:
         if main is not None:
@@ -168,11 +166,11 @@ class Rank:
 
 
 def be_rank(channel: RankEnd, own: dict[str, Any]) -> None:
-    """Be a rank.
+    """Run as a rank.
 
     Args:
-        channel: Its end of the channel, on which the first message says where it stands.
-        own: What holds in this process instead of what that message says.
+        channel: Its end of the channel; the first message describes the rank's place.
+        own: Entries that replace those of that message in this process.
     """
     message = channel.receive()
     if message is None:
@@ -186,11 +184,11 @@ def be_rank(channel: RankEnd, own: dict[str, Any]) -> None:
         rank.serve()
         _end()
     else:
-        threading.Event().wait()  # until the launching process, which has been told, ends this one
+        threading.Event().wait()  # until the launching process, which has the report, kills this one
 
 
 def _end() -> NoReturn:
-    """Leave as a process of multiprocessing does: exit functions run (one ends the process group), with no teardown after.
+    """Exit as a process of multiprocessing does: exit functions run (one ends the process group), without teardown.
 
     Tearing down runs C++ destructors while threads of gloo, autograd or a prefetching loader may still live, and then the
     process aborts ("terminate called without an active exception") although its work is done.

@@ -1,9 +1,9 @@
-"""The world: what one rank knows about its place among the others.
+"""World: one rank's knowledge of its place among the others.
 
-`_current` below is the one fact of this package that belongs to the whole process: which world the process is in. It is
-set once, by the launch that started the process or by the first `join_world`, because torch.distributed's default group
-and the environment, which it stands for, belong to the whole process too. Nothing else reads it: code that exchanges
-tensors is handed a `Communicator`.
+`_current` below is the only state of this package that belongs to the whole process: the world that the process is in. It is
+set once, by the launch that started the process or by the first `join_world`. It stands for torch.distributed's default group
+and the environment, which belong to the whole process too. No other code reads it: code that exchanges tensors is given a
+`Communicator`.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ __all__: list[str] = []
 
 
 class Link(Protocol):
-    """What connects a rank to whoever watches over it."""
+    """Connection of a rank to its supervisor."""
 
     stop: bool
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Hand an event to the launching process."""
+        """Send an event to the launching process."""
         ...
 
     def progress(self, step: int, phase: str) -> None:
-        """Note what the rank is doing."""
+        """Record what the rank is doing."""
         ...
 
     def ask_to_stop(self) -> None:
-        """Have all ranks told to stop."""
+        """Ask for all ranks to be stopped."""
         ...
 
 
 class _NoLink:
-    """Nobody watches: a joined rank, or a process alone."""
+    """The link of a rank without supervisor: a joined rank, or a single process."""
 
     def __init__(self) -> None:
         self.stop = False
 
     def emit(self, event: dict[str, Any]) -> None:
-        """There is nobody to hand it to."""
+        """Do nothing: there is no launching process."""
 
     def progress(self, step: int, phase: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no supervisor."""
 
     def ask_to_stop(self) -> None:
-        """The step's own agreement spreads it."""
+        """Do nothing: the step's own agreement spreads the request."""
 
 
 class World:
@@ -72,13 +72,13 @@ class World:
         rank: This process, 0 .. world_size - 1.
         world_size: Number of ranks [count].
         local_rank: This process's number on its host.
-        device: Where this rank computes.
-        ledger: Counts what this rank exchanges.
+        device: This rank's device.
+        ledger: Counts this rank's exchanges.
         timeout_s: How long one exchange may wait [s].
-        group_timeout_s: What torch.distributed's groups are given, where that is longer because somebody watches [s].
-        link: The connection to the launching process; None where there is none.
-        store: Where joined ranks tell each other of failures; None where there is none.
-        share: How they do; None where nobody has to be told.
+        group_timeout_s: The limit of torch.distributed's groups, which is longer under a supervisor [s].
+        link: The connection to the launching process, or None.
+        store: The store in which joined ranks report failures, or None.
+        share: Shares failures through that store, or None.
     """
 
     def __init__(
@@ -121,16 +121,16 @@ class World:
         return f"World(rank={self.rank}, world_size={self.world_size}, device={self.device})"
 
     def stop_requested(self) -> bool:
-        """Whether this rank has been asked to stop. Ranks learn of it at different instants: agree before acting on it."""
+        """Whether this rank has been asked to stop. Ranks learn of it at different times: agree before acting on it."""
         return self._link.stop or (self._signals is not None and self._signals.first is not None)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop, as if the launching process had been asked to. Nobody is killed for not reacting."""
+        """Ask all ranks to stop, as if the launching process had been asked to. No rank is killed for not reacting."""
         self._link.stop = True
         self._link.ask_to_stop()
 
     def report_progress(self, step: int, phase: str) -> None:
-        """Note what this rank is doing, for the error that may have to say it. About a microsecond.
+        """Record what this rank is doing, for error messages; takes about a microsecond.
 
         Args:
             step: The step under way, from 0.
@@ -139,7 +139,7 @@ class World:
         self._link.progress(step, phase)
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Hand an event to the launching process's `on_event`; events of one rank keep their order.
+        """Send an event to the launching process's `on_event`; events of one rank keep their order.
 
         Args:
             event: Plain data that can be pickled.
@@ -150,11 +150,11 @@ class World:
             self.on_event(self.rank, event)
 
     def sharing_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Have joined ranks learn whose error it was. Put the rank's whole work inside.
+        """Share failures between joined ranks. Put the rank's whole work inside this context.
 
-        A rank that raises tells the others through the store; a rank that only sees a lost peer waits up to two seconds
-        for such news, and then raises a `LostPeerError` that has the guilty rank's error in it. Launched ranks need
-        none of this, their launching process knows.
+        A rank that raises tells the others through the store. A rank that only sees a lost peer waits up to two seconds for
+        such a report, and then raises a `LostPeerError` that contains the failing rank's error. Launched ranks do not need
+        this, since their launching process sees all of them.
         """
         return contextlib.nullcontext() if self._share is None else self._share(self)
 
@@ -185,15 +185,15 @@ def current_world() -> World | None:
 
 
 def set_current_world(world: World | None) -> None:
-    """Make a world this process's. For the launch, the join and their tests."""
+    """Set this process's world. For the launch, the join and their tests."""
     global _current
     _current = world
 
 
 def leave_group(world: World) -> None:
-    """Let go of the default group and end it. A process that ends with a group alive may abort in its teardown."""
+    """Release the default group and end it. A process that ends with a living group may abort in its teardown."""
     if world.calls.has_given_up and world.default_group.looks_out:
-        # To end it would wait for an exchange that nobody comes to. It is never let go of; the process ends with its threads.
+        # Ending it would wait for an exchange that no peer enters. It is never released; the process ends with its threads.
         keep_forever(world.default_group.process_group, *(each.process_group for each in world.subgroups.values()))
         return
     world.default_group.release()

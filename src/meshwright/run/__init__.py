@@ -1,21 +1,23 @@
-"""run: one correct step, whatever the plan.
+"""One correct step, whatever the plan: micro-batches, exact weights, checks between ranks, the optimizer.
+
+`apply_plan` builds a `ParallelModel` here; its `step` is the only place where a rank's gradients and decisions meet the others'.
 
 parallel_model  apply_plan, and the model that it returns
-assembly        module, engine and optimizer from what the user hands over
+assembly        module, engine and optimizer from the user's arguments
 step            the step: micro-batches, weights, reduction, clipping, the optimizer
-agreement       first exchange of a step: what the ranks bring
+agreement       first exchange of a step: counts, flags and sayings of all ranks
 exchange        second exchange: losses, weights and failures
 work            the work of a step as its engine sees it: losses, roots of backward, sums
 losses/         losses with exact weights, and what a loss is a mean over
-sentinels/      what ranks must have alike, compared while they train
-result          what a step returns
-accumulate      GradientAccumulation, for loops of the user's own
+sentinels/      comparison of what ranks must have alike, during training
+result          result of a step
+accumulate      GradientAccumulation, for users' own loops
 gate            refusal of loops that exchange nothing
 autocast        autocast around a step
 diagnose        origin of a NaN, and the error that names it
 put_back        what a step puts back
 
-To add a check of each step: a term in `agreement.py`, which all ranks add up anyway.
+To add a check of each step, add a term in `agreement.py`, which all ranks sum anyway.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Gradient accumulation as a building block for people with a training loop of their own."""
+"""Gradient accumulation as a building block for users' own training loops."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class GradientAccumulation:
         is_last = self.num_accumulated + 1 == self.accumulation_steps
         with self._without_exchange(skip=not is_last):
             if isinstance(loss, Loss):
-                # A count that came as a float32 tensor must not bring a float64 gradient down to its precision.
+                # A count given as a float32 tensor must not reduce a float64 gradient to its precision.
                 self._weight = self._weight + torch.as_tensor(loss.weight, dtype=torch.float64)
                 loss.sum.backward()
             else:

@@ -1,6 +1,6 @@
-"""The first small exchange of a step: what the ranks bring, and whether they can take the step together.
+"""Agreement: the first small exchange of a step, which sums counts and flags of all ranks, and decides whether to take the step.
 
-A vector of a few float64 that is summed in the background while forward runs; over shared memory at once, before it.
+It is a vector of a few float64, summed in the background while forward runs; over shared memory it is summed before forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_COUNTS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saying:
-    """Something that the ranks of a circle must say alike."""
+    """A value that all ranks of a circle must have alike."""
 
     topic: str
     circle: Circle
@@ -30,7 +30,7 @@ class Saying:
 
 
 def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Sequence[int]) -> None:
-    """Raise this rank's error, or one that names the first rank that has told a reason; none where no rank has.
+    """Raise this rank's error, or one that names the first rank with a reason; nothing where no rank has one.
 
     Args:
         reasons: Why each rank cannot go on, in the order of `ranks`.
@@ -48,12 +48,12 @@ def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Se
 
 
 class Agreement:
-    """What all ranks bring to a step, summed.
+    """Counts, flags and sayings of all ranks for one step, summed.
 
     Args:
         group: All ranks that take the step.
-        device: Where the vector lives.
-        known_weight: Weight of this rank's micro-batches, were they means.
+        device: The device of the vector.
+        known_weight: Weight of this rank's micro-batches if their losses are means.
         num_samples: Samples of this rank's share [count].
         num_tokens: Tokens of this rank's share [count].
         wants_stop: Whether this rank was asked to stop.
@@ -61,8 +61,8 @@ class Agreement:
         held: Gives `requires_grad` by FQN of what this rank holds: ranks may hold different parameters.
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
-        copies: Ranks of the group that bring the same share [count].
-        sayings: What ranks must say alike; the same topics in the same order on every rank.
+        copies: Ranks of the group with the same share [count].
+        sayings: Values that ranks must have alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
         moved: Whether this rank's buffers were written to since the last step or evaluation ended.
         knows_first: Whether all ranks wait for this before they run a forward.
@@ -110,7 +110,7 @@ class Agreement:
         self._total: list[float] | None = mine if group.size == 1 else None
         if group.size > 1:
             self._vector = torch.tensor(mine, dtype=torch.float64, device=device)
-            # Shared memory takes a few microseconds; to wake another thread for it would take longer.
+            # Shared memory takes a few microseconds, less than waking another thread.
             self._pending: Pending = group.all_reduce(self._vector, async_op=not group.shares_memory)
         elif broken is not None:
             raise broken
@@ -119,8 +119,8 @@ class Agreement:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: A rank cannot take the step, `requires_grad` was switched on some ranks only, or ranks that must say the
-                same do not; on every rank.
+            ApplyError: On every rank: a rank cannot take the step, `requires_grad` was switched on some ranks only, or sayings
+                differ.
         """
         if self._total is None:
             self._pending.wait()
@@ -157,18 +157,18 @@ class Agreement:
         )
 
     def _refuse_moved(self) -> None:
-        """Refuse buffers that follow rank 0 from this step on, where a rank that kept its own has run its forward already."""
+        """Refuse buffers that follow rank 0 from this step on, if a rank has already run its forward with its own."""
         moved = self._group.all_gather_json(self._moved, device=self._device)
         ranks = [self._group.ranks[index] for index, is_moved in enumerate(moved) if is_moved]
         raise ApplyError(
-            f"buffers were changed on rank(s) {ranks} of {self._group.size} alone since the last step or evaluation, by a "
-            "forward that was called by hand or a write; buffers follow rank 0, and this step has begun without them",
+            f"buffers were changed only on rank(s) {ranks} of {self._group.size} since the last step or evaluation, by a "
+            "forward that was called by hand or a write (rule: buffers follow rank 0, and this step has begun with others)",
             fix="call the model, or write into its buffers, on every rank alike, or use model.evaluate(batch)",
         )
 
     @property
     def known_weight(self) -> float:
-        """Weight of all micro-batches of all ranks, were they means."""
+        """Weight of all micro-batches of all ranks if their losses are means."""
         return self.wait()[0] / self._copies
 
     @property
@@ -183,7 +183,7 @@ class Agreement:
 
     @property
     def num_passes(self) -> int:
-        """The most micro-batches that any rank has, where the ranks were asked for it; else 0 [count]."""
+        """The largest number of micro-batches on any rank, where ranks report it; else 0 [count]."""
         return int(max(self.wait()[self._num_fixed :], default=0))
 
     @property

@@ -1,4 +1,4 @@
-"""From what the user hands over to a module on its devices, with an engine and an optimizer; and what is refused."""
+"""Assembly of module, engine and optimizer from the user's arguments, and refusal of unsuitable ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @runtime_checkable
 class NamedOptimizerFactory(Protocol):
-    """An optimizer factory that wants FQNs, for rules by name."""
+    """An optimizer factory that takes FQNs, for rules by name."""
 
     def build_named(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Return the optimizer of these (FQN, parameter) pairs."""
@@ -40,7 +40,7 @@ class NamedOptimizerFactory(Protocol):
 
 
 def require_world(plan: Plan, world: World) -> None:
-    """Raise ApplyError where the plan's ranks are not the ranks that run."""
+    """Raise ApplyError where the number of running ranks is not the plan's."""
     if plan.num_ranks == world.world_size:
         return
     if world.world_size == 1:
@@ -56,13 +56,13 @@ def require_world(plan: Plan, world: World) -> None:
 
 
 def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, plan: Plan, world: World) -> nn.Module:
-    """Return the user's module, built under the seed where it is built here.
+    """Return the user's module, built under the seed if it is built here.
 
     Every rank draws the same numbers while it builds. Afterwards ranks with another share of the batch draw others, so
     that dropout differs; ranks that share a layer draw the same.
 
     Raises:
-        ApplyError: What came is no module, or one that is already wrapped, unmaterialised or placed by another tool.
+        ApplyError: The argument is not a module, or one that is already wrapped, unmaterialised or placed by another tool.
     """
     module: Any = build_model
     if not isinstance(build_model, nn.Module):
@@ -133,7 +133,7 @@ def build_engine(
 ) -> Engine:
     """Return the engine of the plan's strategy, with the module on its devices and equal on all ranks."""
     refuse_unfinished(module, str(plan))
-    calls = world.calls  # ranks whose earlier scripts ended differently count from one number again
+    calls = world.calls  # ranks whose earlier runs ended differently continue from one common number
     calls.num_models = require_equal_on_ranks(
         world.default_group, module, plan.to_json(), devices[0], number=calls.num_models + 1
     )
@@ -154,7 +154,7 @@ def build_engine(
 
 
 def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
-    """Raise ApplyError where an embedding does with the ids of a part of the batch what one device does with those of all."""
+    """Raise ApplyError where an embedding counts or renormalises the ids of a batch that the plan cuts."""
     shares = plan.num_devices if plan.mode == "data_parallel" else plan.dp
     for name, child in module.named_modules():
         if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
@@ -162,12 +162,12 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
         if child.scale_grad_by_freq and (shares * plan.micro_batches > 1 or plan.micro_batch_size):
             raise ApplyError(
                 f"embedding '{name}' divides gradients by how often an id is in the batch (scale_grad_by_freq), and the plan "
-                f"'{plan}' cuts the batch into parts that count for themselves",
+                f"'{plan}' cuts the batch into parts that would each count only their own ids",
                 fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
             )
         cut = shares * plan.micro_batches > 1 or plan.micro_batch_size is not None
         if child.max_norm is not None and (cut or plan.pp > 1):
-            # Copies would drift apart; and whatever else reads the rows, a tied head say, would see some not renormalised yet.
+            # Copies would drift apart, and other readers of the rows (a tied head) would see some before renormalisation.
             raise ApplyError(
                 f"embedding '{name}' renormalises in place the rows that a batch looks up (max_norm={child.max_norm}), and "
                 f"the plan '{plan}' shows each copy or micro-batch other rows",
@@ -180,7 +180,7 @@ def _place(module: nn.Module, plan: Plan, device: torch.device) -> torch.device:
     """Move the module to the device, unless its author has spread it over several; return where its batches go.
 
     Raises:
-        ApplyError: It is spread, and the plan cuts or copies what would have to lie on one device.
+        ApplyError: It is spread, and the plan needs the whole model on one device.
     """
     spread = list(dict.fromkeys(tensor.device for _, tensor in _named_tensors(module)))
     if len(spread) <= 1:
@@ -224,7 +224,7 @@ def _pipeline_engine(module: nn.Module, plan: Plan, world: World, group: Communi
         group,
         device,
         plan,
-        pipe=subgroup(world, columns, "pp"),
+        pp_group=subgroup(world, columns, "pp"),
         everyone=world.default_group,
         make_inner=lambda: data_engine(module, plan, world, group, device),
         tensor=None if plan.tp == 1 else _tensor_engine(module, plan, world, group, device),
@@ -244,15 +244,15 @@ def data_engine(module: nn.Module, plan: Plan, world: World, group: Communicator
 
 
 def _sharding(plan: Plan, world: World) -> Sharding:
-    """Return who shards with whom: `shard` neighbours on the dp axis hold one copy between them."""
+    """Return the shard and replica groups: `shard` neighbours on the dp axis hold one copy between them."""
     degree = plan.shard_degree
     groups = plan.mesh.groups("dp")
     neighbours = [group[first : first + degree] for group in groups for first in range(0, plan.dp, degree)]
     copies = [group[place::degree] for group in groups for place in range(degree)]
     return Sharding(
         zero=plan.zero,
-        shards=subgroup(world, neighbours, "dp"),
-        replicas=subgroup(world, copies, "dp"),
+        shard_group=subgroup(world, neighbours, "dp"),
+        replica_group=subgroup(world, copies, "dp"),
         prefetches=plan.overlap,
         whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
         offload=plan.offload == "optimizer",
@@ -277,7 +277,7 @@ def build_optimizer(
         may_fuse: Whether a factory's Adam or AdamW, where it leaves the choice to torch, may use torch's fused kernels.
 
     Raises:
-        ApplyError: The optimizer holds parameters that are not the module's, or is no optimizer.
+        ApplyError: The optimizer holds parameters that are not the module's, or is not an optimizer.
     """
     if optimizer is None:
         return None

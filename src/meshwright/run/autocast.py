@@ -1,4 +1,4 @@
-"""The dtype that forwards and losses are cast to: the plan's, or that of the `torch.autocast` which a step is called in."""
+"""Autocast of forwards and losses: the plan's dtype, or that of the `torch.autocast` around a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class Autocast:
-    """Casts where a plain loop would: in forward and loss, and not in what the step does beside them.
+    """Casts where a plain loop would: in forward and loss only.
 
     Args:
         kind: The type of device that the model runs on.
@@ -29,10 +29,10 @@ class Autocast:
 
     @contextlib.contextmanager
     def taken_in(self) -> Iterator[None]:
-        """Take the autocast that this is called in off, inside, and hold it for the forwards there.
+        """Disable the surrounding autocast inside the context, and apply it to the forwards there.
 
         Raises:
-            ApplyError: It is another than the plan's.
+            ApplyError: Its dtype is not the plan's.
         """
         if not torch.is_autocast_enabled(self._kind):
             yield
@@ -51,7 +51,7 @@ class Autocast:
             self.dtype = self._planned
 
     def in_forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context that forward and loss run in; it counts for threads that were not in the user's, too."""
+        """Return the context of forward and loss; it also applies to threads outside the user's autocast."""
         if self.dtype is None and not torch.is_autocast_enabled(self._kind):
             return contextlib.nullcontext()
         return torch.autocast(self._kind, dtype=self.dtype, enabled=self.dtype is not None)

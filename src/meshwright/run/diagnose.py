@@ -1,7 +1,7 @@
-"""Where a NaN came from: rank, micro-batch and parameter.
+"""Origin of a NaN: rank, micro-batch and parameter.
 
-Nothing is watched while all is well. When the summed gradient is not finite, each rank runs its micro-batches again, one by one,
-with the random numbers and parameters of this very step (the optimizer has not touched them), and looks at each gradient.
+Nothing is watched in a normal step. When the summed gradient is not finite, each rank repeats its micro-batches one by one and
+checks each gradient. It uses the random numbers and parameters of this step, which the optimizer has not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RandomState:
-    """The state of the random generators that a model draws from."""
+    """State of the random generators that a model draws from."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -37,7 +37,7 @@ class RandomState:
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def restore(self, device: torch.device) -> None:
-        """Set the generators back to this state."""
+        """Restore this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
@@ -45,7 +45,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def unchanged_draws(engine: Engine) -> Iterator[None]:
-    """Put torch's generators back afterwards: what is computed inside draws nothing of the training's."""
+    """Restore torch's generators after the context, so that the code inside takes no random numbers from training."""
     devices = {tensor.device for tensor in (*engine.parameters, *engine.module.buffers())} | {engine.device}
     indices = [device.index or 0 for device in devices if device.type == "cuda"]
     if indices and engine.num_replicas > 1:
@@ -56,7 +56,7 @@ def unchanged_draws(engine: Engine) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstNonFinite:
-    """The first number on this rank that is not finite."""
+    """The first value on this rank that is not finite."""
 
     micro_batch: int
     loss: float
@@ -70,14 +70,14 @@ def _find(
     random_state: RandomState,
     device: torch.device,
 ) -> FirstNonFinite | None:
-    """Run this rank's micro-batches again and return the first that yields a loss or a gradient that is not finite.
+    """Repeat this rank's micro-batches and return the first with a loss or a gradient that is not finite.
 
     Args:
-        module: The model, with the parameters of this step. Its buffers and `.grad` are left as they are.
+        module: The model, with the parameters of this step. Its buffers and `.grad` are not changed.
         micro_batches: The micro-batches of this step, in order.
         loss_of: ``(module, micro_batch)`` -> scalar with its graph.
         random_state: The generators' state before the first of them.
-        device: The device whose generator counts.
+        device: The device whose generator is restored.
     """
     now = RandomState.read(device)
     buffers = BufferSnapshot(module)
@@ -117,7 +117,7 @@ def _explain(
 ) -> NonFiniteError:
     """Return the error that names the first rank, micro-batch and parameter; the same on every rank.
 
-    `guess` is what may be the cause where nothing is found.
+    `guess` names a possible cause for the case that nothing is found.
     """
     mine = None if finding is None else [finding.micro_batch, repr(finding.loss), finding.parameter]
     found = [

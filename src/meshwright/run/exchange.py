@@ -1,7 +1,7 @@
-"""The second small exchange of a step: losses, weights and failures of all ranks, summed while backward runs.
+"""Second small exchange of a step, which sums losses, weights and failures of all ranks while backward runs.
 
-Over shared memory after backward, at once. With the first one (`agreement.py`) it makes everything that a step decides a
-decision of all ranks.
+Over shared memory it runs after backward. Together with the first one (`agreement.py`) it lets all ranks take every decision of
+a step alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sums:
-    """What the losses of all ranks add up to."""
+    """Summed losses and weights of all ranks."""
 
     loss_sum: float
     weight: float
@@ -41,12 +41,12 @@ class Sums:
 
     @property
     def loss(self) -> float:
-        """Sum of losses over sum of weights."""
+        """Sum of losses divided by sum of weights."""
         return self.loss_sum / self.weight if self.weight else float("nan")
 
     @property
     def gradient_scale(self) -> float:
-        """What the summed gradients must still be multiplied by."""
+        """Factor that remains to be applied to the summed gradients."""
         return 1.0 / self.weight if self.has_sums else 1.0
 
 
@@ -59,14 +59,14 @@ class SumExchange:
 
     Args:
         group: The data-parallel ranks.
-        device: Where the vector lives.
+        device: The device of the vector.
         terms: The losses of this rank's micro-batches.
         buffers_changed: Whether a forward wrote into a buffer on this rank.
         in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
         is_trained: Whether a parameter of this rank is to get a gradient.
-        failure: Why this rank cannot go on; the others hear of it here.
-        is_alone: Whether it has stopped there, in its forward or its loss: what it is cannot be told, then.
-        drain: Called on every rank where one has stopped: exchanges what some may have begun to exchange already.
+        failure: Why this rank cannot go on; the others learn of it here.
+        is_alone: Whether it has stopped in its forward or its loss, where its own message cannot be exchanged.
+        drain: Called on every rank where one has stopped: completes exchanges that some ranks may have begun.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some were sums, everything weighs nothing, a weight is not usable, no loss has
-                a graph, or another rank has failed.
+            ApplyError: Some losses were means and some sums, all weights are 0, a weight is invalid, no loss has a graph, or
+                another rank has failed.
             Exception: The failure of this rank.
         """
         if self._pending is None:
@@ -120,9 +120,7 @@ class SumExchange:
             self._raise_stopped(round(stopped[0]) - 1, round(stopped[1]))
         if math.isinf(changed):
             self._raise_failure()
-        if (
-            round(num_sums + num_means) * kinds[1] != kinds[0] ** 2
-        ):  # equal for numbers that are all the same, and no others
+        if round(num_sums + num_means) * kinds[1] != kinds[0] ** 2:  # equal only where all numbers are the same
             self._raise_dtypes()
         if num_sums and num_means:
             raise ApplyError(
@@ -165,7 +163,7 @@ class SumExchange:
         )
 
     def _raise_dtypes(self) -> NoReturn:
-        """Raise an error that names two micro-batches whose outputs are of other dtypes; on every rank."""
+        """Raise an error, on every rank, that names two micro-batches with outputs of different dtypes."""
         mine = [[str(dtype) for dtype in dtypes] for dtypes in self._dtypes]
         told = self._group.all_gather_json(mine, device=self._vector.device)
         found = [(rank, dtypes) for rank, entry in zip(self._group.ranks, told, strict=True) for dtypes in entry]
@@ -197,7 +195,7 @@ class SumExchange:
         raise ApplyError(f"{who} cannot go on: {name}{message}", fix=fix) from error
 
     def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
-        """Raise this rank's error; but what came of another stage's tensors is that stage's to explain."""
+        """Raise this rank's error, unless another stage's tensors caused it; that stage then raises the cause."""
         ways = [(rank, entry) for rank, entry in enumerate(told) if entry is not None and entry[2] == "OtherWayError"]
         if isinstance(error, MeshwrightError) or not ways:
             raise error
@@ -214,18 +212,18 @@ def start_sums(
     failure: Exception | None,
     is_alone: bool = False,
 ) -> SumExchange:
-    """Begin to sum the losses of all ranks; those that cannot go on have said so before.
+    """Start summing the losses of all ranks; ranks that cannot go on have reported that before.
 
     Args:
-        engine: The strategy.
+        engine: The engine.
         terms: The losses of this rank's micro-batches.
         agreement: What the ranks bring to the step.
         is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation, which has no backward.
         failure: Why this rank cannot go on.
         is_alone: Whether it stops at once.
     """
-    agreement.wait()  # where a rank cannot go on, all say so here, before anything else is exchanged
-    # Over shared memory it is quicker done once backward has ended than handed to another thread now; but not behind
+    agreement.wait()  # where a rank cannot go on, all ranks exchange that first
+    # Over shared memory it is faster after backward than in another thread now; but it must not come after
     # gradients that some ranks have begun to exchange by then.
     later = is_trained is None or (engine.group.shares_memory and not engine.exchanges_in_backward)
     has_begun = is_trained is not None and engine.may_stop_alone

@@ -1,4 +1,4 @@
-"""Loops of the user's own over a model whose ranks exchange gradients in `step` alone: refused at `optimizer.step()`."""
+"""Gate around `optimizer.step()`, which refuses loops of the user's own over a model that exchanges gradients only in `step`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PLANS: weakref.WeakKeyDictionary[nn.Module, str] = (
 
 
 def plan_over(module: object) -> str | None:
-    """Return the plan under which a module's gradients are exchanged in `step` alone, or None."""
+    """Return the plan under which a module's gradients are exchanged only in `step`, or None."""
     return _PLANS.get(module) if isinstance(module, nn.Module) else None
 
 
 class OptimizerGate:
-    """Lets an optimizer step inside of `Stepper.step` only, once it is shut.
+    """Allows an optimizer to step only inside `Stepper.step`, once it is shut.
 
-    It is made before a strategy puts hooks of its own on the optimizer, so that nothing is exchanged before it refuses.
+    It is created before an engine adds hooks to the optimizer, so that it refuses before anything is exchanged.
 
     Args:
         optimizer: The optimizer, or None.
@@ -50,7 +50,7 @@ class OptimizerGate:
 
     def _attach(self, optimizer: Any) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
-            # A hook, not another `step`: learning rate schedulers wrap that one and count its calls.
+            # A hook, not a replaced `step`, which learning rate schedulers wrap and whose calls they count.
             self._undo = optimizer.register_step_pre_hook(self._check).remove
         elif optimizer is not None:
             step = optimizer.step
@@ -64,7 +64,7 @@ class OptimizerGate:
             self._undo = functools.partial(setattr, optimizer, "step", step)
 
     def shut(self, module: nn.Module, plan: str) -> None:
-        """Refuse steps from now on that `opened` does not surround.
+        """Refuse steps outside `opened` from now on.
 
         Args:
             module: The module that the optimizer trains.
@@ -84,7 +84,7 @@ class OptimizerGate:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Let the optimizer step inside."""
+        """Allow the optimizer to step inside the context."""
         before, self._is_open = self._is_open, True
         try:
             yield
@@ -92,7 +92,7 @@ class OptimizerGate:
             self._is_open = before
 
     def close(self) -> None:
-        """Take everything off again."""
+        """Remove the gate's hooks."""
         if self._undo is not None:
             self._undo()
         if self._module is not None:
@@ -101,12 +101,12 @@ class OptimizerGate:
 
 
 class _NoBackward(torch.autograd.Function):
-    """The identity, whose backward says what to do instead."""
+    """The identity, whose backward raises an error that says what to do instead."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, _: torch.Tensor, plan: str) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.plan = plan
-        return tensor.clone()  # of a view torch would refuse what a loss of one's own writes in place
+        return tensor.clone()  # torch would refuse a user's in-place loss on a view
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -118,7 +118,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def without_backward(outputs: Any, plan: str) -> Any:
-    """Return outputs that have no graph, with one that refuses backward by name; as they are where gradients are off."""
+    """Return outputs without a graph, whose backward raises an error; unchanged where gradients are disabled."""
     if not torch.is_grad_enabled():
         return outputs
     root = torch.empty(0, requires_grad=True)

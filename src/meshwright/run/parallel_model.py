@@ -394,6 +394,6 @@ class ParallelModel:
         self.close()
         if has_parts and isinstance(error, RuntimeError) and says_written_into_expanded(error):
             raise ApplyError(
-                f"a script wrote into a parameter under the plan '{self.plan}', where a rank has a part of its values alone",
+                f"a script wrote into a parameter under the plan '{self.plan}', where a rank has only a part of its values",
                 fix=WRITE_WHOLE,
             ) from error

@@ -1,4 +1,4 @@
-"""What a step or a look at the model puts back: modes, buffers, and the random state that a step began with."""
+"""Modes, buffers and random states restored after a step or a look at the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 @contextlib.contextmanager
 def in_training_mode(module: nn.Module) -> Iterator[None]:
-    """Have a module train inside where it does not; its parts keep the modes that they have where it does."""
+    """Put a module in training mode inside the context if it is in eval mode; in training mode its parts keep their modes."""
     modes = [] if module.training else [(child, child.training) for child in module.modules()]
     if modes:
         module.train()
@@ -29,7 +29,7 @@ def in_training_mode(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Have a module and all its parts be in eval mode inside, and in the modes that they had afterwards."""
+    """Put a module and all its parts in eval mode inside the context, and restore their modes."""
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
@@ -40,7 +40,7 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 class Snapshot:
-    """What must be known of the moment before a step, in case it has to be undone or run again."""
+    """State of the moment before a step, to undo or repeat it."""
 
     def __init__(self, engine: Engine, *, keep_buffers: bool) -> None:
         self.random_state = RandomState.read(engine.device)

@@ -1,4 +1,4 @@
-"""What one step returns."""
+"""Result of one step."""
 
 from __future__ import annotations
 

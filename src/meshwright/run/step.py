@@ -1,4 +1,4 @@
-"""One correct step: micro-batches, exact weights, reduction, the search for NaN, clipping, the optimizer.
+"""Step: micro-batches, exact weights, reduction, the search for NaN, clipping and the optimizer, in order.
 
     ranks agree on what they bring ──────┐ (in the background, while forward runs)
     micro-batch 0: forward, backward     │
@@ -7,8 +7,8 @@
                       backward ── buckets are reduced as they fill
     gradients are whole ── norm ── finite? ── clip ── optimizer ── buffers follow rank 0
 
-How gradients come to be exactly one device's: a mean over n of N samples is run backward from (n / N) x loss, N being known
-before backward starts; a Loss is run backward from its sum, and the whole gradient is divided by the weight of all at the end.
+Gradients are exactly those of one device. A mean over n of N samples is run backward from (n / N) x loss; N is known before
+backward starts. A Loss is run backward from its sum, and the whole gradient is divided by the total weight at the end.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Pipeline schedules as data: [rank][slot] -> action; built, checked, simulated, drawn. Free of torch.
+"""Pipeline schedules as data: [rank][slot] -> action. Free of torch.
+
+A schedule is built, checked, simulated and drawn here; the pipeline's executor runs it without knowing its kind.
 
 action    one action of one stage
 orders    the order of each schedule
 halves    backward in halves
-pipeline  PipelineSchedule: what users see
+pipeline  PipelineSchedule, the public class
 simulate  times of actions, and the bubble
 
-To add a schedule: `orders.py` alone; `pipeline.py` checks it.
+To add a schedule, touch `orders.py` alone; `pipeline.py` checks it.
 """
 
 from meshwright.schedule.action import Action, ActionKind

@@ -1,4 +1,4 @@
-"""One cell of a schedule, and what must be done before it."""
+"""Action: one cell of a schedule, and the actions that must precede it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 class ActionKind(enum.StrEnum):
-    """What an action does; the letters are those of torch's pipelining."""
+    """The kind of an action; the letters are those of torch's pipelining."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -50,12 +50,13 @@ class Action(NamedTuple):
         """Read what ``str`` printed.
 
         Raises:
-            ConfigError: It is no action.
+            ConfigError: The text is not an action.
         """
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"'{text}' is no action (rule: stage, then F, B, I or W, then micro-batch)", fix="write it as in '2F0'"
+                f"'{text}' is not an action (rule: stage, then F, B, I or W, then micro-batch)",
+                fix="write it as in '2F0'",
             )
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
@@ -71,7 +72,7 @@ class Action(NamedTuple):
 
 
 class Milestone(NamedTuple):
-    """Something that other actions wait for: a stage's forward, or its gradient with respect to its input."""
+    """A result that other actions wait for: a stage's forward, or its gradient with respect to its input."""
 
     stage: int
     micro_batch: int
@@ -79,14 +80,14 @@ class Milestone(NamedTuple):
 
 
 def milestone_of(action: Action) -> Milestone | None:
-    """Return what others may wait for once the action is done; None after W."""
+    """Return the result that others may wait for once the action is done; None after W."""
     if action.kind is ActionKind.WEIGHT_GRAD:
         return None
     return Milestone(action.stage, action.micro_batch, action.is_backward)
 
 
 def inputs_of(action: Action, num_stages: int) -> tuple[Milestone, ...]:
-    """Return what must be done before an action can start.
+    """Return the results that an action needs before it can start.
 
     A forward needs the previous stage's forward; a backward its own forward and the next stage's backward; a weight
     gradient its own input gradient.

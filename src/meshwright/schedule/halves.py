@@ -1,7 +1,7 @@
-"""Which backwards run in halves: no more than what shortens the step.
+"""Choice of the backwards that run in halves: only those that shorten the step.
 
-A backward in halves costs more than a whole one: what it reads has left the caches by the time of its second half. So a schedule
-that is written in I and W throughout is gone over once more, and those halves are joined that nobody waits for.
+A backward in halves costs more than a whole one, since its inputs have left the caches by its second half. So a schedule
+written in I and W is revised once, and halves for which no action waits are joined.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _Slot = tuple[int, int]
 
 
 def unit_cost(action: Action) -> float:
-    """Return how long an action takes if F = I = W = 1 and B = 2."""
+    """Return the duration of an action if F = I = W = 1 and B = 2."""
     return _UNIT_COSTS[action.kind]
 
 
 def makespan(order: Order, num_stages: int, send: float) -> float:
-    """Return how long an order takes at unit costs; a message takes `send` [forwards]."""
+    """Return the duration of an order at unit costs; a message takes `send` [forwards]."""
     return max(times[-1][1] for times in walk(order, num_stages, unit_cost, send).times)
 
 
 def join_halves(order: Order, num_stages: int) -> Order:
     """Return the order with a B in place of an I and the W after it, wherever the step is not longer for it.
 
-    Any W of the stage will do: those of the micro-batches that stay in halves come in the same order in the slots that are left,
-    so each rank holds as many micro-batches at each time as before.
+    Any W of the stage can be joined: those of micro-batches that stay in halves fill the remaining slots in the same order, so
+    each rank holds as many micro-batches at each time as before.
 
     Args:
         order: [rank][slot] -> action, without B.
         num_stages: Stages over all ranks [count].
     """
-    # Blocks of what comes at the same time on all ranks: what the middle of a step allows, its ends may not.
+    # Blocks of actions at the same time on all ranks, since the ends of a step may not allow what its middle does.
     pairs = sorted(_pairs(order), key=lambda pair: (order[pair[0]][pair[1]].stage < num_stages // 2, pair[1]))
     joined: set[_Slot] = set()
     limit = makespan(order, num_stages, 0.0)
@@ -75,7 +75,7 @@ def join_halves(order: Order, num_stages: int) -> Order:
 
 
 def _length(order: Order, num_stages: int) -> float:
-    """Return how long an order takes with messages and with what halves cost; sums of tenths, so rounded."""
+    """Return the duration of an order, with messages and the cost of halves; sums of tenths, so rounded."""
 
     def cost(action: Action) -> float:
         return unit_cost(action) * (_APART if action.kind in ("I", "W") else 1.0)
@@ -84,7 +84,7 @@ def _length(order: Order, num_stages: int) -> float:
 
 
 def _pairs(order: Order) -> list[_Slot]:
-    """Return the (rank, slot) of each I that a W of its stage follows at once."""
+    """Return the (rank, slot) of each I that a W of its stage follows directly."""
     return [
         (rank, slot)
         for rank, row in enumerate(order)

@@ -1,8 +1,7 @@
-"""The order of work on each rank, for every kind of schedule.
+"""Order of work on each rank, for every kind of schedule.
 
-[Note: stages of a rank] ``interleaved`` deals the stages out like cards (rank r has r, r + p, r + 2 p, ...); ``zbv``
-lays them as a V (rank r has r and 2 p - 1 - r), so the last stage's rank is the first's and the loss is computed where
-the data is.
+[Note: stages of a rank] ``interleaved`` assigns the stages in turn (rank r has r, r + p, r + 2 p, ...). ``zbv`` lays them as a V
+(rank r has r and 2 p - 1 - r), so the first and the last stage share a rank, and the loss is computed where the data is.
 
 Sources: GPipe, Huang et al. 2019, arXiv:1811.06965. 1F1B, Narayanan et al. 2019 (PipeDream) and 2021, arXiv:2104.04473,
 which also has the interleaved order. ZB-H1 and I/W, Qi et al. 2023, arXiv:2401.10241; ZB-V, Qi et al. 2024,
@@ -50,8 +49,8 @@ def one_f_one_b_order(num_ranks: int, num_micro_batches: int) -> Order:
 def interleaved_order(num_ranks: int, num_micro_batches: int, virtual: int) -> Order:
     """1F1B over virtual stages: micro-batches pass in groups, each group through one chunk after the other.
 
-    Groups have ``num_ranks`` micro-batches; where that does not divide, they are a little larger. Should the published
-    warm-up, in such a case, wait for itself, it is made longer until nothing does; a warm-up of everything is GPipe.
+    Groups have ``num_ranks`` micro-batches, or a few more where that does not divide. If the published warm-up then waits for
+    itself, it is lengthened until nothing does; a warm-up of everything is GPipe.
     """
     num_groups = max(1, num_micro_batches // num_ranks)
     cuts = [index * num_micro_batches // num_groups for index in range(num_groups + 1)]
@@ -76,9 +75,9 @@ def interleaved_order(num_ranks: int, num_micro_batches: int, virtual: int) -> O
 def zb_h1_order(num_ranks: int, num_micro_batches: int) -> Order:
     """1F1B with backward in halves where that fills a bubble: rank r keeps r of its W for the end.
 
-    Rank r runs the first r backwards in halves and leaves their W for the end, and the last p in halves, too, where the ranks
-    before it wait for their I. In between a W would follow its own I: that is a whole backward, which costs less than its
-    halves do (they read everything twice). Nobody waits for rank 0, which has whole backwards only.
+    Rank r runs the first r backwards in halves and leaves their W for the end. The last p backwards are in halves, too, where the
+    ranks before it wait for their I. In between a W would follow its own I. That is a whole backward, which costs less than two
+    halves (they read everything twice). No rank waits for rank 0, which has whole backwards only.
 
     No rank holds more than ``num_ranks`` micro-batches, the peak of 1F1B. With F = I = W = 1 and at least as many
     micro-batches as ranks, a step takes ``3 m + p - 1``; 1F1B takes ``3 m + 3 (p - 1)``.
@@ -108,11 +107,10 @@ def zb_h1_order(num_ranks: int, num_micro_batches: int) -> Order:
 def zbv_order(num_ranks: int, num_micro_batches: int) -> Order:
     """Two stages a rank as a V, backward in halves, and no more activations than 1F1B.
 
-    Made by letting all ranks choose greedily, with F, I and W of equal length (`_RankOfV`), in two ways: gradients of the
-    V's first half come first; or those of its second do, and a forward of the first leaves the last place to one of the
-    second. The shorter schedule is taken; of two equally short ones that which messages lengthen less. Then halves that need
-    not be apart are joined (`join_halves`). A rank holds at most ``2 p`` stages' activations, each half as large as those
-    of 1F1B.
+    All ranks choose greedily, with F, I and W of equal length (`_RankOfV`), in two ways. In one, gradients of the V's first half
+    come first. In the other, those of its second half do, and a forward of the first half leaves the last place to one of the
+    second. The shorter schedule is taken; of two equally short ones that which messages lengthen less. Then halves that need not
+    be apart are joined (`join_halves`). A rank holds at most ``2 p`` stages' activations, each half as large as those of 1F1B.
 
     With equal stages and ``m >= p`` a step takes ``6 m + p - 1`` (7 ranks, 9 micro-batches: one more); 1F1B takes
     ``6 m + 6 (p - 1)``.
@@ -142,10 +140,10 @@ def _greedy_v(num_ranks: int, num_micro_batches: int, *, spare: int) -> Order | 
 
 
 class _RankOfV:
-    """One rank of a V: what it has done and what it would like to do next.
+    """One rank of a V: its actions so far, and the next candidates.
 
-    A W follows its I at once while forwards are left: it gives back memory, which the next forward needs, and time for messages
-    to arrive. With fewer micro-batches than ranks there is memory for all, and W is what fills gaps.
+    While forwards are left, a W follows its I directly: it frees memory for the next forward, and gives messages time to arrive.
+    With fewer micro-batches than ranks there is memory for all, and W fills gaps.
 
     Args:
         rank: The rank.
@@ -165,7 +163,7 @@ class _RankOfV:
         self._input_stages = self._stages if spare else self._stages[::-1]
 
     def candidates(self) -> Iterator[Action]:
-        """Yield what could come next if its inputs were there, best first."""
+        """Yield the possible next actions if their inputs were ready, best first."""
         held = sum(self._count[stage, F] - self._count[stage, W] for stage in self._stages)
         forwards = [
             Action(stage, F, self._count[stage, F])

@@ -1,4 +1,4 @@
-"""PipelineSchedule: who does what in which order, checked."""
+"""PipelineSchedule: the actions of each rank in their order, checked."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class PipelineSchedule(Value):
 
         Args:
             cost: Action -> how long it takes [s]; None means F = I = W = 1 and B = 2.
-            send_s: From one stage's result to a neighbour on another rank, not hidden by anything [s].
+            send_s: Time from one stage's result to a neighbour on another rank, not hidden by anything [s].
 
         Returns:
             Starts, ends, makespan, bubble and the peak of activations.

@@ -1,4 +1,4 @@
-"""Run a schedule on paper: every rank does its actions in order, each as soon as its inputs are there."""
+"""Simulation of a schedule: every rank runs its actions in order, each as soon as its inputs are ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """When every action of a schedule starts and ends.
+    """Start and end of every action of a schedule.
 
     Args:
         starts: [rank][slot] -> when that action starts [s].
@@ -32,7 +32,7 @@ class Simulation:
 
 @dataclasses.dataclass(slots=True)
 class Walk:
-    """How far the ranks get: ``times[rank]`` has (start, end) of each action done; it is short where the rank is stuck."""
+    """Progress of the ranks: ``times[rank]`` has (start, end) of each action done; it is short where the rank is stuck."""
 
     times: list[list[tuple[float, float]]]
 
@@ -45,7 +45,7 @@ class Walk:
 def walk(
     actions: Sequence[Sequence[Action]], num_stages: int, cost: Callable[[Action], float], send_s: float = 0.0
 ) -> Walk:
-    """Let every rank do its actions in order, until all are done or nobody can go on.
+    """Run every rank's actions in order, until all are done or none can continue.
 
     Args:
         actions: [rank][slot] -> action.

@@ -1,14 +1,16 @@
-"""Values that pass between describe, plan, apply, run, measure and report: frozen, versioned, JSON both ways. Free of torch.
+"""Values that pass between describe, plan, apply, run, measure and report. Free of torch.
 
-model       what a model is
-plan        what is to be done with it
+They are frozen and versioned, and convert to JSON and back.
+
+model       the model, without weights
+plan        the plan
 plan_text   the one-line form of a plan
-supported   what this version can apply
-prediction  what a step should take
-train       what training needs besides
-record      what a run gave
+supported   the plans that this version can apply
+prediction  the expected cost of a step
+train       settings of a training beside the model
+record      the record of a run
 
-To add a key of plans: a field in `plan.py`, its word in `plan_text.py`.
+To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """
 
 from meshwright.spec.model import LayerSpec, ModelSpec, SharedParameter

@@ -1,4 +1,4 @@
-"""The model as the planner sees it: layers in order, with sizes and work, and the parameters that layers share."""
+"""Model as the planner sees it: layers in order, with sizes and work, and the parameters that layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: which strategies a run uses, on one line for people and as JSON for everything else."""
+"""Plan: the strategies of a run, on one line for people and as JSON for everything else."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Plan(Value):
         'dp=2,tp=2,pp=2,micro_batches=4'
         """
         if "=" in name or "," in name:
-            raise ConfigError(f"plan: '{name}' is no preset's name", fix=f"Plan.parse({name!r})")
+            raise ConfigError(f"plan: '{name}' is not a preset's name", fix=f"Plan.parse({name!r})")
         _check_num_devices(num_devices)
         if num_devices is None and name.strip() == "single":
             num_devices = 1

@@ -1,4 +1,4 @@
-"""A plan's one-line form: the words, the presets, and how a preset fills the devices."""
+"""One-line form of a plan: keys, presets, and the filling of devices by a preset."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _LARGEST_HYBRID_DEGREE: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Preset:
-    """What a preset's name stands for.
+    """The meaning of a preset's name.
 
     Args:
         sets: Keys that the name settles; giving another value is an error.

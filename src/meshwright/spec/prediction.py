@@ -1,4 +1,4 @@
-"""What a step is expected to cost: seconds and bytes, broken down. The planner fills it; nothing here computes it."""
+"""Expected cost of a step in seconds and bytes, broken down. The planner fills it in; nothing here computes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Breakdown(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown(_Breakdown):
-    """Where one step's wall time goes on the slowest rank; the parts do not overlap and add up.
+    """One step's wall time on the slowest rank, in parts that do not overlap and add up.
 
     Args:
         forward_s: Arithmetic of the forward passes [s].
@@ -56,7 +56,7 @@ class TimeBreakdown(_Breakdown):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown(_Breakdown):
-    """What one device holds at the step's peak, on the fullest rank.
+    """Memory of one device at the step's peak, on the fullest rank.
 
     Args:
         parameters_bytes: The parameters [bytes].
@@ -83,7 +83,7 @@ class MemoryBreakdown(_Breakdown):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Value):
-    """What one step of a plan is expected to cost.
+    """Expected cost of one step of a plan.
 
     Args:
         time: Seconds of one step, on the slowest rank.

@@ -1,4 +1,4 @@
-"""What a run was and what it did: config, plan, prediction, measurement, environment."""
+"""Record of a run: config, plan, prediction, measurement, environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(Value):
-    """What was measured, as raw samples.
+    """Measurements, as raw samples.
 
     Args:
         step_seconds: Wall time of every measured step, warm-up left out [s].
@@ -77,14 +77,14 @@ class RunRecord(Value):
     """One run, whole: ``record.json``.
 
     Args:
-        plan: What was run.
+        plan: The plan.
         config: The resolved configuration, as plain JSON data.
-        prediction: What the plan was expected to cost, if anybody predicted it.
-        measurement: What was measured, if anything was.
+        prediction: The plan's expected cost, if it was predicted.
+        measurement: The measurement, if there was one.
         environment: Versions, host and devices, as plain JSON data.
 
     Raises:
-        ConfigError: Something in it is no JSON data.
+        ConfigError: Something in it is not JSON data.
     """
 
     FORMAT: ClassVar[str] = "record"

@@ -1,4 +1,4 @@
-"""What this version can apply. Free of torch, so that a plan is refused before anything starts."""
+"""Plans that this version can apply. Free of torch, so that others are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__: list[str] = []
 
 
 def refuse_unbuilt(plan: Plan) -> None:
-    """Raise ApplyError for what a plan may say and this version cannot do yet."""
+    """Raise ApplyError for parts of a plan that this version cannot apply yet."""
     missing = [
         name
         for name, asked in {

@@ -1,4 +1,4 @@
-"""What is trained how: the numbers beside the model that decide what a plan costs."""
+"""Settings of a training, beside the model, that decide what a plan costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATE_BYTES: Final = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec(Value):
-    """How a model is trained.
+    """The numbers of a training.
 
     Args:
         global_batch_size: Samples of one step, over all devices and micro-batches [samples].

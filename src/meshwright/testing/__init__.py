@@ -1,10 +1,12 @@
-"""testing: what parity tests are made of, for users too.
+"""Building blocks of parity tests, for users too.
+
+Ranks come from a pool that outlives a test, so a test of several ranks takes milliseconds.
 
 assertions  assertions that two runs are equal
 pool        ranks that tests share
 counting    counts of exchanges
 
-To add an assertion: `assertions.py`.
+To add an assertion, touch `assertions.py`.
 """
 
 from meshwright.measure.oracle import StepRecord, oracle_steps

@@ -1,4 +1,4 @@
-"""Assert that two runs are equal, and say exactly where they are not."""
+"""Assertions that two runs are equal, which name the first difference."""
 
 from __future__ import annotations
 

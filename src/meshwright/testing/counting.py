@@ -1,4 +1,4 @@
-"""Count the exchanges that a piece of code makes, from the model's ledger."""
+"""Counts of a code block's exchanges, from the model's ledger."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ranks that stay alive between tests: starting them costs more than what most tests do with them.
+"""Pool of ranks that stay alive between tests, since starting them takes longer than most tests.
 
-The processes that ranks are forked from stay as well, two of them in turns: strings of one hash differently in the other, so
-that ranks which walk through a set in different orders are found out, as they would be where each is started on its own.
+The processes from which ranks are forked stay as well. There are two of them, with different hashes of strings. So ranks that
+iterate over a set in different orders are detected, as if each had been started on its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT_S = 60.0  # for one collective: far beyond any test's work, well below 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """How a call ended on one rank: a result, or an exception."""
+    """The end of a call on one rank: a result, or an exception."""
 
     result: Any = None
     """What the function returned."""
@@ -69,7 +69,7 @@ class RankPool:
             raise
 
     def drop(self, num_ranks: int) -> None:
-        """Stop the ranks of one group; the next call gets fresh ones."""
+        """Stop the ranks of one group; the next call gets new ones."""
         self._pids.pop(num_ranks)
         self._groups.pop(num_ranks).close()
 
@@ -89,11 +89,11 @@ _POOL = RankPool()
 
 
 def keep_templates(environment: dict[str, str], modules: tuple[str, ...] = ()) -> None:
-    """Have the ranks that this process starts from now on forked from processes that stay, where their environment allows it.
+    """Fork the ranks that this process starts from now on from templates that stay, if their environments match.
 
     Args:
-        environment: The ranks' environment variables; only those that a process reads once, as it starts, must be the ranks'.
-        modules: What these processes import beside what every rank needs.
+        environment: The ranks' environment variables; only those that are read at a process's start must match.
+        modules: Modules that the templates import beside those that every rank needs.
     """
     if spawning.can_fork() and not any(template.serves(environment) for template in spawning.kept):
         templates = [spawning.TemplateProcess(environment, modules) for _ in range(_NUM_TEMPLATES)]
@@ -103,7 +103,7 @@ def keep_templates(environment: dict[str, str], modules: tuple[str, ...] = ()) -
 
 
 def preload(*modules: str) -> None:
-    """Have ranks that start from now on find these imported, too, as far as no process is kept that they are forked from."""
+    """Import these modules in templates of later ranks too, unless a template is already kept."""
     _POOL.modules = tuple(dict.fromkeys((*_POOL.modules, *modules)))
 
 
@@ -123,7 +123,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         The results, in rank order.
 
     Raises:
-        MeshwrightError: What the first guilty rank raised, as `launch` reports it.
+        MeshwrightError: The error of the first rank at fault, as `launch` reports it.
     """
     return _POOL.run(fn, num_ranks, *args)
 
@@ -168,13 +168,13 @@ def _child_pids() -> set[int]:
 
 def _call(paths: list[str], payload: bytes) -> Any:
     sys.path.extend(path for path in paths if path not in sys.path)
-    # The bytes are those that this pool's own parent pickled a moment ago; unpickled here because the path comes first.
+    # The pool's own parent has just pickled these bytes; they are unpickled here, after the path has been set.
     fn, args = pickle.loads(payload)  # noqa: S301
     return fn(*args)
 
 
 def _outcome(fn: Callable[..., Any], *args: Any) -> tuple[RankOutcome, bool]:
-    """Return how a call ended, and whether this rank has given up an exchange in it: its groups are of no use any more."""
+    """Return the end of a call, and whether this rank has abandoned an exchange in it: its groups are then unusable."""
     try:
         outcome = RankOutcome(result=fn(*args))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the caller wants to look at

@@ -1,17 +1,19 @@
-"""train: from a TOML file to a trained model.
+"""Training from a TOML file to a trained model.
+
+The launching side checks the configuration without torch; every rank then runs the same session.
 
 config/   the configuration and its checks
 data/     sources, order and loading of samples
 session   the training loop, as every rank runs it
-launcher  the side that starts a run
+launcher  the launching side of a run
 entry     functions that ranks are told to call
 models    model targets
 optim     optimizer, parameter groups and learning rate
 losses    losses that a configuration can name
 events    a run's folder
-progress  what a person sees of a run
+progress  display of a run
 
-To add a key: a field in `config/types.py`, its check in `config/checks.py`.
+To add a key, add a field in `config/types.py`, and its check in `config/checks.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What the launching process names for the ranks to call. Imports torch only where it runs."""
+"""Entry points: functions that the launching process names for the ranks to call. They import torch only when called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder: `events.jsonl`, `record.json`, and the lock that keeps a second run out.
+"""Folder of a run: `events.jsonl`, `record.json`, and the lock that keeps a second run out.
 
 Every event is one line of JSON with "event" and "time" (seconds since 1970). Rank 0 makes them:
 

@@ -1,4 +1,4 @@
-"""The losses that a configuration can name. They return a sum and a weight, so that cutting a batch changes nothing."""
+"""Losses that a configuration can name. They return a sum and a weight, so that cutting a batch changes nothing."""
 
 from __future__ import annotations
 

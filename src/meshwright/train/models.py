@@ -1,4 +1,4 @@
-"""What a model target names, as a function that builds the model."""
+"""Model targets of a configuration, as functions that build the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_hf_model(config_path: str, changes: dict[str, Any]) -> nn.Module:
             "a Hugging Face model needs the package transformers", fix="pip install 'meshwright[hf]'"
         ) from None
     config = AutoConfig.from_pretrained(config_path)
-    # The cache of keys and values is for generating; in training it only costs memory.
+    # The cache of keys and values is for generation; in training it only takes memory.
     for name, value in {"use_cache": False, **changes}.items():
         setattr(config, name, value)
     return AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines elsewhere. The launching process draws it."""
+"""Display of a run for people: a bar on a terminal, plain lines elsewhere. The launching process draws it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ProgressView:
             handler(event)
 
     def close(self) -> None:
-        """Show what was held back, and leave the terminal as it was."""
+        """Show held-back lines, and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

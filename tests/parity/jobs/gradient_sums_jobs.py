@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.parity import harness
 from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.gradient_sums import sum_gradients
 from meshwright.apply.tensor.partial import sum_term
 from meshwright.ranks.join import join_world
-from tests.parity import harness
 
 
 def _sparse(rows: list[int], value: float) -> Tensor:

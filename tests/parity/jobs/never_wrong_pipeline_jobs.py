@@ -225,17 +225,17 @@ def run_late_chance(plan: str) -> list[float]:
 
 
 REFUSED = {
-    "stale_view": "writes over a tensor in place",
-    "other_ways": "a pipeline runs forward only",
+    "stale_view": "writes into a tensor and then uses another one",
+    "other_ways": "its own stage or from an earlier one",
     "penalty": "gradient penalty",
     "inner_step": "other parameters than its own",
-    "late_mean": "a pipeline runs forward only",
+    "late_mean": "its own stage or from an earlier one",
     "leaks": "has made inside",
-    "chosen_rows": "would need its numbers",
+    "chosen_rows": "would need its values",
     "compiled": "is compiled",
     "late_mixing": "mixes the samples",
-    "signs": "a parameter, or on what is made of one",
-    "counted_draws": "drew other random numbers",
+    "signs": "a parameter that other stages hold",
+    "counted_draws": "random numbers or the code between",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
 

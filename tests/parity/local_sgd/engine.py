@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.parity.local_sgd.expected_bytes import AveragesForecast
 from torch import nn
 
 from meshwright.apply.data.base import make_copies_equal
@@ -11,7 +12,6 @@ from meshwright.apply.forecast import Forecast
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
-from tests.parity.local_sgd.expected_bytes import AveragesForecast
 
 
 class LocalStepsEngine(Engine):

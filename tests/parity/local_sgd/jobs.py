@@ -9,6 +9,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.parity import cases, harness
+from tests.parity.local_sgd.engine import LocalStepsEngine
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -17,8 +19,6 @@ from meshwright.comm.communicator import Communicator
 from meshwright.ranks.world import World
 from meshwright.run import assembly
 from meshwright.spec import Plan
-from tests.parity import cases, harness
-from tests.parity.local_sgd.engine import LocalStepsEngine
 
 LEARNING_RATE = 0.1
 

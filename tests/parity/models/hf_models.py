@@ -10,9 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from tests.parity.models.hf_float64 import in_float64
+from torch import nn
 
 VOCABULARY = 101
 MODULES = tuple(

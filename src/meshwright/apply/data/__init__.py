@@ -1,4 +1,6 @@
-"""Data parallelism: ranks that share a global batch, with whole copies of the model or with shards of it (ADR 0004, 0007).
+"""Data parallelism: ranks that share a global batch, with full copies of the model or with shards of it (ADR 0004, 0007).
+
+Gradients are summed over the ranks of a batch while backward runs or after it, and every rank updates what it owns.
 
 base             base class: equal copies at the start, buffers, sparse gradients
 sparse           names of parameters with sparse gradients
@@ -6,19 +8,19 @@ distributed      whole copies whose gradients are summed (DDP)
 buckets          flat memory that owns gradients and is summed during backward
 unbucketed       gradients that stay where autograd put them, summed after backward
 sharded          ZeRO 1, 2, 3 and HSDP
-sharding         what is sharded, and over whom
-unit_parameters  choice of the parameters of one unit
+sharding         settings of ZeRO: stage, shard group, replica group
+unit_parameters  choice of each unit's parameters
 flat_unit        one unit: its flat memory, pieces for the optimizer, reduction
 flat             offsets of parameters in a unit's flat memory (no tensors)
 gathering        ZeRO-3: units gathered when needed, in one order on all ranks
 exchange_order   that order, as lists of numbers
-requests         units needed beside the order, agreed on per phase
+requests         units needed beyond the order, agreed on per phase
 lookup_hooks     callbacks for the lookup of a parameter
-held             what a rank has of sharded parameters between steps
-optimizer        test of which optimizers may work on pieces, and the pieces given to them
-expected_bytes   bytes that a step should send
+held             facts about sharded parameters between steps
+optimizer        check of optimizers for work on pieces, and handover of the pieces
+expected_bytes   expected bytes of a step
 
-To add another way of summing gradients: `comm/compression`.
+To add another way of summing gradients, touch `comm/compression`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What data parallelism over processes always needs: equal copies at the start, buffers that follow rank 0, sparse gradients."""
+"""Base of data parallelism over processes: equal copies at the start, buffers that follow rank 0, sparse gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DataParallelEngine(Engine):
         module: The user's module, on `device`.
         group: The data-parallel ranks.
         device: This rank's device.
-        reducer: What sums gradients; where shards have replicas, over these.
+        reducer: Sums gradients over the group, or over the replicas where shards have replicas.
     """
 
     def __init__(self, module: nn.Module, group: Communicator, device: torch.device, reducer: Reducer) -> None:
@@ -45,7 +45,7 @@ class DataParallelEngine(Engine):
         self._sparse = self._sparse_parameters()
 
     def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (FQN, parameter) of those whose gradients are dense, each once."""
+        """Return (FQN, parameter) of the parameters with dense gradients, each once."""
         return [(name, p) for name, p in self.module.named_parameters() if name not in self.sparse_names]
 
     def _sparse_parameters(self) -> list[nn.Parameter]:
@@ -118,16 +118,16 @@ class DataParallelEngine(Engine):
     def sync_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP does: running statistics follow rank 0.
 
-        A buffer that is in no state dict may have another shape on each rank, as a cache of its own batch has: it stays.
+        A non-persistent buffer may have another shape on each rank, such as a cache of the rank's own batch: it is left alone.
 
         Raises:
-            ApplyError: A buffer of the state dict differs in shape or dtype between ranks, or is on some alone.
+            ApplyError: A persistent buffer differs in shape or dtype between ranks, or exists only on some.
         """
         make_copies_equal(self._common_buffers(), self.group)
         self.note_buffers()
 
     def _common_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers that all ranks have alike."""
+        """Return the buffers with the same shape and dtype on all ranks."""
         kinds = describe_buffers(self.module)
         if self.group.size > 1:
             digest = int.from_bytes(hashlib.blake2b(json.dumps(kinds).encode(), digest_size=7).digest())
@@ -157,7 +157,7 @@ class DataParallelEngine(Engine):
 
 
 def describe_buffers(module: nn.Module) -> dict[str, list[Any]]:
-    """Return FQN -> [shape, dtype, whether it is part of the state dict] of each buffer."""
+    """Return FQN -> [shape, dtype, whether it is persistent] of each buffer."""
     kept = {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()
@@ -188,7 +188,7 @@ def _broadcast_together(tensors: Sequence[torch.Tensor], group: Communicator) ->
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if flat.numel() == 0:
         return
-    # Not every backend knows every dtype (bool, complex, float8); bytes it always knows.
+    # Not every backend supports every dtype (bool, complex, float8); all support bytes.
     group.broadcast(flat.view(torch.uint8))
     if group.group_rank == 0:
         return

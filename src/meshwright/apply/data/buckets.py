@@ -1,18 +1,16 @@
 """Gradient buckets: flat memory that owns the gradients and is reduced while backward is still running.
 
-A bucket holds the gradients of several parameters in one flat tensor, and `parameter.grad` is a view of it. When the
-last of a bucket's gradients has arrived, the whole tensor is reduced, in the background, while autograd works on
-earlier layers. The field's standard design (PyTorch DDP, Li et al. 2020, doi:10.14778/3415478.3415530), with two
-differences:
+A bucket holds the gradients of several parameters in one flat tensor, and `parameter.grad` is a view of it. When a bucket's
+last gradient has arrived, the bucket is reduced in the background while autograd works on earlier layers. This is the
+standard design (PyTorch DDP, Li et al. 2020, doi:10.14778/3415478.3415530), with two differences:
 
-- Each bucket ends in a *census*: one element a parameter, 1 where this rank has a gradient. The same reduction that
-  sums the gradients tells which parameters were used anywhere, so unused parameters need neither a flag from the user
-  nor an exchange of their own, and a parameter that no rank used keeps `grad=None`.
+- Each bucket ends in a *census*: one element a parameter, 1 where this rank has a gradient. The reduction that sums the
+  gradients also counts the ranks that used each parameter. So unused parameters need no flag from the user and no
+  exchange of their own. A parameter that no rank used keeps `grad=None`.
 - Gradients are summed, never averaged: the weights of the samples are applied where the loss is known (run/step.py).
 
-Buckets are reduced in one order on all ranks, whatever order their gradients arrive in. The order is learned: in the
-first step nothing is reduced before backward has ended, and the order in which rank 0's gradients arrived becomes
-everyone's.
+All ranks reduce buckets in one order, whatever order their gradients arrive in. The order is learned: the first step reduces
+nothing before backward has ended, and the order in which rank 0's gradients arrived becomes everyone's.
 """
 
 from __future__ import annotations
@@ -72,13 +70,13 @@ class Bucket:
         return GradientSet(specs, tensors, self.has_gradient, census, whole)
 
     def begin_step(self) -> None:
-        """Expect every gradient anew."""
+        """Reset the bucket: every gradient is awaited again."""
         self.has_gradient[:] = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
         self.exchange = None
 
     def launch(self, reducer: Reducer) -> None:
-        """Start the reduction of what is here; parameters without a gradient contribute zeros."""
+        """Start the reduction; parameters without a gradient contribute zeros."""
         if all(self.has_gradient):
             self.census.fill_(1)
         else:
@@ -89,7 +87,7 @@ class Bucket:
         self.exchange = Exchange(reducer.all_reduce(self._sent))
 
     def finish(self, scale: float) -> None:
-        """Wait for the sum, scale it, and hand each parameter its view, or None where no rank had a gradient."""
+        """Wait for the sum, scale it, and give each parameter its view, or None where no rank had a gradient."""
         if self.exchange is not None:
             self.exchange.finish()
             self.exchange = None
@@ -113,7 +111,7 @@ def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
 
 @dataclasses.dataclass(slots=True)
 class _GradientSlot:
-    """Where one parameter's gradient goes."""
+    """Position of one parameter's gradient in its bucket."""
 
     position: int  # the parameter's place in registration order
     bucket: Bucket
@@ -129,7 +127,7 @@ class GradientBuckets:
         group: The ranks that hold copies of these parameters.
         bucket_bytes: The size at which a bucket is full [bytes]; None is the default of each device.
         overlap: Whether reduction may run while backward does.
-        reducer: What sums the buckets over the group; None sums them as they are.
+        reducer: Sums the buckets over the group; None sums them uncompressed.
     """
 
     def __init__(
@@ -186,12 +184,12 @@ class GradientBuckets:
         self._slots = [slots[position] for position in range(len(self.parameters))]
 
     def begin_step(self) -> None:
-        """Forget the gradients, and take over an order that was learned."""
+        """Drop the gradients, and adopt the learned order."""
         for place, parameter in enumerate(self.parameters):
             parameter.grad = None
             hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooks and next(reversed(hooks)) != self._hooks[place].id:
-                # Somebody's hook came later. Ours must see what it leaves, and may send it away.
+                # A user's hook was registered after ours. Ours must run last, on the gradient that is sent.
                 self._hooks[place].remove()
                 self._hooks[place] = self._watch(place)
         if self._learned_order is not None:
@@ -218,7 +216,7 @@ class GradientBuckets:
             self._learned_order = order  # for the next step: this one's gradients stay where they are
 
     def arm(self) -> None:
-        """The next backward is the last: a bucket is reduced as soon as it is complete."""
+        """Mark the next backward as the step's last: a bucket is reduced as soon as it is complete."""
         self._is_armed = True
 
     def _on_gradient(self, slot: _GradientSlot, parameter: torch.Tensor) -> None:
@@ -232,7 +230,7 @@ class GradientBuckets:
                 fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or add overlap=off to the plan",
             )
         if grad is None:
-            # To raise here would leave the other ranks waiting: it makes the sum NaN, and then every rank asks why.
+            # Raising here would leave the other ranks waiting. NaN in the sum makes every rank ask for the cause.
             self._taken.add(slot.position)
             view.fill_(torch.nan)
             parameter.grad = view
@@ -266,7 +264,7 @@ class GradientBuckets:
         self._num_launched += 1
 
     def finish(self, scale: float) -> None:
-        """Reduce what is left, wait for all, and set every parameter's `.grad`, multiplied by `scale`."""
+        """Reduce the remaining buckets, wait for all, and set every parameter's `.grad`, multiplied by `scale`."""
         self._is_armed = False
         while self._num_launched < len(self.buckets):
             self._launch_next()
@@ -276,7 +274,7 @@ class GradientBuckets:
             self._learn_order()
 
     def refuse_taken(self) -> None:
-        """Raise ApplyError, on every rank, where a hook took a gradient away on any; every rank calls this."""
+        """Raise ApplyError, on every rank, if a hook removed a gradient on any; every rank calls this."""
         raise_taken(self.names, self._taken, self.group, self.buckets[0].flat.device if self.buckets else None)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -284,10 +282,10 @@ class GradientBuckets:
         return [bucket.gradients for bucket in self.buckets]
 
     def norms(self) -> list[torch.Tensor]:
-        """Return norms that together are the whole gradient's."""
+        """Return norms whose squares add up to that of the whole gradient's norm."""
         return [bucket.norm for bucket in self.buckets]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()

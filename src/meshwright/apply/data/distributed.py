@@ -1,4 +1,4 @@
-"""distributed: one process per device, equal parameters everywhere, gradients summed."""
+"""Plain data parallelism (the preset `distributed`): one process per device, equal parameters everywhere, gradients summed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DistributedEngine(DataParallelEngine):
         device: This rank's device.
         bucket_bytes: Size of a gradient bucket [bytes], or None for the measured default.
         overlap: Whether reduction may run while backward does.
-        compress: What gradients are sent as: a plan's `compress`.
+        compress: Compression of the sent gradients: a plan's `compress`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DistributedEngine(DataParallelEngine):
         return isinstance(self._buckets, GradientBuckets)
 
     def refresh_trainable(self) -> None:
-        """Build the buckets anew after `requires_grad` was switched, on all ranks."""
+        """Rebuild the buckets after `requires_grad` was switched, on all ranks."""
         self._buckets.close()
         super().begin_step()
         super().refresh_trainable()

@@ -1,4 +1,4 @@
-"""In which order all ranks gather units and sum their gradients: lists of numbers, no tensors. See `gathering.py`."""
+"""Order in which all ranks gather units and sum their gradients, as lists of numbers without tensors. See `gathering.py`."""
 
 from __future__ import annotations
 
@@ -11,61 +11,60 @@ Action = tuple[str, int]
 """("gather" or "reduce", index of the unit)."""
 
 
-def forward_score(gathered: Iterable[int]) -> list[Action]:
-    """Return the score of a forward that calls units in the order in which they are registered."""
+def forward_order(gathered: Iterable[int]) -> list[Action]:
+    """Return the gathers of a forward that calls units in the order of their registration."""
     return [(GATHER, index) for index in sorted(gathered)]
 
 
-def backward_score(uses: Sequence[int], gathered: Container[int], trainable: Container[int]) -> list[Action]:
-    """Return the score of the backward of a forward that used units in this order.
+def backward_order(uses: Sequence[int], gathered: Container[int], trainable: Container[int]) -> list[Action]:
+    """Return the gathers and sums of the backward of a forward that used units in this order.
 
-    Backward needs a unit first for its last use, and has its gradients when it is done with its first one: when it takes up
-    what was used before that. So a unit comes early and goes late where it is used at both ends of the forward, as a tied
-    embedding is, and the others come and go one after the other.
+    Backward needs a unit first for its last use, and has its gradients when it has passed its first use. So a unit used at both
+    ends of the forward (a tied embedding) is gathered early and summed late; the others follow one after the other.
 
     Args:
         uses: Indices of units in the order of their uses, at least the first and the last use of each.
         gathered: Units that must be made whole.
         trainable: Units that get gradients.
 
-    >>> backward_score([0, 1, 2, 0], gathered={0, 1, 2}, trainable={0, 1, 2})
+    >>> backward_order([0, 1, 2, 0], gathered={0, 1, 2}, trainable={0, 1, 2})
     [('gather', 0), ('gather', 2), ('gather', 1), ('reduce', 2), ('reduce', 1), ('reduce', 0)]
     """
     first_use: dict[int, int] = {}
     for place, index in enumerate(uses):
         first_use.setdefault(index, place)
-    score: list[Action] = []
+    order: list[Action] = []
     met: set[int] = set()
     waiting: list[int] = []
     for place in reversed(range(len(uses))):
         index = uses[place]
         if index not in met and index in gathered:
-            score.append((GATHER, index))
+            order.append((GATHER, index))
         met.add(index)
-        score.extend((REDUCE, done) for done in waiting)
+        order.extend((REDUCE, done) for done in waiting)
         waiting = [index] if place == first_use[index] and index in trainable else []
-    return score + [(REDUCE, done) for done in waiting]
+    return order + [(REDUCE, done) for done in waiting]
 
 
 def complete(events: Sequence[Action], gathered: Iterable[int], trainable: Iterable[int]) -> list[Action]:
-    """Return a score that has every unit: what the leading rank did, and at its end what it had no need of."""
-    rest = forward_score(gathered) + [(REDUCE, index) for index in sorted(trainable)]
+    """Return an order with every unit: first what the leading rank did, then the units that it did not need."""
+    rest = forward_order(gathered) + [(REDUCE, index) for index in sorted(trainable)]
     return [*events, *(action for action in rest if action not in events)]
 
 
 class Uses:
-    """When each unit was used first and last in a pass."""
+    """First and last use of each unit in a pass."""
 
     def __init__(self) -> None:
         self._now = 0
         self._times: dict[int, tuple[int, int]] = {}
 
     def note(self, index: int) -> None:
-        """Take note of a use."""
+        """Record a use."""
         self._now += 1
         self._times[index] = self._times.get(index, (self._now, 0))[0], self._now
 
     def in_order(self) -> list[int]:
-        """Return the unit of each first and each last use, in the order in which they were."""
+        """Return the unit of each first and each last use, in chronological order."""
         times = sorted({(time, index) for index, pair in self._times.items() for time in pair})
         return [index for _, index in times]

@@ -1,4 +1,4 @@
-"""What the ranks that share a global batch should send in a step: gradients, as they are or compressed, and ZeRO's values."""
+"""Expected bytes of data parallelism in a step: gradients, compressed or not, and ZeRO's gathered values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ShardsForecast(Forecast):
         dense, shares = dense_gradients(self._module), self._memory_bytes()
         payload = payload_bytes(dense, self._reducer)
         as_they_are = sum(parameter.nbytes for parameter in dense.values())
-        shards = self._sharding.shards.size
+        shards = self._sharding.shard_group.size
         replicas = self._num_ranks // shards
         # An all-reduce is twice a reduce-scatter.
         times = 1 if self._reducer.sends_slices or replicas > 1 else 2
@@ -89,13 +89,13 @@ class ShardsForecast(Forecast):
 
 
 def dense_gradients(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return FQN -> parameter of those that get gradients which are not sparse; a shared one is there once."""
+    """Return FQN -> parameter of the parameters with dense gradients; a shared one appears once."""
     sparse = names_with_sparse_gradients(module)
     return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in sparse}
 
 
 def payload_bytes(parameters: Mapping[str, nn.Parameter], reducer: Reducer) -> int:
-    """Return what all gradients of these parameters are sent as [bytes]."""
+    """Return the bytes as which the gradients of these parameters are sent [bytes]."""
     return sum(
         reducer.payload_bytes(GradientSpec.of(name, parameter), parameter.dtype.to_real())
         for name, parameter in parameters.items()

@@ -1,11 +1,11 @@
-"""Where parameters lie in a unit's flat memory, and which part of it is whose. Numbers only, no tensors.
+"""Offsets of parameters in a unit's flat memory, and the rank that owns each segment. Numbers only, no tensors.
 
-Flat memory is cut into as many equal segments as ranks share it; segment r is rank r's. There are two ways to fill it:
+Flat memory is cut into one equal segment for each rank that shares it; segment r is rank r's. There are two ways to fill it:
 
-- *even*: parameters one after the other, the cuts fall where they fall, through a parameter too. Every rank has the same
-  share to within some elements. For optimizers that treat each element by itself.
-- *whole*: no parameter is cut; each lies in the segment of its owner. The largest go first, to whoever has least. For
-  optimizers that need whole matrices (Muon, Adafactor, Shampoo).
+- *even*: parameters one after the other; a cut may go through a parameter. All ranks hold equal shares to within a few
+  elements. This is for optimizers that treat each element by itself.
+- *whole*: no parameter is cut; each lies in the segment of one owner. The largest are placed first, each in the emptiest
+  segment. This is for optimizers that need whole matrices (Muon, Adafactor, Shampoo).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A part of one parameter that lies in one segment."""
+    """The interval of one parameter that lies in one segment."""
 
     index: int
     """The parameter's place in the unit."""
@@ -39,7 +39,7 @@ class Span:
 
 
 class FlatLayout:
-    """The places of a unit's parameters.
+    """Offsets of a unit's parameters.
 
     Args:
         numels: Elements of each parameter [count].
@@ -66,11 +66,11 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of all segments, with what lies unused between parameters [count]."""
+        """Elements of all segments, including padding [count]."""
         return self.segment_numel * self.num_shards
 
     def spans(self, shard: int) -> tuple[Span, ...]:
-        """Return what lies in a segment, in memory order; parameters without elements lie nowhere."""
+        """Return the spans of a segment, in memory order; parameters without elements have none."""
         begin, end = shard * self.segment_numel, (shard + 1) * self.segment_numel
         found = []
         for index in self.order:
@@ -81,7 +81,7 @@ class FlatLayout:
         return tuple(found)
 
     def ends(self) -> list[int]:
-        """Return where each segment ends in the parameters joined in memory order, without the unused room [elements]."""
+        """Return the end of each segment in the concatenated parameters, in memory order, without padding [elements]."""
         ends, total = [], 0
         for shard in range(self.num_shards):
             total += sum(span.numel for span in self.spans(shard))

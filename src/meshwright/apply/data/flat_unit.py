@@ -1,4 +1,4 @@
-"""One unit of sharded memory: parameters of one kind, their flat memory, and the pieces that the optimizer works on."""
+"""Unit of sharded memory: parameters of one dtype and device in one flat tensor, and the pieces for the optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITE_WHOLE = "change parameters before apply_plan, or inside `with model.whole_
 
 @dataclasses.dataclass(slots=True)
 class Piece:
-    """What the optimizer sees of one parameter on this rank: a slice of its memory, or all of it."""
+    """The slice of one parameter's memory, or all of it, that this rank's optimizer updates."""
 
     span: Span
     tensor: nn.Parameter
@@ -33,12 +33,12 @@ class Piece:
 class FlatUnit:
     """Parameters of one dtype and device, in flat memory whose segments belong to the ranks of a group.
 
-    A unit either keeps its values whole, and the segment is a view of them (ZeRO 1 and 2), or keeps its own segment alone
-    and is made whole where it is needed (`is_gathered`, ZeRO 3).
+    A unit either keeps its values whole, and the segment is a view of them (ZeRO 1 and 2). Or it keeps this rank's segment only
+    and is gathered when needed (`is_gathered`, ZeRO 3).
 
-    Gradients stay where autograd puts them until the ranks sum them; then each rank keeps its own segment's. With
-    `keeps_gradients` (ZeRO 1) the sums are written over this rank's part of the whole gradients, which live until the next
-    step. Otherwise they are added up in a segment of their own, and the whole gradients are let go of.
+    Gradients stay in autograd's memory until the ranks sum them; then each rank keeps those of its segment. With
+    `keeps_gradients` (ZeRO 1) the sums overwrite this rank's part of the whole gradients, which live until the next step.
+    Otherwise the sums accumulate in a segment of their own, and the whole gradients are freed.
 
     Args:
         named_parameters: (FQN, parameter) pairs, in registration order; all of one dtype and device.
@@ -47,7 +47,7 @@ class FlatUnit:
         is_gathered: Whether values are whole only while needed.
         keeps_gradients: Whether whole gradients stay.
         offload: Whether the optimizer works in the host's memory: on a copy of the segment, with gradients copied there.
-        within: What sums gradients over the group; None sums them as they are.
+        within: Sums gradients over the group; None sums them uncompressed.
     """
 
     def __init__(
@@ -134,20 +134,20 @@ class FlatUnit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all values are here."""
+        """Whether all values are on this rank."""
         return self.flat is not None
 
     # -- values -------------------------------------------------------------------------------------------------
 
     def start_gather(self, *, async_op: bool = True) -> None:
-        """Start to make the values whole, with fresh memory. All ranks of the group do, before `gather` finishes it."""
+        """Start gathering the values into fresh memory, before `gather`. All ranks of the group call it together."""
         if self.flat is None and self._coming is None:
             self.refuse_lost_writes()
             flat = torch.empty(self.layout.numel, dtype=self.segment.dtype, device=self.segment.device)
             self._coming = flat, self.group.all_gather_into(flat, self.segment.detach(), async_op=async_op)
 
     def gather(self) -> None:
-        """Make the values whole, where they are not. All ranks of the group call it together."""
+        """Gather the values unless they are whole. All ranks of the group call it together."""
         self.start_gather(async_op=False)
         if self._coming is None:
             return
@@ -158,7 +158,7 @@ class FlatUnit:
             parameter.data = self._view(flat, index)
 
     def release(self) -> None:
-        """Keep this rank's segment alone. What still looks like a value is NaN, of the right shape and without memory."""
+        """Free everything but this rank's segment. The parameters then read as NaN, of the right shape and without memory."""
         if self._coming is not None:
             self._coming[1].wait()
         self.flat = self._coming = None
@@ -167,7 +167,7 @@ class FlatUnit:
         self._versions = [parameter._version for parameter in self.parameters]
 
     def refuse_lost_writes(self) -> None:
-        """Raise an ApplyError where a script has written where no values are: the gather would put others there."""
+        """Raise ApplyError if a script wrote into parameters without values: the next gather would overwrite it."""
         kept = self._placeholder
         if not self.is_gathered or self.flat is not None or self._coming is not None:
             return
@@ -177,18 +177,18 @@ class FlatUnit:
         pairs = zip(self.names, self.parameters, self._versions, strict=True)
         name = next((name for name, parameter, version in pairs if parameter._version != version), self.names[0])
         raise ApplyError(
-            f"'{name}', or another parameter of its layer, was written over while this rank has a part of its values alone: "
+            f"'{name}', or another parameter of its layer, was written over while this rank holds only a part of its values: "
             "what was written would be lost",
             fix=WRITE_WHOLE,
         )
 
     def keep_changes(self) -> None:
-        """Take over what was written into whole values of a gathered unit: this rank's segment. All ranks call it together."""
+        """Copy what was written into gathered values back into this rank's segment. All ranks call it together."""
         if self.flat is not None and self.is_gathered:
             begin = self.group.group_rank * self.layout.segment_numel
             own = self.flat[begin : begin + self.layout.segment_numel]
             is_written = torch.tensor([float(not torch.equal(own, self.segment))], device=self.segment.device)
-            # On every rank or on none: sentinels compare which ranks' state was written to.
+            # On every rank or on none, since sentinels compare the ranks' states.
             self.group.all_reduce(is_written, "max")
             if is_written.item():
                 with torch.no_grad():
@@ -196,7 +196,7 @@ class FlatUnit:
                     self.master.copy_(self.segment)
 
     def take_writes(self) -> None:
-        """With `offload`, take over what was written into the values since the optimizer's last step."""
+        """With `offload`, copy what was written into the values since the optimizer's last step to the host."""
         if not self.offload or self.is_gathered or self.segment.data_ptr() == self.master.data_ptr():
             return
         here = self.segment if self.segment.device == self.master.device else self.segment.to("cpu")
@@ -205,7 +205,7 @@ class FlatUnit:
                 self.master.copy_(here)
 
     def spread(self) -> None:
-        """After the optimizer: give every rank the new values of all segments."""
+        """Give every rank the updated values of all segments, after the optimizer's step."""
         if self.offload:
             self.segment.copy_(self.master)
         if self.flat is not None and not self.is_gathered:
@@ -214,7 +214,7 @@ class FlatUnit:
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.gradient = None
         self._whole_gradients = []
         self._sums = []
@@ -225,15 +225,15 @@ class FlatUnit:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every parameter that is expected to get a gradient has one."""
+        """Whether every parameter with an expected gradient has one."""
         return all(parameter.grad is not None for parameter in self._expected)
 
     def expect(self, used: Sequence[bool]) -> None:
-        """Say which parameters get gradients, as far as is known: those that did in the step before."""
+        """Set which parameters are expected to get gradients: those that got one in the step before."""
         self._expected = [p for p, is_used in zip(self.parameters, used, strict=True) if is_used and p.requires_grad]
 
     def reduce(self) -> None:
-        """Sum what autograd has left over the ranks; missing gradients count as zeros. All ranks call it together."""
+        """Sum autograd's gradients over the ranks; missing ones count as zeros. All ranks call it together."""
         present = [self.parameters[index].grad is not None for index in self.layout.order]
         whole = [self._in_memory_order(index) for index in self.layout.order]
         factor = 2 if whole[0].is_complex() else 1
@@ -253,13 +253,13 @@ class FlatUnit:
             foreach_add_(self._sums, sums)
 
     def _in_memory_order(self, index: int) -> torch.Tensor:
-        """Return a parameter's gradient as [numel], in the order in which its values lie in memory; zeros where it has none."""
+        """Return a parameter's gradient as [numel], in the memory order of its values; zeros where it has none."""
         grad, numel = self.parameters[index].grad, self.layout.numels[index]
         if grad is None:
             return torch.zeros(numel, dtype=self.segment.dtype, device=self.segment.device)
         grad = grad.detach()
         if grad.dtype != self.segment.dtype:
-            self.recast = self.names[index]  # refused once all ranks know; until then the exchange must not differ
+            self.recast = self.names[index]  # refused once all ranks know; until then all must exchange the same
             grad = grad.to(self.segment.dtype)
         if grad.stride() != tuple(self._strides[index]) and numel > 0:
             ordered = grad.new_empty(numel).as_strided(self._shapes[index], self._strides[index])
@@ -267,21 +267,21 @@ class FlatUnit:
         return grad.as_strided((numel,), (1,))
 
     def start_settling(self, used: Sequence[bool], across: Reducer) -> None:
-        """Start to sum over the replicas of the group.
+        """Start summing over the replicas of the group.
 
         Args:
             used: For each parameter, whether any rank had a gradient.
-            across: What sums over the ranks that hold the same segment.
+            across: Sums over the ranks that hold the same segment.
         """
         present = [used[piece.span.index] for piece in self.pieces]
         self._settling = Exchange(across.all_reduce(GradientSet(self._piece_specs, _real(self._sums), present)))
 
     def settle(self, used: Sequence[bool], scale: float) -> None:
-        """Finish that sum, scale it, and hand each piece its gradient; None where no rank used it.
+        """Finish that sum, scale it, and give each piece its gradient; None where no rank used it.
 
         Args:
             used: For each parameter, whether any rank had a gradient.
-            scale: What the sums are multiplied by.
+            scale: Factor of the sums.
         """
         self.expect(used)
         if self._settling is not None:
@@ -295,12 +295,12 @@ class FlatUnit:
                 piece.tensor.grad = there.as_strided(piece.tensor.shape, piece.tensor.stride())
 
     def has_gradient(self, index: int) -> bool:
-        """Tell whether a parameter got a gradient in the last step, on any rank; its sums are with the pieces."""
+        """Tell whether any rank had a gradient for a parameter in the last step; its sums are with the pieces."""
         parameter = self.parameters[index]
         return bool(self._whole_gradients or self.gradient is not None) and any(p is parameter for p in self._expected)
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that hold gradients between the steps."""
+        """Return the tensors that hold gradients between steps."""
         return self._whole_gradients if self.gradient is None else [*self._whole_gradients, self.gradient]
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:

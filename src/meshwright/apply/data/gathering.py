@@ -1,18 +1,18 @@
-"""Units that are whole only while they are needed, and gradients that are summed as they come: in one order on all ranks.
+"""Gathering of ZeRO units when they are needed, and summing of their gradients, in one order on all ranks.
 
-What a rank needs, and when, its own data decides: a branch, a loop, an empty share. What the ranks exchange must not
-depend on that, or they wait for each other for ever. So a pass over the model is played from a score that all ranks share:
+Each rank's data decides which units it needs, and when: a branch, a loop, an empty share. The exchanges must not depend on
+that, or ranks would wait for each other forever. So all ranks follow one *exchange order* in each pass over the model:
 
     forward    gather unit 0, gather unit 1, ...
     backward   gather the last unit, the one before, sum the last one's gradients, ...
 
-Whoever needs a unit plays the score up to it; whoever does not need one plays it at the end of the pass, or where a later
-one is needed. The first forward is played in the order of registration, the first backward in the order that its forward took
-on the first rank with samples, and afterwards everything as that rank did it in the first step.
+A rank that needs a unit runs the order up to it. A rank that does not need it runs its entry at the end of the pass, or when it
+needs a later unit. The first forward follows the order of registration. The first backward follows the order in which the first
+rank with samples ran its forward. From the second step on, all ranks follow what that rank did in the first step.
 
-A unit is needed when its module is called, or when one of its parameters is looked up anywhere (a tied head, a
-weight that another module multiplies by); in backward, when autograd takes up a tensor that it saved of it. Where a rank
-needs one again that it has let go of, the ranks agree on it at the end of the phase: see `requests.py`.
+A unit is needed when its module is called, or when one of its parameters is looked up (a tied head, a weight that another
+module multiplies by). In backward it is needed when autograd unpacks a tensor saved from it. Where a rank needs a released
+unit again, the ranks agree on that at the end of the phase: see `requests.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright._torch_private import without_dispatch_modes, without_function_modes
-from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_score, complete, forward_score
+from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_order, complete, forward_order
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.lookup_hooks import WatchedParameters
 from meshwright.apply.data.requests import Requests, spare_bytes
@@ -42,14 +42,14 @@ REDUCE_BYTES = 32 * 2**20
 
 
 class Gathering:
-    """The passes over a module whose units are gathered and reduced.
+    """Gathers and sums of the units of a module, pass by pass.
 
     Args:
         module: The user's module.
         units: All units, those that are always whole too.
         owners: The module that each unit's parameters belong to.
-        group: The data-parallel ranks, which share the score.
-        device: Where small exchanges live.
+        group: The data-parallel ranks, which follow one order.
+        device: The device of small exchanges.
         prefetches: Whether the next unit may be gathered while this one computes.
         reduce_bytes: Gradients of units that are always whole are summed when so many are there [bytes].
     """
@@ -72,7 +72,7 @@ class Gathering:
         self._prefetches = prefetches and not group.shares_memory
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
-        self._score: list[Action] = []
+        self._order: list[Action] = []
         self._place, self._phase = 0, "none"
         self._everything_whole = False
         self._at_address: dict[int, int] = {}
@@ -86,17 +86,17 @@ class Gathering:
         self._is_over: set[int] = set()
         self._requests = Requests(group)
         self._keeps_now = False
-        """Whether this forward goes another way than the score: then nothing is let go of before its end."""
+        """Whether this forward deviates from the exchange order: then nothing is released before its end."""
         self.keeps_until_end: set[int] = set()
         """Units that are needed again after their module's forward: they stay whole until the pass is over."""
         order = range(len(self._units))
-        self._scores = {
-            "forward": forward_score(self._gathered),
-            "backward": backward_score(order, self._gathered, self._trainable),
+        self._orders = {
+            "forward": forward_order(self._gathered),
+            "backward": backward_order(order, self._gathered, self._trainable),
         }
         self._uses = Uses()
         self._backward_is_guessed = bool(self._gathered)
-        """Whether no forward has told yet in which order backward will need the units."""
+        """Whether no forward has run yet that shows the order in which backward needs the units."""
         self._hooks: list[Any] = []
         self._dicts: list[tuple[nn.Module, dict[str, Any]]] = []
         self._watch(owners)
@@ -104,7 +104,7 @@ class Gathering:
     def _gathered_bytes(self) -> int:
         return sum(self._units[index].layout.numel * self._units[index].segment.itemsize for index in self._gathered)
 
-    # -- noticing that a unit is needed -------------------------------------------------------------------------
+    # -- detection of needed units -------------------------------------------------------------------------------
 
     def _watch(self, owners: Sequence[nn.Module]) -> None:
         unit_of = {id(p): index for index in self._gathered for p in self._units[index].parameters}
@@ -131,7 +131,7 @@ class Gathering:
         def hook(*_: Any) -> None:
             if self._phase == "none" and not self._everything_whole:
                 raise ApplyError(
-                    f"a module with '{self._units[indices[0]].names[0]}' was called outside of a step; its values are not here",
+                    f"the module of '{self._units[indices[0]].names[0]}' was called outside of a step, with only a shard here",
                     fix="call the model that apply_plan returned, on every rank",
                 )
             for index in indices:
@@ -153,18 +153,18 @@ class Gathering:
         return hook
 
     def _aliases(self, index: int, outputs: Any) -> bool:
-        """Tell whether an output is a view of the unit's own memory, which somebody may read when the unit is gone."""
+        """Tell whether an output is a view of the unit's memory, which may be read after the unit's release."""
         return any(self._at_address.get(tensor.untyped_storage().data_ptr()) == index for tensor in tensors_in(outputs))
 
     def _refuse_copy(self) -> None:
         if not self._everything_whole:
             raise ApplyError(
-                "a copy of the module would hold no values: under ZeRO-3 a rank has its shards alone",
+                "a copy of the module would hold no values: under ZeRO-3 a rank has only its shards",
                 fix="copy it inside `with model.whole_parameters():`, which every rank enters",
             )
 
     def _need_all(self, indices: Sequence[int]) -> None:
-        """Somebody goes through a module's parameters: in a forward (a penalty in the loss) that is to read their values."""
+        """Gather all units of a module whose parameters are iterated in a forward, as for a penalty in the loss."""
         if self._phase == "forward":
             for index in indices:
                 self.need(index)
@@ -174,7 +174,7 @@ class Gathering:
             self._missing[index] -= 1
             if self._missing[index] == 0:
                 self._note((REDUCE, index))
-                # Each sum waits for the other ranks' backward, so that many small ones add up what the ranks differ by.
+                # Each sum waits for the slowest rank's backward, so many small sums would add up those waits.
                 self._ready_bytes += sum(parameter.nbytes for parameter in self._units[index].parameters)
                 if self._ready_bytes >= self._reduce_bytes:
                     self._ready_bytes = 0
@@ -184,7 +184,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def watching_saved_tensors(self) -> Iterator[None]:
-        """Have autograd save places instead of values of gathered units, so that their memory is free between the passes."""
+        """Have autograd save positions instead of values of gathered units, so that their memory is free between the passes."""
         if not self._gathered:
             yield
             return
@@ -205,22 +205,22 @@ class Gathering:
         flat = self._units[index].flat
         if flat is None:
             raise ApplyError(
-                f"the values of '{self._units[index].names[0]}' were needed in a backward that is not the step's own",
+                f"the values of '{self._units[index].names[0]}' were needed in a backward outside of step(), which gathers them",
                 fix="leave backward to step(), or use zero=2",
             )
         return flat.as_strided(shape, stride, offset)
 
     def need(self, index: int) -> None:
-        """Return when the unit is whole."""
+        """Make the unit whole, if it is not."""
         if self._phase == "none":
             return
         self._note_need(index)
         if self._units[index].is_whole:
             return
-        with without_dispatch_modes(), without_function_modes():  # numbers that are read here are not the model's
+        with without_dispatch_modes(), without_function_modes():  # these reads are not the model's
             self._sum_what_is_ready()
-            while not self._units[index].is_whole and self._place < len(self._score):
-                self._play_next()
+            while not self._units[index].is_whole and self._place < len(self._order):
+                self._run_next()
             if not self._units[index].is_whole:
                 self._keeps_now = True
             while not self._units[index].is_whole:
@@ -233,26 +233,26 @@ class Gathering:
             self._make_whole(index)
 
     def _end_phase(self) -> None:
-        """Play what is left, and then what other ranks ask for."""
+        """Run the rest of the order, and then the gathers that other ranks request."""
         with without_function_modes():
-            self._play_rest()
+            self._run_rest()
             while self._gathered and (wanted := self._requests.agree(None)) is not None:
                 self._serve(wanted)
                 self._let_all_go()
 
     def _fetch_next(self) -> None:
-        """Start the next gather while this rank computes. It is the next in the score, so the order stays everyone's.
+        """Start the next gather of the order while this rank computes.
 
-        Over shared memory it would take its time from the core that computes; while the score is being learned a gather
-        outside of it may come first.
+        Over shared memory it would compete for the core that computes. While the order is being learned, a gather outside of it
+        may come first.
         """
-        if self._prefetches and not self._is_learning and self._place < len(self._score):
-            kind, index = self._score[self._place]
+        if self._prefetches and not self._is_learning and self._place < len(self._order):
+            kind, index = self._order[self._place]
             if kind == GATHER:
                 self._units[index].start_gather()
 
     def need_layer(self, layer: nn.Module) -> None:
-        """Return when the units of a layer, and of the modules in it, are whole."""
+        """Make the units of a layer, and of the modules in it, whole."""
         for child in layer.modules():
             for index in self._units_of.get(id(child), ()):
                 self.need(index)
@@ -272,10 +272,10 @@ class Gathering:
         if self._is_learning and self._phase != "none" and action not in self._events[self._phase]:
             self._events[self._phase].append(action)
 
-    # -- playing the score --------------------------------------------------------------------------------------
+    # -- running the order --------------------------------------------------------------------------------------
 
-    def _play_next(self) -> None:
-        kind, index = self._score[self._place]
+    def _run_next(self) -> None:
+        kind, index = self._order[self._place]
         self._place += 1
         if kind == GATHER:
             self._make_whole(index)
@@ -288,16 +288,16 @@ class Gathering:
             if was_ready:
                 self._note((REDUCE, index))
             unit.reduce()
-            if was_ready:  # else its backward may not be over; it goes with the pass
+            if was_ready:  # else its backward may not be over; the end of the pass releases it
                 self._let_go(index)
 
     def _sum_what_is_ready(self) -> None:
-        """Play the sums that are next and whose gradients are all here."""
-        while self._phase == "backward" and self._place < len(self._score):
-            kind, index = self._score[self._place]
+        """Run the sums that come next in the order and have all their gradients."""
+        while self._phase == "backward" and self._place < len(self._order):
+            kind, index = self._order[self._place]
             if kind != REDUCE or not self._units[index].is_ready:
                 return
-            self._play_next()
+            self._run_next()
 
     def _make_whole(self, index: int) -> None:
         if not (unit := self._units[index]).is_whole:
@@ -311,9 +311,9 @@ class Gathering:
             del self._at_address[unit.flat.data_ptr()]
             unit.release()
 
-    def _play_rest(self) -> None:
-        while self._place < len(self._score):
-            self._play_next()
+    def _run_rest(self) -> None:
+        while self._place < len(self._order):
+            self._run_next()
             self._let_all_go()
         self._let_all_go()
 
@@ -324,49 +324,49 @@ class Gathering:
     # -- passes -------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self._let_all_go()  # where the pass before ended in an error
-        self._phase, self._score, self._place = "forward", self._scores["forward"], 0
+        self._phase, self._order, self._place = "forward", self._orders["forward"], 0
         self._is_over, self._keeps_now, self._uses = set(), False, Uses()
 
     def begin_backward(self) -> None:
-        """The forward is over, and its backward begins."""
+        """End the forward and begin its backward."""
         self._end_phase()
         if self._backward_is_guessed:
             self._learn_backward()
-        self._phase, self._score, self._place = "backward", self._scores["backward"], 0
+        self._phase, self._order, self._place = "backward", self._orders["backward"], 0
         self._is_over, self._ready_bytes = set(), 0
         for index in self._trainable - self._gathered:
             self._missing[index] = sum(parameter.requires_grad for parameter in self._units[index].parameters)
 
     def end_pass(self) -> None:
-        """A micro-batch is over. What this rank did not need is played now, a whole backward too where it ran none."""
+        """End a micro-batch: run the entries that this rank did not need, a whole backward where it ran none."""
         if self._phase == "forward" and torch.is_grad_enabled():
             self.begin_backward()
         self._end_phase()
         self._phase = "none"
 
     def leave_forward(self) -> None:
-        """Let go of what a forward without backward has left whole where it ended in an error; nothing is exchanged."""
+        """Release the units that a failed forward without backward has left whole; nothing is exchanged."""
         self._let_all_go()
         self._phase = "none"
 
     def seen_gradients(self) -> list[list[bool]]:
-        """Return, for each unit, which parameters had a gradient in this step so far, and forget it."""
+        """Return, for each unit, which parameters have had a gradient in this step, and reset it."""
         seen, self._seen = self._seen, [[False] * len(unit.parameters) for unit in self._units]
         return seen
 
     def _learn_backward(self) -> None:
-        """Take the order of this forward for the first backward: played in a wrong one, it would make the whole model whole."""
+        """Take this forward's order for the first backward: a wrong order would gather the whole model."""
         everyone = self._group.all_gather_json(self._uses.in_order(), device=torch.device("cpu"))
         uses = next((uses for uses in everyone if uses), None)
         if uses is not None:  # else no rank had a sample
-            score = backward_score(uses, self._gathered, self._trainable)
-            self._scores["backward"] = complete(score, self._gathered, self._trainable)
+            order = backward_order(uses, self._gathered, self._trainable)
+            self._orders["backward"] = complete(order, self._gathered, self._trainable)
             self._backward_is_guessed = False
 
     def learn(self) -> None:
-        """Take what the first rank with samples did in the first step for everyone's score. Every rank calls it."""
+        """Make the first rank's first step (of those with samples) the order of all ranks. Every rank calls it."""
         if not self._is_learning:
             return
         everyone = self._group.all_gather_json(self._events, device=torch.device("cpu"))
@@ -375,12 +375,12 @@ class Gathering:
             return  # no rank had a sample
         self._is_learning = self._backward_is_guessed = False
         for phase, events in lead.items():
-            score = complete([(kind, index) for kind, index in events], self._gathered, self._trainable)
-            self._scores[phase] = [action for action in score if phase == "backward" or action[0] == GATHER]
+            order = complete([(kind, index) for kind, index in events], self._gathered, self._trainable)
+            self._orders[phase] = [action for action in order if phase == "backward" or action[0] == GATHER]
 
     @contextlib.contextmanager
     def everything_whole(self) -> Iterator[None]:
-        """Have all units whole inside. Every rank enters it."""
+        """Keep all units whole inside the context. Every rank enters it."""
         before, self._everything_whole = self._everything_whole, True
         for index in sorted(self._gathered):
             self._make_whole(index)
@@ -393,7 +393,7 @@ class Gathering:
             self._let_all_go()
 
     def close(self) -> None:
-        """Take the hooks off. Nothing is exchanged: this rank may be alone with an error. Gathered units stay away."""
+        """Remove the hooks. Nothing is exchanged, since this rank may have failed alone; gathered units stay released."""
         for hook in self._hooks:
             hook.remove()
         for owner, plain in self._dicts:

@@ -1,4 +1,4 @@
-"""What a rank has of the parameters of sharded units, for whom reads them between steps."""
+"""Facts about the parameters of sharded units, for user code that reads them between steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__: list[str] = []
 
 
 def held_parts(units: Sequence[FlatUnit], axis: str, moment: RunMoment) -> list[tuple[torch.Tensor, ShardFacts]]:
-    """Return all parameters, whose gradients or values are in other memory, and the optimizer's pieces of them.
+    """Return all parameters whose gradients or values are in other memory, and the optimizer's pieces of them.
 
     Args:
-        units: What is sharded.
-        axis: The part of the plan that does so.
-        moment: Where the run is.
+        units: The sharded units.
+        axis: The setting of the plan that shards them, as in "zero=3".
+        moment: The phase of the run.
     """
     found: list[tuple[torch.Tensor, ShardFacts]] = []
     for number, unit in enumerate(units):

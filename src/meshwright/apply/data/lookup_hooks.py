@@ -1,4 +1,4 @@
-"""Noticing that a parameter is looked up, wherever in the model that happens."""
+"""Hooks on the lookup of a parameter, wherever in the model it happens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__: list[str] = []
 
 
 class WatchedParameters(dict[str, Any]):
-    """A module's parameters, which says when one is looked up.
+    """A module's parameter dict that reports each lookup.
 
     Args:
         plain: The parameters.
         units: Name -> the unit that holds it.
         need: Called with the unit of a name that is looked up.
-        need_all: Called with all units where somebody goes through the parameters, as `module.parameters()` does.
+        need_all: Called with all units where code iterates over the parameters, as `module.parameters()` does.
         on_copy: Called before a copy is made.
     """
 
@@ -41,12 +41,12 @@ class WatchedParameters(dict[str, Any]):
         return super().__getitem__(name)
 
     def items(self) -> ItemsView[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return what dict.items does."""
+        """Return what dict.items returns."""
         self._need_all(sorted(set(self._units.values())))
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return what dict.values does."""
+        """Return what dict.values returns."""
         self._need_all(sorted(set(self._units.values())))
         return super().values()
 

@@ -1,7 +1,7 @@
-"""Which optimizers may work on pieces of parameters, or on some of them alone, and giving them the pieces.
+"""Check of optimizers that shall update pieces of parameters, or only some of the parameters, and handover of the pieces.
 
-torch's own are known. Any other is tried on small parameters, for each group with that group's options: one matrix whole and in
-two pieces, and two parameters in one optimizer against each in one of its own.
+torch's own optimizers are known. Any other is tried on small parameters, for each group with that group's options. One trial
+compares a matrix with the same matrix in two pieces, the other two parameters in one optimizer with each in its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ _PER_ELEMENT = (
 )
 _PER_PARAMETER = (*_PER_ELEMENT, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
-# Gradients of a trial are multiplied by these: a limit on their norm shows at one size or the other, slow statistics in time.
+# Factors of a trial's gradients: a limit on the norm shows at one size or the other, slow statistics after some steps.
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 1e5, 1.0, 0.1, 10.0) * 2
-_TOLERANCE = (
-    1e-9  # relative; what parameters have to do with each other shows at far more, another order of sums at far less
-)
+_TOLERANCE = 1e-9  # relative; a coupling of parameters exceeds it by far, a reordered sum stays far below
 
 
 def acts_per_element(optimizer: torch.optim.Optimizer) -> bool:
@@ -51,7 +49,7 @@ def acts_per_element(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_coupled(optimizer: torch.optim.Optimizer, plan: str) -> None:
-    """Raise ApplyError where a parameter's update depends on other parameters, of which ranks hold some alone.
+    """Raise ApplyError where a parameter's update depends on other parameters, of which each rank has only some.
 
     Args:
         optimizer: The optimizer, before its parameters are dealt out.
@@ -66,19 +64,19 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, plan: str) -> None:
     except Exception as error:
         raise ApplyError(
             f"{name} could not be tried on small parameters ({type(error).__name__}: {error}), and the plan '{plan}' gives "
-            "each rank some of the parameters alone: whether that changes its updates is not known",
+            "each rank only some of the parameters: whether that changes its updates is not known",
             fix=fix,
         ) from error
     if is_coupled:
         raise ApplyError(
             f"{name} updates two parameters in one optimizer otherwise than in two (a norm or another statistic over all of "
-            f"them), and the plan '{plan}' gives each rank some of the parameters alone",
+            f"them), and the plan '{plan}' gives each rank only some of the parameters",
             fix=fix,
         )
 
 
 def _couples(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a parameter's update depends on what else is in the optimizer: in its group, or in another one."""
+    """Tell whether a parameter's update depends on other parameters of the optimizer, in its group or in another."""
     groups = [group for group in optimizer.param_groups if group["params"]]
     for group in groups:
         together, apart = _update(optimizer, [(group, 2)]), []
@@ -112,13 +110,13 @@ def _update(
     only: int | None = None,
     cut: int | None = None,
 ) -> list[Tensor]:
-    """Return small parameters after some steps of such an optimizer.
+    """Return small parameters after some steps of an optimizer like this one.
 
     Args:
-        optimizer: Whose class, options and attributes are used; it is not changed.
+        optimizer: Gives class, options and attributes; it is not changed.
         wanted: Groups, and the number of parameters in each.
-        only: The one parameter, counted over all groups, that there is; None for all of them.
-        cut: Where parameters are cut, flat, into two pieces; None for whole ones.
+        only: Index, over all groups, of the only parameter to create; None for all of them.
+        cut: Offset at which flat parameters are cut into two pieces; None for whole ones.
     """
     generator = torch.Generator().manual_seed(0)
     groups, gradients, tensors, number = [], [], [], 0
@@ -132,7 +130,7 @@ def _update(
             pieces = [values] if cut is None else [values.reshape(-1)[:cut], values.reshape(-1)[cut:]]
             tensors += pieces
             members += [nn.Parameter(piece) for piece in pieces]
-            # They have a direction in common, as gradients do: some optimizers look for that.
+            # They share a direction, as real gradients do: some optimizers depend on that.
             steps = [scale * number * (trend + 0.3 * part) for scale, part in zip(_SCALES, noise, strict=True)]
             if cut is None:
                 gradients.append(steps)
@@ -155,7 +153,7 @@ def _update(
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: _copy(value, {}) for key, value in group.items() if key not in ("params", "param_names")}
     if "lr" in found and not found["lr"]:
-        found["lr"] = 1e-3  # the first of a warm-up, which would show nothing
+        found["lr"] = 1e-3  # the first learning rate of a warm-up, at which nothing would show
     return found
 
 
@@ -181,7 +179,7 @@ def _copy(value: Any, known: dict[int, Any]) -> Any:
 
 
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ApplyError where an optimizer holds state already: that state is of whole parameters."""
+    """Raise ApplyError where an optimizer already holds state: that state belongs to whole parameters."""
     if len(optimizer.state):
         raise ApplyError(
             f"the optimizer holds state of {len(optimizer.state)} whole parameters already, which this plan shards",
@@ -190,11 +188,11 @@ def require_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hand_over_pieces(optimizer: torch.optim.Optimizer, pieces: Mapping[int, Sequence[nn.Parameter]]) -> None:
-    """Have an optimizer work on pieces instead of parameters; its groups and their options stay.
+    """Replace an optimizer's parameters by pieces of them; its groups and their options stay.
 
     Args:
         optimizer: The optimizer; it has no state.
-        pieces: id of a parameter -> what this rank holds of it: one piece, or none. Others stay as they are.
+        pieces: id of a parameter -> this rank's pieces of it, one or none. Parameters that are missing here stay.
     """
     for group in optimizer.param_groups:
         kept = [
@@ -208,9 +206,9 @@ def hand_over_pieces(optimizer: torch.optim.Optimizer, pieces: Mapping[int, Sequ
 
 
 def refuse_other_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ApplyError where an optimizer's loaded state is of other pieces than those that this rank holds.
+    """Raise ApplyError where an optimizer's loaded state belongs to other pieces than this rank's.
 
-    Known of torch's own alone: what they keep is a number, or of the parameter's shape.
+    Only torch's own optimizers can be checked: each of their states is a number, or has the parameter's shape.
     """
     if type(optimizer) not in _PER_ELEMENT:
         return

@@ -1,4 +1,4 @@
-"""What ranks agree on beside the score: units that one needs once more than it says, and the memory that all can spare."""
+"""Requests for units outside the exchange order, agreed on by all ranks, and the memory that all can spare."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__: list[str] = []
 
 
 class Requests:
-    """Small exchanges, in one place on all ranks, that tell which unit some rank needs beside the score.
+    """Small exchanges, at the same point on all ranks, that name a unit which some rank needs outside the exchange order.
 
-    A rank whose own data has it call a layer again, after the layer's values were let go of, cannot gather them by itself: the
-    others are elsewhere. It plays the score to the end of the phase, asks here, and everyone gathers what it asks for.
+    A rank whose data makes it call a layer again, after the layer's values were released, cannot gather them alone: the other
+    ranks are elsewhere. It runs the order to the end of the phase and asks here; then all ranks gather that unit.
 
     Args:
-        group: The data-parallel ranks, which share the score.
+        group: The data-parallel ranks, which follow one order.
     """
 
     def __init__(self, group: Communicator) -> None:
         self._group = group
 
     def agree(self, wanted: int | None) -> int | None:
-        """Return one unit that some rank wants, the same on all ranks; None where no rank wants any.
+        """Return one unit that some rank wants, the same on all ranks; None where none wants any.
 
         Args:
             wanted: The unit that this rank wants, or None where it is done with this phase.
@@ -36,7 +36,7 @@ class Requests:
 
 
 def spare_bytes(group: Communicator, device: torch.device) -> int:
-    """Return how much memory every rank can spare for the time of one step: a quarter of what is free [bytes]."""
+    """Return the memory that every rank can spare during a step: a quarter of the smallest free memory [bytes]."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

@@ -1,10 +1,10 @@
 """ZeRO and HSDP: optimizer state, gradients and parameters sharded over data-parallel ranks.
 
-Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024: stage 1 shards the optimizer's state, stage 2 also the gradients,
-stage 3 also the parameters. Parameters lie in units (`flat_unit.py`); a rank updates its own segment of each.
+Rajbhandari et al. 2020, doi:10.1109/SC41405.2020.00024: stage 1 shards the optimizer's state, stage 2 also the gradients, stage 3
+also the parameters. Parameters lie in units (`flat_unit.py`); a rank updates its own segment of each.
 
-Whatever the ranks exchange inside a step, they exchange in one order, which no rank's own data decides: a rank with fewer
-micro-batches, or one that takes another branch, plays its part with zeros. See `gathering.py`.
+All exchanges inside a step follow one order, which no rank's own data decides. A rank with fewer micro-batches, or one that takes
+another branch, contributes zeros. See `gathering.py`.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ T = TypeVar("T")
 
 
 class ShardedEngine(DataParallelEngine):
-    """Data parallelism whose ranks hold shards.
+    """Data parallelism with sharded state.
 
     Args:
         module: The user's module, on `device`.
         group: The data-parallel ranks: all that share a global batch.
         device: This rank's device.
-        sharding: What is sharded, and over whom.
+        sharding: Settings of ZeRO, with the shard group and the replica group.
     """
 
     def __init__(self, module: nn.Module, group: Communicator, device: torch.device, sharding: Sharding) -> None:
-        has_replicas = sharding.replicas.size > 1
-        reducer = make_reducer(sharding.compress, sharding.replicas if has_replicas else sharding.shards)
+        has_replicas = sharding.replica_group.size > 1
+        reducer = make_reducer(sharding.compress, sharding.replica_group if has_replicas else sharding.shard_group)
         super().__init__(module, group, device, reducer)
         self.sharding = sharding
-        self._within = PlainReducer(sharding.shards) if has_replicas else reducer
-        self._across = reducer if has_replicas else PlainReducer(sharding.replicas)
+        self._within = PlainReducer(sharding.shard_group) if has_replicas else reducer
+        self._across = reducer if has_replicas else PlainReducer(sharding.replica_group)
         self.units: list[FlatUnit] = []
         self._owners: list[nn.Module] = []
         self._gathering: Gathering | None = None
@@ -63,10 +63,10 @@ class ShardedEngine(DataParallelEngine):
         self._hooks: list[Any] = []
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Cut the parameters into units that suit the optimizer, and give it this rank's pieces.
+        """Cut the parameters into units that suit the optimizer, and replace its parameters by this rank's pieces.
 
         Raises:
-            ApplyError: The optimizer has state already.
+            ApplyError: The optimizer already has state.
         """
         self._keep_whole = False
         if optimizer is not None:
@@ -110,12 +110,12 @@ class ShardedEngine(DataParallelEngine):
         return True
 
     def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
-        """Give groups that were added with whole parameters this rank's pieces of them."""
+        """Replace the whole parameters of added groups by this rank's pieces of them."""
         held = self._held_pieces()
         if not self._keep_whole and not acts_per_element(optimizer):
             return ApplyError(
-                f"a group of {type(optimizer).__name__} was added or changed whose options need whole matrices, and "
-                f"zero={self.sharding.zero} has cut them, as the groups that were there allowed it",
+                f"a group of {type(optimizer).__name__} that was added or changed needs whole matrices, and "
+                f"zero={self.sharding.zero} has already cut them, as the first groups allowed",
                 fix="give apply_plan an optimizer that has this group from the start",
             )
         hand_over_pieces(optimizer, held)
@@ -156,7 +156,7 @@ class ShardedEngine(DataParallelEngine):
         pieces: list[tuple[str, torch.Tensor]] = [
             (unit.names[piece.span.index], piece.tensor) for unit in self.units for piece in unit.pieces
         ]
-        return [(self.group, [*whole, *persistent_buffers(self.module)]), (self.sharding.replicas, pieces)]
+        return [(self.group, [*whole, *persistent_buffers(self.module)]), (self.sharding.replica_group, pieces)]
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class ShardedEngine(DataParallelEngine):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gathering is None:
             return super().forward(args, kwargs)
-        # Its gradients are nobody's: this is for outputs. Under ZeRO-3 every rank calls it.
+        # Only its outputs count, and it leaves no gradients. Under ZeRO-3 every rank calls it.
         with torch.no_grad():
             self._gathering.begin_forward()
             outputs = super().forward(args, kwargs)
@@ -266,7 +266,7 @@ class ShardedEngine(DataParallelEngine):
         self.sum_sparse_gradients(scale)
 
     def _with_flags(self, flags: Sequence[bool]) -> list[tuple[FlatUnit, list[bool]]]:
-        """Return each unit with its parameters' flags, of those that `_take_census` gives."""
+        """Return each unit with its parameters' flags from `_take_census`."""
         rest = iter(flags)
         return [(unit, [next(rest) for _ in unit.parameters]) for unit in self.units]
 
@@ -276,7 +276,7 @@ class ShardedEngine(DataParallelEngine):
         late = keeps = [False] * len(self.units)
         gathering = self._gathering
         if gathering is not None:
-            # Gradients that came after their unit had been summed: reentrant checkpointing, or a weight used late.
+            # Gradients that arrived after their unit's sum: reentrant checkpointing, or a weight used late.
             late = [any(flags) for flags in present]
             keeps = [index in gathering.keeps_until_end for index in range(len(self.units))]
             seen = gathering.seen_gradients()
@@ -302,8 +302,8 @@ class ShardedEngine(DataParallelEngine):
         names = self.group.all_gather_json(mine, device=self.device)
         name = next(name for name in names if name is not None)
         raise ApplyError(
-            f"a forward changed the dtype of parameter '{name}' (module.to(...) inside of it, say), and "
-            f"zero={self.sharding.zero} keeps values and gradients in the memory that they had when the plan was applied",
+            f"a forward changed the dtype of parameter '{name}' (by module.to(...), say), and zero={self.sharding.zero} keeps "
+            "values and gradients in the memory and dtype that they had when the plan was applied",
             fix="build the model with that parameter in the dtype that its forward wants, or use zero=0",
         )
 
@@ -317,12 +317,12 @@ class ShardedEngine(DataParallelEngine):
     def gradient_pieces(self) -> list[tuple[torch.Tensor, nn.Parameter]]:
         pieces = [(p.tensor.grad, unit.parameters[p.span.index]) for unit in self.units for p in unit.pieces]
         found = [(grad, parameter) for grad, parameter in pieces if grad is not None]
-        if self.sharding.shards.group_rank == 0:
+        if self.sharding.shard_group.group_rank == 0:
             found += [(values_of(p.grad), p) for p in self._sparse if p.grad is not None]
         return found
 
     def sum_over_pieces(self, values: torch.Tensor) -> None:
-        self.sharding.shards.all_reduce(values)
+        self.sharding.shard_group.all_reduce(values)
 
     def gradient_norm(self) -> torch.Tensor:
         return self.norm_of_squares()
@@ -357,7 +357,7 @@ class ShardedEngine(DataParallelEngine):
         return ShardsForecast(self.module, self.group.size, self.sharding, self.reducer, self.memory_bytes)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of the parameters that are "whole" and trainable, and of those that are "gathered" when needed."""
+        """Return the bytes of parameters that are "whole" and trainable, and of those that are "gathered" when needed."""
         sizes = {"whole": 0, "gathered": 0}
         for unit in self.units:
             if unit.is_gathered or unit.is_trainable:

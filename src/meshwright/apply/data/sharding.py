@@ -1,4 +1,4 @@
-"""What ZeRO shards, and over whom."""
+"""Settings of ZeRO: the stage, and the groups over which it shards and replicates."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Norms, biases and small heads; DeepSpeed keeps parameters below 1e5 elements (it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What is sharded, and over whom.
+    """ZeRO's settings for one rank.
 
     Args:
         zero: 1, 2 or 3.
-        shards: The ranks that hold one copy of the model between them.
-        replicas: The ranks that hold the same segment as this one.
+        shard_group: The ranks that hold one copy of the model between them.
+        replica_group: The ranks that hold the same segment as this one.
         prefetches: Whether the next unit may be gathered while this one computes.
         whole_below: Layers with fewer bytes of parameters stay whole under ZeRO-3 [bytes].
         offload: Whether the optimizer works in the host's memory.
-        compress: What gradients are sent as: between replicas where there are any, else between shards.
-        per_step: Whether values are gathered once before a step's first micro-batch and gradients reduced once after its last:
-            in a pipeline forwards and backwards of several micro-batches take turns.
-        reduce_bytes: Gradients of layers that are always whole are summed when so many are there [bytes].
+        compress: Compression of the gradients sent between replicas where there are any, else between shards.
+        per_step: Whether to gather values once before a step's first micro-batch and reduce gradients once after its last. In a
+            pipeline, forwards and backwards of several micro-batches alternate.
+        reduce_bytes: Size at which the gradients of layers that are always whole are summed [bytes].
     """
 
     zero: int
-    shards: Communicator
-    replicas: Communicator
+    shard_group: Communicator
+    replica_group: Communicator
     prefetches: bool = True
     whole_below: int = WHOLE_BELOW_BYTES
     offload: bool = False

@@ -1,9 +1,9 @@
-"""Gradients that stay where autograd put them, and are summed together once backward has ended.
+"""Unbucketed gradients, which stay in autograd's memory and are summed together once backward has ended.
 
-The other way beside `buckets.py`, for ranks that share memory and compute on the CPU. There an exchange takes its time from the
-core that computes, so nothing is gained by running it beside backward; and the transport reads any number of tensors as one
-piece of memory, so nothing is gained by copying gradients into a flat one. What is saved is that copy, its memory, and a
-Python hook for each parameter. The census of `buckets.py` travels with the gradients here too.
+This replaces `buckets.py` for ranks that share memory and compute on the CPU. There an exchange takes time from the core that
+computes, so overlap with backward gains nothing. The transport reads any number of tensors as one piece of memory, so a flat copy
+gains nothing either. This saves that copy, its memory, and a Python hook for each parameter. The census of `buckets.py` is sent
+with the gradients here too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LooseGradients:
         self._taken: set[int] = set()
 
     def begin_step(self) -> None:
-        """Forget the gradients, and watch those that somebody's hook sees before they are summed: it may take one away."""
+        """Drop the gradients, and watch those with a user's hook, which may remove a gradient before it is summed."""
         for index, parameter in enumerate(self.parameters):
             parameter.grad = None
             if getattr(parameter, "_post_accumulate_grad_hooks", None) and index not in self._watched:
@@ -53,7 +53,7 @@ class LooseGradients:
             self._taken.add(index)
 
     def arm(self) -> None:
-        """Nothing happens before backward has ended."""
+        """Do nothing: everything happens after backward."""
 
     def finish(self, scale: float) -> None:
         """Sum over the ranks and set every parameter's `.grad`, multiplied by `scale`; None where no rank had one."""
@@ -81,15 +81,15 @@ class LooseGradients:
                 foreach_mul_(there, scale)
 
     def refuse_taken(self) -> None:
-        """Raise ApplyError, on every rank, where a hook took a gradient away on any; every rank calls this."""
+        """Raise ApplyError, on every rank, if a hook removed a gradient on any; every rank calls this."""
         raise_taken(self.names, self._taken, self.group, torch.device("cpu"))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the gradients that there are."""
+        """Return the existing gradients."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def norms(self) -> list[torch.Tensor]:
-        """Return norms that together are the whole gradient's: each rank measures a part, and all learn all parts."""
+        """Return norms whose squares add up to the whole gradient's: each rank measures a part, and all learn all parts."""
         tensors = self.tensors()
         mine = _share(tensors, self.group.group_rank, self.group.size)
         squares = torch.zeros((), dtype=torch.float64)
@@ -100,26 +100,26 @@ class LooseGradients:
         return [squares.sqrt().to(tensors[0].dtype.to_real() if tensors else torch.float32)]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._watched.values():
             hook.remove()
 
 
 def raise_taken(names: Sequence[str], taken: set[int], group: Communicator, device: torch.device | None) -> None:
-    """Raise ApplyError, on every rank, where any has noticed that a gradient was taken away; every rank calls this.
+    """Raise ApplyError, on every rank, if any rank has noticed that a gradient was removed; every rank calls this.
 
     Args:
         names: FQNs.
-        taken: Places among them, on this rank.
+        taken: Indices of removed gradients, on this rank.
         group: The ranks that sum gradients.
-        device: Where what is told travels.
+        device: The device of the exchange.
     """
     found = group.all_gather_json(sorted(taken), device=device or torch.device("cpu"))
     rank, index = next(((rank, places[0]) for rank, places in enumerate(found) if places), (None, 0))
     if rank is not None:
         raise ApplyError(
             f"a hook took the gradient of '{names[index]}' away on rank {group.ranks[rank]} before the ranks had "
-            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share alone)",
+            "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share only)",
             fix="remove the hook and pass the optimizer to apply_plan",
         )
 
@@ -129,7 +129,7 @@ def _real(census: torch.Tensor) -> torch.Tensor:
 
 
 def _share(tensors: Sequence[torch.Tensor], index: int, count: int) -> list[torch.Tensor]:
-    """Return the tensors whose middle lies in this rank's share of all elements."""
+    """Return the tensors whose middle element lies in this rank's share of all elements."""
     total = sum(tensor.numel() for tensor in tensors)
     shared: list[torch.Tensor] = []
     before = 0

@@ -1,4 +1,4 @@
-"""Which parameters lie in one unit: those of a layer, of one dtype, one device, and all of them trainable or none."""
+"""Choice of a unit's parameters: those of one layer, dtype and device, either all trainable or none."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Named = tuple[str, nn.Parameter]
 def cut_into_units(
     module: nn.Module, dense: Sequence[Named], sharding: Sharding, within: Reducer, *, keep_whole: bool
 ) -> tuple[list[FlatUnit], list[nn.Module]]:
-    """Return the units of a model's parameters, and for each the layer that owns it.
+    """Return the units of a model's parameters, and the layer that owns each.
 
     Args:
         module: The model.
         dense: Its parameters with dense gradients, each once.
-        sharding: What is sharded, and over whom.
+        sharding: Settings of ZeRO, with the shard group and the replica group.
         within: Sums gradients over the ranks that hold shards.
-        keep_whole: Whether each parameter lies on one rank alone, as an optimizer of whole matrices needs it.
+        keep_whole: Whether each parameter lies on one rank only, as an optimizer of whole matrices requires.
 
     Raises:
-        ApplyError: A layer is compiled, and would have to be exchanged between calls.
+        ApplyError: A layer is compiled, and its values would have to be exchanged between calls of its layers.
     """
     compiled = [name for name, child in module.named_modules() if type(child).__name__ == "OptimizedModule"]
     if sharding.zero == 3 and compiled:
@@ -49,7 +49,7 @@ def cut_into_units(
             size = sum(parameter.nbytes for _, parameter in kind)
             unit = FlatUnit(
                 kind,
-                sharding.shards,
+                sharding.shard_group,
                 keep_whole=keep_whole,
                 is_gathered=sharding.zero == 3 and size >= max(1, sharding.whole_below),
                 keeps_gradients=sharding.zero == 1,
@@ -62,7 +62,7 @@ def cut_into_units(
 
 
 def _layers(module: nn.Module, dense: Sequence[Named], sharding: Sharding) -> list[tuple[nn.Module, Sequence[Named]]]:
-    """Return (module, its parameters) of what is gathered and reduced together; each parameter once.
+    """Return (module, its parameters) for each set that is gathered and reduced together; each parameter once.
 
     ZeRO-1 touches everything at once at the end of the step, so it has one layer.
     """

@@ -1,10 +1,12 @@
-"""The user's modules: copied, called and hooked without a change to their code.
+"""Copies, forwards and hooks of the user's modules, without a change to their code.
 
-copies    copies that share tensors and nothing else
+Every engine swaps forwards and runs copies through this folder, so that modules can be restored, copied and pickled.
+
+copies    copies of modules and arguments that share nothing but tensors
 forwards  another forward for one module, by a subclass
-hooks     hooks that stay behind where a module is copied
+hooks     hooks that are left behind where a module is copied
 
-To replace a forward: `forwards.py`, never an assignment to the instance.
+To replace a forward, use `forwards.py`, never an assignment to the instance.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Copies of modules and of what they are called with, in which tensors are shared and everything else is new."""
+"""Copies of modules and of their arguments, in which tensors are shared and everything else is new."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, t
 
 
 def copy_call(tree: Any) -> Any:
-    """Return arguments as they are now: what a call writes into objects beside tensors (a cache) does not reach the copy."""
+    """Return a copy of arguments, so that a call's writes into objects other than tensors (a cache) do not reach them."""
     if isinstance(tree, (Tensor, nn.Module, *_PLAIN)):
         return tree
     if type(tree) in (list, tuple):
@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _copy_object(value: Any) -> Any:
-    # Not copy.deepcopy: it refuses tensors that have a graph, and copies those that have none.
+    # Not copy.deepcopy, which refuses tensors with a graph and copies the others.
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -83,12 +83,12 @@ def sharing_attributes(module: nn.Module, copied: nn.Module) -> Iterator[None]:
 
 
 def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, trainable: bool = False) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers are `new_tensor`'s; tied ones stay tied.
+    """Return a copy of a module with `new_tensor`'s parameters and buffers; tied ones stay tied.
 
     Args:
-        module: Left as it is.
-        new_tensor: Gives the tensor that stands for a parameter or buffer.
-        trainable: Whether every parameter that can have a gradient gets one, also those that are frozen now.
+        module: The module; it is not changed.
+        new_tensor: Returns the tensor that replaces a parameter or buffer.
+        trainable: Whether every parameter that can require a gradient does so in the copy, frozen ones too.
 
     Raises:
         ApplyError: An attribute cannot be copied.
@@ -100,7 +100,7 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
     for buffer in module.buffers():
         memo[id(buffer)] = new_tensor(buffer)
     for child in module.modules():
-        # What a hook computes from parameters before each forward, and what a forward left: copies are made of leaves alone.
+        # Only leaves are copied, not tensors that hooks compute from parameters before a forward, or that a forward left.
         for value in tensors_in(list(vars(child).values())):
             if not value.is_leaf:
                 memo[id(value)] = value.detach()
@@ -124,7 +124,7 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a function that reaches the copies of what it reaches: one that was patched on calls the forward it replaced."""
+    """Return a function that refers to the copies of the objects it refers to; a patched forward calls the one it replaced."""
     if isinstance(value, (nn.Module, Tensor)):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -139,7 +139,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     memo[id(value)] = value  # two functions may reach each other
     try:
         contents = [cell.cell_contents for cell in value.__closure__]
-    except ValueError:  # a variable that has no value yet: a function that calls itself, while it is made
+    except ValueError:  # a variable without a value yet: a recursive function that is being copied
         return value
     reached = [item if item is value else _rebound(item, memo) for item in contents]
     if all(new is old for new, old in zip(reached, contents, strict=True)):
@@ -153,9 +153,9 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def repeat_call(tree: Any, size: int, times: int, *, along_samples: bool) -> Any:
-    """Return arguments with everything of this size repeated: samples along dim 0, or positions along any other dim.
+    """Return arguments with every dim of this size repeated: samples along dim 0, or positions along any other dim.
 
-    Of [batch, sequence, width] it is dim 1 that holds the positions. Whether the module takes what comes out, it must show.
+    In [batch, sequence, width] the positions are dim 1. Only a run shows whether the module accepts the result.
     """
 
     def repeat(tensor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def repeat_call(tree: Any, size: int, times: int, *, along_samples: bool) -> Any
 
 
 def map_call(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a fresh copy of arguments with a function applied to each tensor, also to those inside unknown objects."""
+    """Return a fresh copy of arguments with a function applied to each tensor, even inside unknown objects."""
     if isinstance(tree, (Tensor, list, tuple, dict)):
         if type(tree) in (list, tuple):
             return type(tree)(map_call(item, function) for item in tree)

@@ -1,6 +1,6 @@
-"""Another forward for one module: its class is exchanged for a subclass, as FSDP2 does it.
+"""Another forward for one module: its class is replaced by a subclass, as FSDP2 does.
 
-So names, parameters, hooks, `isinstance` and copies of the module stay right.
+Names, parameters, hooks, `isinstance` and copies of the module stay right.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ __all__: list[str] = []
 
 
 class OwnHook:
-    """A hook of ours. A copy of the module gets one that does nothing: it is a plain module, in no plan.
+    """A hook of ours. A copy of the module gets one that does nothing, since the copy is a plain module without a plan.
 
     Args:
-        run: What the hook does.
-        on_copy: Called with what has been copied so far, by id, where the module is copied; it may refuse.
+        run: The hook.
+        on_copy: Called, where the module is copied, with the copies so far by id; it may refuse.
     """
 
     def __init__(self, run: Callable[..., Any], on_copy: Callable[[Mapping[int, Any]], None] | None = None) -> None:
@@ -35,4 +35,4 @@ class OwnHook:
 
 
 def do_nothing(*_: Any, **__: Any) -> None:
-    """Leave a module's call as it is."""
+    """Do nothing around a module's call."""

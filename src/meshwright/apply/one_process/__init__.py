@@ -1,11 +1,13 @@
-"""One process and several devices: data_parallel and model_parallel.
+"""One process with several devices: data_parallel and model_parallel.
 
-data_parallel   a thread and a replica of the module per device
+These need no launcher. They are for notebooks, and for models that do not fit on one device.
+
+data_parallel   a thread and a replica of the module for each device
 model_parallel  layers spread over devices
 balance         a chain of layers cut into stages of equal work
 expected_bytes  bytes that a step should move
 
-To change how layers are dealt out, here and for pipelines: `balance.py`.
+To change how layers are assigned to stages, here and for pipelines, touch `balance.py`.
 """
 
 __all__: list[str] = []

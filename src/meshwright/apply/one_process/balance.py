@@ -1,4 +1,4 @@
-"""Cut a chain of layers into consecutive stages of equal work."""
+"""Balanced cut of a chain of layers into consecutive stages of equal work."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
                     best[stage][end], cut[stage][end] = worst, start
     if best[num_stages][num_layers] == float("inf"):
         raise ApplyError(
-            f"the plan's stages cannot be had: in the order in which the layers run they must not decrease, and each of the "
-            f"{num_stages} stages needs a layer",
+            f"the plan's stages= do not fit the model (rule: in the order in which the layers run stages do not decrease, and "
+            f"each of the {num_stages} stages has a layer)",
             fix="leave out stages=",
         )
     stages = [0] * num_layers
@@ -70,10 +70,10 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
 def balance_over_ranks(
     costs: Sequence[float], rank_of_stage: Sequence[int], wishes: Sequence[int | None] | None = None
 ) -> list[int]:
-    """Return the stage of each layer where a rank may have several stages: the busiest rank has as little to do as can be found.
+    """Return the stage of each layer where a rank may have several stages, with little work for the busiest rank.
 
-    Among equal ones, that with the cheapest most expensive stage. Found from `balance_layers` by moving one or two cuts at a
-    time by a layer for as long as that helps; the best of all is not promised.
+    Among equal cuts it prefers the one whose most expensive stage is cheapest. It starts from `balance_layers` and moves one or
+    two cuts at a time by a layer while that helps. The result may not be the optimum.
 
     Args:
         costs: Cost of each layer, in order, not negative [any one unit].

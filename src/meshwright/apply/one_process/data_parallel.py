@@ -1,8 +1,8 @@
-"""data_parallel: one process, a thread and a replica of the module per device.
+"""data_parallel: one process with a thread and a replica of the module for each device.
 
-What nn.DataParallel does, with three differences: each thread also runs the loss and the backward of its chunk (autograd
-on CPU would otherwise run all of it in one thread), the chunks are weighted exactly, and it works on CPU devices too.
-Replicas on the same device share the memory of the parameters; only gradients are their own.
+This is nn.DataParallel with three differences. Each thread also runs the loss and the backward of its chunk, which autograd on
+CPU would otherwise run in one thread. The chunks are weighted exactly, and CPU devices work too. Replicas on one device share the
+memory of the parameters; only gradients are their own.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Replica:
 
     Args:
         module: The user's module.
-        device: Where the copy lives.
-        owns_buffers: Whether what it writes into buffers is the module's (the first replica's is, as in nn.DataParallel).
+        device: The copy's device.
+        owns_buffers: Whether its writes into buffers are the module's (only the first replica's are, as in nn.DataParallel).
         left: The attributes that forwards leave, common to all replicas.
     """
 
@@ -59,7 +59,7 @@ class Replica:
         self._pairs = self.mirror.pairs
 
     def refresh(self) -> None:
-        """Take over the module's values, its train/eval switches and what is trainable; forget gradients."""
+        """Copy the module's values, train/eval modes and `requires_grad`; drop gradients."""
         for original, leaf in zip(self.originals, self.leaves, strict=True):
             leaf.grad = None
             if leaf.requires_grad != original.requires_grad:
@@ -73,7 +73,7 @@ class Replica:
             mine.training = original.training
 
     def refresh_buffers(self) -> None:
-        """Take over the module's buffers."""
+        """Copy the module's buffers."""
         for owner, twin, name in self._buffer_slots():
             original, mine = owner._buffers[name], twin._buffers.get(name)
             if self.owns_buffers or original is None:
@@ -87,7 +87,7 @@ class Replica:
         return [(owner, twin, name) for owner, twin in self._pairs for name in owner._buffers]
 
     def give_buffers_back(self) -> None:
-        """Let the module have the tensors that its forward assigned to buffers on this replica."""
+        """Give the module the tensors that its forward has assigned to buffers on this replica."""
         for owner, twin in self._pairs:
             if twin._buffers:
                 owner._buffers.update(twin._buffers)
@@ -109,8 +109,8 @@ class ReplicasEngine(Engine):
     Args:
         module: The user's module, on the first device.
         group: A group of this one process.
-        devices: A device per replica; the same one may stand there several times.
-        splitter: How a batch is cut into the chunks.
+        devices: A device for each replica; one may occur several times.
+        splitter: Cuts a batch into the chunks.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ReplicasEngine(Engine):
         return self._in_threads(self._splitter.cut(batch, len(self.replicas)), compute)
 
     def _in_threads(self, chunks: Sequence[Any], compute: Callable[[nn.Module, Any], T]) -> list[T]:
-        grad_enabled = torch.is_grad_enabled()  # a property of the thread, as is autocast, which `compute` sets itself
+        grad_enabled = torch.is_grad_enabled()  # belongs to the thread, as does autocast, which `compute` sets itself
 
         def work(replica: Replica, chunk: Any) -> T:
             reading = self._left.reading(replica.mirror)
@@ -160,7 +160,7 @@ class ReplicasEngine(Engine):
 
         with self._left.running():
             jobs = [self._pool.submit(work, r, c) for r, c in zip(self.replicas, chunks, strict=False)]
-            # Wait for all of them before the first error is raised: none may still write when the caller goes on.
+            # Wait for all threads before raising the first error: none may still write when the caller continues.
             errors = [job.exception() for job in jobs]
         for error in errors:
             if error is not None:

@@ -1,4 +1,4 @@
-"""What one process should move between its devices in a step."""
+"""Bytes that one process should move between its devices in a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""model_parallel: one process, the layers of the model spread over several devices.
+"""model_parallel: one process with the model's layers spread over several devices.
 
-The layers stay where they are in the user's module. Hooks move what a layer is given to the layer's device, and autograd
-moves the gradients back. One device computes at a time; this is for models that do not fit on one.
+The layers stay in the user's module. Hooks move a layer's inputs to its device, and autograd moves the gradients back. One device
+computes at a time; this is for models that do not fit on one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 class LayersEngine(Engine):
     """Layers over devices.
 
-    The cut is first made by parameters. The first inputs that come by show what the layers compute and in which order they
-    run; then the cut is made anew by parameters and FLOPs, before anything has run.
+    The first cut balances parameters. The first inputs show the layers' cost and order; then the cut is made again by
+    parameters and FLOPs, before anything has run.
 
     Args:
         module: The user's module.
         group: A group of this one process.
-        devices: A device per stage; the same one may stand there several times.
+        devices: A device for each stage; one may occur several times.
         stages: Layer name -> stage, to override the balance.
     """
 
@@ -81,7 +81,7 @@ class LayersEngine(Engine):
         return sum(parameter.nbytes for parameter in layer.parameters()) / max(total, 1)
 
     def _place(self, order: Sequence[str], costs: Sequence[float]) -> None:
-        """Cut the layers, in this order, into stages and move them."""
+        """Cut the layers, in this order, into stages and move them to their devices."""
         owners = self._owners(order)
         merged = dict.fromkeys(order, 0.0)
         for name, cost in zip(order, costs, strict=True):
@@ -91,14 +91,14 @@ class LayersEngine(Engine):
         self.stage_of = {name: chosen[owners[name]] for name in order}
         for name, stage in self.stage_of.items():
             self.layers[name].to(self.devices[stage])
-        # What belongs to no layer (a parameter of the model itself) lives where the inputs come in.
+        # Tensors of no layer (a parameter of the model itself) live on the device of the inputs.
         in_layers = {id(t) for layer in self.layers.values() for t in (*layer.parameters(), *layer.buffers())}
         for tensor in (*self.parameters, *self.module.buffers()):
             if id(tensor) not in in_layers:
                 tensor.data = tensor.data.to(self.devices[0])
 
     def _owners(self, order: Sequence[str]) -> dict[str, str]:
-        """Return, for each layer, the first layer that shares a parameter with it: they lie on one stage."""
+        """Return, for each layer, the first layer that shares a parameter with it: both must be on one stage."""
         first: dict[int, str] = {}
         owners: dict[str, str] = {}
         for name in order:
@@ -112,12 +112,12 @@ class LayersEngine(Engine):
         return LayersForecast(self.module, lambda: self.stage_of)
 
     def look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Balance the layers by these inputs, unless inputs were seen before."""
+        """Balance the layers by these inputs, unless inputs have been seen before."""
         if not self._is_described:
             self._describe(args, kwargs)
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Balance anew from what the layers compute, now that inputs are known."""
+        """Balance again by the layers' FLOPs, now that inputs are known."""
         self._is_described = True
         self.close()  # the model is copied to be described, and the copy must not move tensors
         try:
@@ -136,7 +136,7 @@ class LayersEngine(Engine):
             self._return_after[layer_name] = self.stage_of[owner] if owner else 0
 
     def _costs(self, chain: ChainDescription, order: Sequence[str]) -> list[float]:
-        """Return parameters and FLOPs of each layer, as shares of the whole, added up: both memory and time count."""
+        """Return each layer's share of parameters plus its share of FLOPs: memory and time both count."""
         flops = {cost.name: cost.forward_flops for cost in chain.layers}
         total = max(sum(flops.values()), 1)
         return [self._parameter_share(self.layers[name]) + flops.get(name, 0) / total for name in order]
@@ -181,10 +181,10 @@ class LayersEngine(Engine):
         map_tensors(tree, note)
 
     def _bring(self, tree: Any, stage: int) -> Any:
-        """Move tensors to a stage's device, each once, and count the bytes that cross."""
+        """Move tensors to a stage's device, each once, and count the bytes moved."""
 
         def bring(tensor: torch.Tensor) -> torch.Tensor:
-            # What the user's own code made between two layers was made where the last layer ran.
+            # A tensor that user code made between two layers is on the device of the last layer.
             if self._home.get(tensor, self._stage_now) == stage:
                 return tensor.to(self.devices[stage])
             copies: dict[int, torch.Tensor] = self._copies.get(tensor) or {}

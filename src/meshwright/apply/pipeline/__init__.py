@@ -1,8 +1,10 @@
-"""Pipeline parallelism: each stage runs the user's whole forward, its own part for real and the rest as stand-ins (ADR 0011).
+"""Pipeline parallelism: layers assigned to stages, stages to ranks (ADR 0011).
 
-tracing/        one plain forward, watched: calls, costs, and what passes between them
+Each stage runs the user's whole forward. It computes its own layers and holds stand-ins for the tensors of all others.
+
+tracing/        trace of one plain forward: calls, costs, and tensors that pass between calls
 walking/        one stage's forward of one micro-batch
-ownership/      parameters and buffers of other stages: taken out, tied, gathered
+ownership/      parameters and buffers of other stages: removed, tied, gathered
 stage           forward and backward of a micro-batch on one stage
 split_backward  backward in halves, for zero-bubble schedules
 placed          what exists once calls are dealt out: this rank's stages and what they share
@@ -12,9 +14,9 @@ notes           notes beside tensors: a forward has ended, a stage has failed
 tensor_cut      tensor parallelism inside of stages
 inspection      what stages receive, compared with what was sent
 engine          the engine
-expected_bytes  bytes that a step should send
+expected_bytes  expected bytes of a step
 
-To add a schedule: `schedule/orders.py` alone.
+To add a schedule, touch `schedule/orders.py` alone.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages on other ranks, an engine of data or tensor parallelism on this rank's own."""
+"""Engine of pipeline parallelism, around an engine of data or tensor parallelism on this rank's own layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__: list[str] = []
 
 
 class PipelineEngine(OuterEngine):
-    """A model whose calls are dealt out to stages.
+    """A model whose layer calls are assigned to stages.
 
     `inner` is the engine on what this rank holds; this one adds what stages exchange. Its `run` is a schedule
     (`apply/pipeline/executor.py`) instead of one micro-batch after the other.
@@ -52,11 +52,11 @@ class PipelineEngine(OuterEngine):
         group: The data-parallel ranks: those with the same stages.
         device: This rank's device.
         plan: Schedule and stages.
-        pipe: The ranks that hold one copy of the model between them, in the order of the stages.
+        pp_group: The ranks that hold one copy of the model between them, in the order of the stages.
         everyone: All ranks.
-        make_inner: Gives the engine of data parallelism on this rank's part, once the module has been reduced to it.
-        tensor: The engine of tensor parallelism, which makes that one, or None.
-        make_group: (places on the pipe) -> the group of the ranks there; every rank calls it.
+        make_inner: Builds the data-parallel engine of this rank's layers, once the module holds only those.
+        tensor: The engine of tensor parallelism, which builds that one, or None.
+        make_group: (places in pp_group) -> the group of the ranks there; every rank calls it.
         loss_group: The ranks over which losses are summed: every stage of every share of the batch, once.
     """
 
@@ -67,7 +67,7 @@ class PipelineEngine(OuterEngine):
         device: torch.device,
         plan: Plan,
         *,
-        pipe: Communicator,
+        pp_group: Communicator,
         everyone: Communicator,
         make_inner: Callable[[], Engine],
         tensor: TensorEngine | None,
@@ -79,10 +79,10 @@ class PipelineEngine(OuterEngine):
             group,
             device,
             everyone,
-            f"pp={pipe.size} reads the order of the model's layers off its first batch, and none has come yet",
+            f"pp={pp_group.size} reads the order of the model's layers off its first batch, and none has come yet",
         )
         refuse_compiled(module)
-        self.pipe = pipe
+        self.pp_group = pp_group
         self._loss_group = loss_group
         self._plan = plan
         self._make_inner = make_inner
@@ -95,8 +95,8 @@ class PipelineEngine(OuterEngine):
         self._placed: Placed
         schedule = self._schedule_of(1)
         self._rank_of_stage = schedule.rank_of_stage
-        own = schedule.stages_of_rank(pipe.group_rank)
-        self._post = Post(pipe, self._rank_of_stage, plan.num_stages, own)
+        own = schedule.stages_of_rank(pp_group.group_rank)
+        self._post = Post(pp_group, self._rank_of_stage, plan.num_stages, own)
         if tensor is None:
             make_copies_equal(self.parameters, everyone)
             make_copies_equal(module.buffers(), everyone)
@@ -105,14 +105,14 @@ class PipelineEngine(OuterEngine):
 
     @property
     def copies(self) -> int:
-        return self.pipe.size * (1 if self._tensor is None else self._tensor.copies)
+        return self.pp_group.size * (1 if self._tensor is None else self._tensor.copies)
 
     @property
     def loss_group(self) -> Communicator:
         return self._loss_group
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
-        """Find the calls and deal them out, once. Every rank comes here; one that has a batch looks, and tells the others.
+        """Trace a forward and assign its calls to stages, once; every rank calls this. One that has a batch traces for all.
 
         Raises:
             ApplyError: No rank has a batch, or the model cannot be cut into so many stages.
@@ -160,16 +160,18 @@ class PipelineEngine(OuterEngine):
             self._tensor.cut(restrict(layout, placed.stage_map, self._post.own, tensors))
             self._inner = self._tensor
         held = placed.holding.held_values(self._inner.held_parts(self.switch.moment))
-        placed.holding.learn(self.pipe.all_gather_json(held, device=self.device))
+        placed.holding.learn(self.pp_group.all_gather_json(held, device=self.device))
         placed.intercept()
 
     def detail(self, plan: Plan) -> Plan:
-        """Return the plan with the stage of each layer, and each stage's share of the work."""
+        """Return the plan with the stage of each layer and each stage's share of the work."""
         if self._inner is None:
             return plan
         stages, tied = self._placed.stage_map.stages, self._placed.tied.names
         shares = ", ".join(f"{share:.1%}" for share in self._placed.stage_map.shares)
-        lines = [f"pp={self.pipe.size} cuts {len(stages)} layers into {plan.num_stages} stages: {shares} of the work"]
+        lines = [
+            f"pp={self.pp_group.size} cuts {len(stages)} layers into {plan.num_stages} stages: {shares} of the work"
+        ]
         if tied:
             lines.append(f"used on several stages, gradients summed: {', '.join(tied[:4])}")
         detailed = plan.replace(stages=stages, reasons=(*plan.reasons, *lines))
@@ -204,7 +206,9 @@ class PipelineEngine(OuterEngine):
 
     def forecast(self) -> Forecast:
         def inside() -> tuple[StagePlaces, Forecast]:
-            return StagePlaces(self._placed.stage_map, self._rank_of_stage, self.pipe.group_rank), self.inner.forecast()
+            return StagePlaces(
+                self._placed.stage_map, self._rank_of_stage, self.pp_group.group_rank
+            ), self.inner.forecast()
 
         tensor = None if self._tensor is None else self._tensor.forecast()
         return PipelineForecast(self.module, self.device, tensor, inside)
@@ -232,7 +236,7 @@ class PipelineEngine(OuterEngine):
             self._post.compare_counts(num, self.device)  # a later stage would wait for ever else
             if not num:
                 return []
-            place = (self._placed.stages, self._schedule_of(num), self.pipe.group_rank)
+            place = (self._placed.stages, self._schedule_of(num), self.pp_group.group_rank)
             return ScheduleExecutor(*place, work, arm=self.arm, tensor=self._tensor).run()
         except LostPeerError:
             raise
@@ -246,7 +250,7 @@ class PipelineEngine(OuterEngine):
 
     @property
     def forward_groups(self) -> list[Communicator]:
-        return [self.pipe, *self.inner.forward_groups]
+        return [self.pp_group, *self.inner.forward_groups]
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
@@ -273,8 +277,8 @@ class PipelineEngine(OuterEngine):
         if not self.is_prepared:
             return super().accept_groups(optimizer)
         return ApplyError(
-            f"groups of {type(optimizer).__name__} were changed, and pp={self.pipe.size} has dealt the parameters out: "
-            "module.parameters() has this rank's alone, and which ones a script means by their place is not known",
+            f"groups of {type(optimizer).__name__} were changed after pp={self.pp_group.size} had assigned the parameters to "
+            "stages: module.parameters() lists only this rank's, so a choice of parameters by position differs between ranks",
             fix="give apply_plan all groups from the start, and switch requires_grad or lr of a group between steps",
         )
 
@@ -310,7 +314,7 @@ class PipelineEngine(OuterEngine):
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
         squares = self.inner.gradient_squares(skipped | self._placed.tied.counted_elsewhere, exact=exact)
-        self.pipe.all_reduce(squares)
+        self.pp_group.all_reduce(squares)
         return squares
 
     def sync_buffers(self) -> None:
@@ -318,7 +322,7 @@ class PipelineEngine(OuterEngine):
         super().sync_buffers()
 
     def begin_inspection(self, number: int) -> str | None:
-        """Have the inputs of stages checked for what was sent, and a part of the engine inside."""
+        """Start checking that stages receive what was sent, and one part of the inner engine."""
         self.inner.begin_inspection(number)
         # Equal on all ranks, whether or not there is a part to inspect on each.
         return self._placed.inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
@@ -330,7 +334,7 @@ class PipelineEngine(OuterEngine):
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have the module whole and plain inside: every parameter and buffer, on every rank."""
+        """Give the module every parameter and buffer in full, on every rank, inside the context."""
         if self._inner is None:
             yield
             return
@@ -342,7 +346,7 @@ class PipelineEngine(OuterEngine):
 
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""
-        rows = self.pipe.all_gather_json(self.trainable_states(), device=self.device)
+        rows = self.pp_group.all_gather_json(self.trainable_states(), device=self.device)
         told = {name: state for states in rows for name, state in states.items()}
         self._placed.holding.set_trainable(told)
         self._placed.shapes.forget(told)

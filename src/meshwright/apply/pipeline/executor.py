@@ -1,4 +1,4 @@
-"""The executor: one rank's actions of a pipeline schedule, in their order, whatever the schedule."""
+"""Executor: one rank's actions of a pipeline schedule, run in their order. It knows no schedule by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline should send in a step, by one forward of the whole model on shapes alone."""
+"""Expected bytes of a pipeline rank in one step, from one forward of the whole model on fake tensors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PipelineForecast(Forecast):
 
 
 def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Counter[tuple[int, int]]:
-    """Run a forward, and return what its backward and it send from stage to stage.
+    """Run a forward and return the bytes that it and its backward send from stage to stage.
 
     Args:
         module: The model, with parameters that are fake.
@@ -139,10 +139,10 @@ def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Count
 
 
 class _CrossingCounter(TorchFunctionMode):
-    """A forward of the whole model in which every tensor knows the stage that would compute it.
+    """A forward of the whole model on fake tensors, each marked with the stage that would compute it.
 
-    A call of a layer takes place on the layer's stage, and what is done between layers on the latest stage that computes one of
-    its tensors. What another stage has computed is sent there, once, and its gradient comes back.
+    A layer's call runs on the layer's stage. Code between layers runs on the latest stage that computes one of its tensors. A
+    tensor of another stage is sent there once, and its gradient comes back.
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap) -> None:

@@ -1,4 +1,4 @@
-"""Boundaries of stages, inspected: what each stage gets of others is compared with what was sent."""
+"""Inspection of stage boundaries: digests of received tensors compared with digests of what was sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 class BoundaryInspection:
-    """Has the stages of this rank check their inputs, all of them: a digest costs little beside a stage.
+    """Checks all inputs of this rank's stages; a digest costs little beside a stage.
 
     Args:
         stages: Those of this rank.
@@ -21,7 +21,7 @@ class BoundaryInspection:
         self._stages = stages
 
     def begin(self) -> str:
-        """Begin; return the name of the first boundary."""
+        """Start the inspection and return the name of the first boundary."""
         for stage in self._stages:
             stage.is_inspected = True
         return boundary_name(1)

@@ -1,7 +1,7 @@
-"""Notes that travel between stages beside tensors: a forward has ended, a stage has failed, a tensor has no gradient.
+"""Notes between stages, sent beside tensors: the end of a forward, a failure, a tensor without a gradient.
 
-A note is sent where a tensor may be awaited, so that a stage which waits for one that never comes is told, and does not wait for
-ever. Its length is one that tensors rarely have, and the transport refuses a message of another length than is awaited.
+A note goes where a tensor may be awaited, so that a stage which waits for one that never comes is told. A note has a length that
+tensors rarely have, and the transport refuses a message of another length than the awaited one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """What a note says."""
+    """The content of a note."""
 
     kind: int
     """END, FAILED, DIGEST, COUNT, or UNUSED: a tensor has no gradient, which is not the same as one of zeros."""
@@ -39,14 +39,14 @@ class Note:
     """The last of them, by its number among the layers."""
 
     def to_tensor(self) -> Tensor:
-        """Return it as bytes."""
+        """Encode the note as bytes."""
         packed = _LAYOUT.pack(_MAGIC, self.kind, self.digest & _MASK, self.num_calls, self.last)
         length = UNUSED_BYTES if self.kind == UNUSED else FRAME_BYTES
         return torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def read_note(flat: Tensor) -> Note | None:
-    """Return the note that these bytes are; None where they are none."""
+    """Decode a note from bytes; None where they are not a note."""
     packed = flat[: _LAYOUT.size].numpy().tobytes()
     if len(packed) < _LAYOUT.size or not packed.startswith(_MAGIC):
         return None
@@ -55,7 +55,7 @@ def read_note(flat: Tensor) -> Note | None:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Return 64 bits that change with any entry of a tensor, and with entries that change places."""
+    """Return a 64-bit digest that changes with any entry of a tensor and with the order of its entries."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 8:
         flat = torch.cat([flat, flat.new_zeros(8 - flat.numel() % 8)])

@@ -1,4 +1,4 @@
-"""What travels between the stages of one pipeline."""
+"""Point-to-point transfers between the stages of one pipeline: tensors, gradients and notes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__: list[str] = []
 _LIFE = 2**20
 """Tags of one life of a pipeline: what an error left behind is not taken for a message of the next [count]."""
 _OTHER_WAY_FIX = (
-    "let nothing but the batch decide which layers run, equally on all ranks; pass an example_batch= that takes every branch; "
-    "or use pp=1"
+    "let only the batch decide which layers run, the same on all ranks; pass an example_batch= to apply_plan that takes every "
+    "branch; or use pp=1"
 )
 
 
 class OtherStageError(ApplyError):
-    """Another stage has failed, and this one waited for it."""
+    """Another stage has failed while this one waited for it."""
 
 
 class Post:
     """Sends and receives for the stages of this rank.
 
-    A message has its own tag, which says between which stages it travels, for which micro-batch and in which direction; so the
-    ranks need not agree on an order. A stage on the same rank gets the tensor itself.
+    Each message has its own tag: the two stages, the micro-batch and the direction. So ranks need not agree on an order. A stage
+    on the same rank gets the tensor itself.
 
     Args:
         group: The ranks of one pipeline.
@@ -57,7 +57,7 @@ class Post:
         self._left_behind: list[Callable[[], bool]] = []
 
     def has_notes(self, device: torch.device) -> bool:
-        """Tell whether notes travel beside tensors: on a GPU they would make the host wait for each of them."""
+        """Tell whether notes are sent beside tensors: on a GPU the host would have to wait for each of them."""
         return device.type == "cpu" and self.group.size > 1
 
     def is_elsewhere(self, stage: int) -> bool:
@@ -75,7 +75,7 @@ class Post:
         return (self.life % 1024) * _LIFE + place % _LIFE
 
     def send(self, tensor: Tensor, *, source: int, target: int, micro_batch: int, is_gradient: bool) -> None:
-        """Start to send a tensor from a stage of this rank to another."""
+        """Start sending a tensor from a stage of this rank to another stage."""
         tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
         rank = self._rank_of[target]
         if rank == self.group.group_rank:
@@ -88,7 +88,7 @@ class Post:
             self._under_way.popleft()
 
     def receive(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor:
-        """Return the next tensor that another stage sends to one of this rank: contiguous, and of its own memory.
+        """Return the next tensor that another stage sends to one of this rank's: contiguous, in memory of its own.
 
         Raises:
             OtherStageError: The other stage has failed.
@@ -100,7 +100,7 @@ class Post:
         return tensor
 
     def receive_gradient(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor | None:
-        """Return the gradient of a tensor that went to another stage; None where nothing there led to the loss.
+        """Return the gradient of a tensor that went to another stage; None where it did not contribute to the loss there.
 
         Raises:
             OtherStageError: The other stage has failed.
@@ -109,7 +109,7 @@ class Post:
         return self._next(meta, source, target, micro_batch, is_gradient=True)
 
     def send_no_gradient(self, *, source: int, target: int, micro_batch: int, leaf: Tensor) -> None:
-        """Tell a stage that a tensor which it sent has no gradient: what it is made of may have none either."""
+        """Tell the stage that sent a tensor that it has no gradient; what it was computed from may have none either."""
         if not self.is_elsewhere(target):
             self._boxes[self._tag(source, target, micro_batch, is_gradient=True)].append(None)
         elif leaf.numel() and self.has_notes(leaf.device):
@@ -153,11 +153,11 @@ class Post:
     def _receive(self, tensor: Tensor, rank: int, tag: int) -> Note | None:
         """Fill a tensor, or return the note that came in its place.
 
-        Gloo ends the process where more comes than there is room for: a note must fit as well.
+        Gloo aborts the process when a message is larger than the buffer, so the buffer has room for a note.
         """
         if tensor.device.type != "cpu" or self.group.shares_memory or tensor.nbytes >= FRAME_BYTES:
             self.group.receive(tensor, rank, tag)
-            # Where memory is shared, what has another length than the tensor was an error already.
+            # Shared memory has already refused a message whose length is not the tensor's.
             may_be_note = not self.group.shares_memory or tensor.nbytes in (FRAME_BYTES, UNUSED_BYTES)
             return read_note(tensor.view(-1).view(torch.uint8)) if may_be_note and tensor.device.type == "cpu" else None
         room = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
@@ -170,7 +170,7 @@ class Post:
     # -- notes --------------------------------------------------------------------------------------------------
 
     def send_note(self, note: Note, *, source: int, target: int, micro_batch: int, is_gradient: bool = False) -> None:
-        """Send a note to a stage on another rank, behind what went there before. The ledger counts tensors alone."""
+        """Send a note to a stage on another rank, after earlier messages with the same tag. The ledger counts tensors only."""
         group = self.group.process_group
         if group is None:
             return
@@ -181,7 +181,7 @@ class Post:
             self._notes.popleft()
 
     def receive_note(self, *, source: int, target: int, micro_batch: int) -> Note | None:
-        """Return the note that comes next from a stage on another rank; None where a tensor came."""
+        """Return the next note from a stage on another rank; None where a tensor came instead."""
         group = self.group.process_group
         if group is None:
             return None
@@ -193,14 +193,14 @@ class Post:
             return None
         note = read_note(tensor)
         if note is not None and note.kind == FAILED:
-            raise OtherStageError(f"stage {source} has failed, and stage {target} waited for it")
+            raise OtherStageError(f"stage {source} has failed while stage {target} was waiting for it")
         return note
 
     def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
 
         Raises:
-            ApplyError: They differ.
+            ApplyError: The numbers differ.
         """
         group, rank = self.group.process_group, self.group.group_rank
         if group is None or not self.has_notes(device):
@@ -235,31 +235,31 @@ class Post:
                         )
 
     def finish_tensors(self) -> None:
-        """Return when the tensors that were sent have left."""
+        """Wait until all sent tensors have left."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Return when everything that was sent has left."""
+        """Wait until everything sent has left."""
         self.finish_tensors()
         while self._notes:
             self._notes.popleft()[0].wait()
         self._is_under_way = False
 
     def begin(self) -> None:
-        """Begin a step or a forward, on all ranks; one before that has not come to its end has failed on all of them.
+        """Begin a step or a forward, on all ranks. If the one before did not finish, it has failed on all of them.
 
-        What it left under way is of another life then.
+        Messages that it left under way then belong to an earlier life and are never received.
         """
         self.forget()
         self.life += self._is_under_way
         self._is_under_way = True
 
     def forget(self) -> None:
-        """Forget what a step that ended in an error has left behind.
+        """Drop the state of a step that ended in an error.
 
-        What is still being sent is held until it has left: gloo takes a message back whose handle is dropped, and the stage that
-        waits for it would not hear of the error.
+        Handles of sends under way are kept until they have left. Gloo cancels a message whose handle is dropped, and the stage
+        that waits for it would not learn of the error.
         """
         self._left_behind += [lambda sent=sent: sent[0].is_done for sent in self._under_way]
         self._left_behind += [lambda sent=sent: sent[0].is_completed() for sent in self._notes]
@@ -276,8 +276,8 @@ def _unexpected(
     what = "the gradient of a tensor" if is_gradient else "a tensor"
     if came is None or (isinstance(came, WrongLengthError) and came.sent_bytes == FRAME_BYTES):
         return OtherStageError(
-            f"stage {target} waits for {what} of shape {list(meta.shape)} of stage {source} in micro-batch {micro_batch}, which "
-            "has ended its forward without sending one, or failed",
+            f"stage {target} needs {what} of shape {list(meta.shape)} from stage {source} in micro-batch {micro_batch}, and "
+            f"stage {source} ended its forward without sending it, or failed (rule: all stages run the same forward)",
             fix=_OTHER_WAY_FIX,
         )
     return ApplyError(
@@ -288,13 +288,14 @@ def _unexpected(
 
 
 class OtherWayError(ApplyError):
-    """Stages took different ways through a forward: what else one raises in it may come of tensors that were not meant."""
+    """Stages took different paths through a forward. Other errors raised in it may be consequences of mismatched tensors."""
 
 
 def other_way(stage: int, source: int, micro_batch: int, mine: str, theirs: str) -> OtherWayError:
-    """Return the error of two stages whose forwards of one micro-batch were not the same."""
+    """Return the error for two stages whose forwards of one micro-batch differ."""
     return OtherWayError(
-        f"stages {source} and {stage} took different ways through the forward of micro-batch {micro_batch}: stage {source} "
-        f"called {theirs}, stage {stage} {mine}, or drew other random numbers, or the code between used other tensors",
+        f"stages {source} and {stage} took different paths through the forward of micro-batch {micro_batch}: stage {source} "
+        f"called {theirs}, stage {stage} called {mine}; if these are equal, random numbers or the code between the layers "
+        "differed (rule: all stages run the same forward)",
         fix=_OTHER_WAY_FIX,
     )

@@ -1,4 +1,4 @@
-"""What exists once a model's calls are dealt out: this rank's stages, and what they share."""
+"""State of a pipeline whose calls are dealt out: this rank's stages, and what they share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Backward in halves: the gradient that the stage before waits for first, those of the weights later.
+"""Backward in two halves: first the gradients of inputs, for which the previous stage waits, later those of weights.
 
-While a `SplitBackward` is in force, a product with a parameter (linear layers, convolutions) leaves its weight's gradient undone
-in backward and keeps what it needs for it. The other parameters (norms, tables, recurrent layers) get theirs in the first half:
-they are cheap, or come with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
+Inside a `SplitBackward` a product with a parameter (linear layers, convolutions) defers its weight's gradient and keeps the
+tensors needed for it. Other parameters (norms, tables, recurrent layers) get theirs in the first half: they are cheap, or come
+with the input's gradient anyway. Qi et al. 2023, arXiv:2401.10241.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOGETHER_BYTES = 2**20
 
 
 def run_rest(rest: list[Rest]) -> None:
-    """Compute what was put off and give it to the weights, whose hooks see it as in any backward."""
+    """Compute the deferred gradients and accumulate them into the weights, whose hooks run as in any backward."""
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     for place, work in enumerate(rest):
@@ -46,7 +46,7 @@ def run_rest(rest: list[Rest]) -> None:
 
 
 class SplitBackward(TorchFunctionMode):
-    """Inside, weights' gradients of linear layers and convolutions are put off."""
+    """Defers the weight gradients of linear layers and convolutions inside its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class SplitBackward(TorchFunctionMode):
         return rest
 
     def put_off(self, work: Rest) -> None:
-        """Keep a piece of work for the second half."""
+        """Defer a computation to the second half."""
         if self._is_running:  # else a layer wants a gradient in its forward, for one of its inputs
             self._rest.append(work)
 
@@ -107,7 +107,7 @@ def _each(value: Any, num: int) -> list[int]:
 
 
 def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
-    """Tell whether the gradients may come later: they go to leaves, and something waits for the input's."""
+    """Tell whether the gradients can be deferred: they go to leaves, and something waits for the input's."""
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not x.requires_grad:
         return False
     parameters = [weight] if bias is None else [weight, bias]
@@ -115,7 +115,7 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def _own(result: Tensor) -> Tensor:
-    """Return a result that the model's code may write over: autograd refuses that for a view which a Function has made."""
+    """Return a result that the model's code may write into; autograd refuses that for a view made by a Function."""
     return unsafe_view(result, result.shape) if result._is_view() else result
 
 

@@ -1,4 +1,4 @@
-"""One stage at work: forward of a micro-batch, and its backward."""
+"""One stage: its forward of each micro-batch and its backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True)
 class _Passed:
-    """What the forward of a micro-batch leaves for its backward."""
+    """State that the forward of a micro-batch keeps for its backward."""
 
     sent: list[tuple[GradientEdge, Meta, int]]
     received: list[tuple[Tensor, int]]
@@ -47,12 +47,12 @@ class Stage:
     Args:
         index: The stage.
         module: The user's module.
-        stage_map: Which stage runs what.
-        shapes: What other stages' calls give.
-        post: The way to the other stages.
+        stage_map: The stage of each call.
+        shapes: Output shapes of other stages' calls.
+        post: Transfers to and from the other stages.
         draws: Random numbers.
-        under_way: Where to say which forward is under way.
-        own_state: State of the code between layers, where several stages of this rank walk it; else None.
+        under_way: Record of the forward that this rank is running.
+        own_state: State of the code between layers, where several stages of this rank run it; else None.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Stage:
         """What was found in the inputs of this one."""
 
     def forward(self, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool = False) -> T | None:
-        """Run this stage's part of a forward; tensors of other stages are fake in what is returned.
+        """Run this stage's part of a forward; tensors of other stages are stand-ins in what is returned.
 
-        None where the loss reads numbers that other stages have, and needs nothing of this one. `in_halves` says how its
-        backward will be run.
+        None where the loss reads values that other stages hold and needs nothing of this one. `in_halves` says whether its
+        backward will run in halves.
         """
         mail = _MicroBatchMail(self, self._post, micro_batch)
         way = Way(micro_batch, is_training=self._module.training)
@@ -117,7 +117,7 @@ class Stage:
         return result
 
     def _end_forward(self, micro_batch: int, way: Way) -> None:
-        """Tell the later stages which way the forward took; one that waits for more learns that it will not come."""
+        """Tell the later stages which path the forward took; one that waits for another tensor learns that none will come."""
         if not self._has_notes:
             return
         note = Note(END, way.digest, way.num_calls, way.last)
@@ -126,10 +126,10 @@ class Stage:
                 self._post.send_note(note, source=self.index, target=target, micro_batch=micro_batch)
 
     def _check_way(self, micro_batch: int, way: Way) -> None:
-        """Refuse a forward that took another way on another stage.
+        """Refuse a forward that took another path on another stage.
 
         Raises:
-            ApplyError: It did.
+            ApplyError: The paths differ.
         """
         if not self._has_notes:
             return
@@ -140,16 +140,16 @@ class Stage:
             if note is None or note.digest != way.note_digest:
                 names = list(self._map.calls)
                 mine = _way_text(way.num_calls, way.last, names)
-                theirs = "more" if note is None else _way_text(note.num_calls, note.last, names)
+                theirs = "more layers" if note is None else _way_text(note.num_calls, note.last, names)
                 raise other_way(self.index, source, micro_batch, mine, theirs)
 
     def home_of(self, tensor: Tensor) -> int:
-        """Return the stage that computes a tensor which `forward` returned; for what every stage has the last one."""
+        """Return the stage that computes a tensor returned by `forward`; the last stage for one that every stage computes."""
         value = value_of(tensor)
         return self._map.num_stages - 1 if value is None or value.home is None else value.home
 
     def backward(self, micro_batch: int, root: tuple[Tensor, Tensor | None] | None) -> None:
-        """Run this stage's part of a backward; where it runs in halves, the half that other stages wait for.
+        """Run this stage's backward; in halves, only the half that other stages wait for.
 
         Args:
             micro_batch: The micro-batch.
@@ -173,13 +173,13 @@ class Stage:
                 self._post.send(leaf.grad, is_gradient=True, **way)
 
     def run_rest(self, micro_batch: int) -> None:
-        """Run the half of a backward that nobody waits for."""
+        """Run the second half of a backward, for which no stage waits."""
         run_rest(self._rest.pop(micro_batch, []))
 
     def _gather_gradients(self, passed: _Passed, micro_batch: int) -> tuple[list[Any], list[Tensor]]:
-        """Return each tensor that went to other stages, once, and the sum of the gradients that came back for it.
+        """Return each tensor that went to other stages, once, with the sum of its gradients from them.
 
-        One that nobody used on the way to the loss is left out: through what made it no backward runs on one device.
+        A tensor that did not contribute to the loss is left out: on one device no backward would run through it either.
         """
         sums: dict[tuple[int, int], tuple[GradientEdge, Tensor]] = {}
         for edge, meta, stage in passed.sent:
@@ -192,7 +192,7 @@ class Stage:
         return [edge for edge, _ in sums.values()], [gradient for _, gradient in sums.values()]
 
     def forget(self) -> None:
-        """Forget what a step that ended in an error has left behind."""
+        """Drop the state of a step that ended in an error."""
         self._passed.clear()
         self._rest.clear()
 
@@ -205,7 +205,7 @@ def _way_text(num_calls: int, last: int, names: list[str]) -> str:
 
 
 class _MicroBatchMail:
-    """The post of one stage for one micro-batch's forward."""
+    """Transfers of one stage in one micro-batch's forward."""
 
     __slots__ = ("_micro_batch", "_post", "_stage")
 
@@ -239,10 +239,10 @@ class _MicroBatchMail:
         return tensor
 
     def flush(self) -> None:
-        """Return when what was sent has left, and may be written over."""
+        """Wait until sent tensors have left and may be written over."""
         self._post.finish_tensors()
 
 
 def boundary_name(stage: int) -> str:
-    """Return the name of the inputs that a stage gets of others, as a part that can be inspected."""
+    """Return the name of a stage's inputs from other stages, as a part that can be inspected."""
     return f"boundary of stage {stage}"

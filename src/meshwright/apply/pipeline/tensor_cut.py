@@ -1,4 +1,4 @@
-"""Tensor parallelism inside of stages: which part of a layout is in force on a rank that runs some of the layers."""
+"""Tensor parallelism inside stages: the part of a layout that applies to a rank's own layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ALONE = {"vocabulary", "head", "gathered"}
 
 
 def closed_units(layout: TensorLayout) -> set[str]:
-    """Return the modules that stay in one piece: between their parts travel shards, or slices of the sequence."""
+    """Return the modules that must not be split over stages: shards, or slices of the sequence, pass between their parts."""
     layers = {layer for chain in layout.chains for layer in chain.layers}
     return layers | {region.scope for region in layout.regions if not _is_apart(region)}
 
 
 def without_spanning(layout: TensorLayout, units: Sequence[str]) -> TensorLayout:
-    """Leave out regions that begin and end at a module around several units: its forward runs on every stage.
+    """Drop regions that begin and end at a module around several units: its forward runs on every stage.
 
     Raises:
         ApplyError: No region is left.
@@ -35,7 +35,7 @@ def without_spanning(layout: TensorLayout, units: Sequence[str]) -> TensorLayout
     rest = tuple(region for region in layout.regions if region not in spanning)
     if not rest:
         raise ApplyError(
-            "tensor parallelism can cut this model only around layers of several stages, so that nothing is left to cut in one",
+            "tensor parallelism can cut this model only across layers of several stages, and nothing within one stage",
             fix="use tp=1, or pp=1",
         )
     return layout.replace(regions=rest, whole={**layout.whole, **whole})
@@ -46,7 +46,7 @@ def _spans(name: str, units: Sequence[str]) -> bool:
 
 
 def units_together(layout: TensorLayout, units: Sequence[str]) -> list[set[str]]:
-    """Return sets of units between which shards travel: the columns and rows of one region."""
+    """Return sets of units that must share a stage: shards pass between the columns and rows of one region."""
     found = []
     for region in layout.regions:
         members = {unit for unit in units for name in region.roles if is_inside(name, unit)}
@@ -62,7 +62,7 @@ def _is_apart(region: Region) -> bool:
 def restrict(
     layout: TensorLayout, stage_map: StageMap, own: Collection[int], tensors: Mapping[str, object]
 ) -> TensorLayout:
-    """Return the part of a layout that concerns what a rank holds.
+    """Return the part of a layout that concerns what this rank holds.
 
     Args:
         layout: The whole model's.
@@ -99,7 +99,7 @@ def restrict(
 
 
 def _pieces(chain: Chain, stage_map: StageMap, own: Collection[int], tensors: Mapping[str, object]) -> list[Chain]:
-    """Return a chain's layers stage by stage: between two stages the stream is whole."""
+    """Split a chain's layers by stage: between two stages the stream is whole."""
     found = []
     for stage, names in itertools.groupby(chain.layers, lambda name: _stage_of(name, stage_map)):
         layers = tuple(names)

@@ -1,11 +1,13 @@
-"""Activation checkpointing: a layer keeps its inputs and runs its forward again in backward.
+"""Recompute (activation checkpointing): a layer keeps its inputs and runs its forward again in backward.
+
+Full recompute repeats the whole layer; selective recompute keeps the results of matrix products and convolutions.
 
 checkpointing  layers that run again, full or selective
 inputs         inputs that the layer writes over
 kept           results that selective recompute keeps
 repetition     comparison of the second run with the first
 
-To keep more results: `kept.py`.
+To keep more results, touch `kept.py`.
 """
 
 __all__: list[str] = []

@@ -1,12 +1,12 @@
-"""Recompute (activation checkpointing): a layer keeps its inputs, and runs its forward again when its backward begins.
+"""Recompute (activation checkpointing): a layer keeps its inputs and repeats its forward when its backward begins.
 
-Chen et al. 2016, arXiv:1604.06174; selective recompute after Korthikanti et al. 2022, arXiv:2205.05198: what matrix products
-and convolutions give is kept, since it is dear to compute, and all else is computed again; layers that write over such
-results in place (recurrent ones, `inplace=True`) are recomputed whole. The engine is torch's own
-non-reentrant checkpoint, which sets the random generators back, so that dropout draws the same mask.
+Chen et al. 2016, arXiv:1604.06174; selective recompute follows Korthikanti et al. 2022, arXiv:2205.05198. It keeps the results of
+matrix products and convolutions, which are expensive, and repeats the rest. Layers that write over such results in place
+(recurrent ones, `inplace=True`) are repeated in full. Torch's own non-reentrant checkpoint does the work; it restores the random
+generators, so that dropout draws the same mask.
 
-The repetition sees the layer's buffers and attributes as they were before the first forward and leaves no trace of its own:
-running statistics, power iterations, counters and what a layer keeps for its loss are those of one forward.
+The repetition starts from the layer's buffers and attributes before the first forward, and leaves no trace. So running
+statistics, power iterations, counters and tensors kept for the loss are those of one forward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshwright.describe.layers import find_layers
 
 __all__: list[str] = []
 
-# Of a class whose forward runs again: the class that it was made of, and what makes it of that.
+# For a class with a repeated forward: its original class, and the function that makes it from that.
 _MADE_OF = "_meshwright_made_of"
 
 
@@ -60,7 +60,7 @@ class Recompute:
         self._inspected: nn.Module | None = None
         self._findings: list[Finding] = []
         pieces = [layer for _, layer in find_layers(module)]
-        # A lone Linear, norm or activation keeps nothing but its input anyway; models that have nothing else get their will.
+        # A lone Linear, norm or activation saves only its input anyway, so it is repeated only in models without larger layers.
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
         self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
         self._outside: weakref.WeakKeyDictionary[nn.Module, Outside | None] = weakref.WeakKeyDictionary()
@@ -72,21 +72,21 @@ class Recompute:
             layer.__class__ = _recomputed(type(layer), self, contexts)
 
     def attributes_of(self, layer: nn.Module) -> Attributes:
-        """Return what a forward may change on a layer, or on a copy of one."""
+        """Return the state that a forward may change on a layer, or on a copy of one."""
         found = self._attributes.get(layer)
         if found is None:
             found = self._attributes[layer] = Attributes(layer)
         return found
 
     def outside_of(self, layer: nn.Module) -> Outside | None:
-        """Return what a layer's code keeps elsewhere, or None where it keeps and draws nothing there, as most do."""
+        """Return the state that a layer's code keeps elsewhere; None, the usual case, where it keeps and draws nothing there."""
         if layer not in self._outside:
             found = Outside(layer)
             self._outside[layer] = None if found.is_empty and not found.draws else found
         return self._outside[layer]
 
     def begin_inspection(self, number: int) -> None:
-        """Compare what one layer gives when it runs again with what it gave at first; layers take turns.
+        """Start comparing one layer's repeated results with its first ones; layers take turns.
 
         Args:
             number: Inspections before this one [count].
@@ -94,31 +94,31 @@ class Recompute:
         self._inspected = self._changed[number % len(self._changed)][0] if self._changed else None
 
     def end_inspection(self) -> list[Finding]:
-        """Return in what they differed."""
+        """Return the differences."""
         self._inspected = None
         found, self._findings = self._findings, []
         return found
 
     def look_at(self, layer: nn.Module) -> Repetition | None:
-        """Return what compares the results of a layer that begins a forward; None where it is not its turn."""
+        """Return the comparison for a layer that begins a forward; None where it is not its turn."""
         if layer is not self._inspected:
             return None
-        self._inspected = None  # its first call in the step; others would keep their results as well
+        self._inspected = None  # its first call in the step only, to keep the results of one call
         return Repetition(self._names.get(id(layer), ""), self._findings)
 
     def close(self) -> None:
-        """Give the layers their own classes back."""
+        """Restore the layers' own classes."""
         for layer, original in self._changed:
             layer.__class__ = original
 
 
 def _writes_in_place(layer: nn.Module) -> bool:
-    """Tell whether a layer is known to write over results that selective recompute would keep; it is then recomputed whole."""
+    """Tell whether a layer is known to write over results that selective recompute keeps; it is then repeated in full."""
     return any(isinstance(child, nn.RNNBase) or getattr(child, "inplace", False) for child in layer.modules())
 
 
 def _contexts_of_torch() -> Any:
-    """Return torch's contexts for a forward and its repetition that keep what is dear; its compiler knows no others."""
+    """Return torch's contexts for selective recompute under torch.compile, whose compiler knows no others."""
 
     def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
@@ -131,7 +131,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
         run = functools.partial(_run, original, owner, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if torch.compiler.is_compiling():  # there torch puts side effects and writes in order by itself
+        if torch.compiler.is_compiling():  # torch.compile handles side effects and writes itself
             options = {} if contexts is None else {"context_fn": _contexts_of_torch}
             return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
         options = {} if contexts is None else {"context_fn": contexts}
@@ -149,13 +149,13 @@ def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[
 def _run_twice(
     owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, options: dict[str, Any]
 ) -> Any:
-    """Run a forward of a layer, which backward repeats."""
+    """Run a layer's forward, which backward repeats."""
     inputs = owner.writers.begin(layer, args, kwargs)
     kept_args, kept_kwargs = inputs.kept
     inspection = owner.look_at(layer)
     state = owner.attributes_of(layer), owner.outside_of(layer)
     twice = _Twice(run, state, inputs, type(layer).__name__, inspection)
-    # Else it ends with the last tensor that backward needs, before the results are there.
+    # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.
     with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
         result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
     owner.writers.end(layer, inputs, type(layer).__name__)
@@ -163,7 +163,7 @@ def _run_twice(
 
 
 class _LayersUnderWay(threading.local):
-    """The layers of this thread whose forward runs now and is repeated in backward: who has made them so, outermost first."""
+    """Stack of this thread's repeated layers whose forward is running, outermost first, each with its `Recompute`."""
 
     def __init__(self) -> None:
         self.owners: list[Recompute] = []
@@ -173,10 +173,10 @@ _under_way = _LayersUnderWay()
 
 
 def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module inside of a checkpoint that cannot repeat the whole: it is repeated by itself.
+    """Run a module inside a checkpoint that cannot repeat the whole of its code: the module is repeated alone.
 
-    Where the checkpoint is the user's own, the repetition leaves traces as it does on one device; where it is a layer that runs
-    again in backward, it leaves none.
+    If the checkpoint is the user's, the repetition leaves traces, as on one device. If it is a repeated layer of ours, it leaves
+    none.
     """
     if not _under_way.owners:
         return checkpoint(run, module, *args, use_reentrant=False, **kwargs)
@@ -184,10 +184,10 @@ def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[An
 
 
 def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callable[..., Any]]) -> type[nn.Module]:
-    """Return a class for a module, whose forward `make` makes of that of the class which the module has when it is called.
+    """Return a subclass for a module, whose forward `make` builds from the forward of the module's class at each call.
 
-    Where the module is a layer that runs again in backward, this forward does so with it: what it hides or changes while the
-    module runs is hidden then, too.
+    If the module is repeated in backward, this forward is repeated with it: what it hides or changes during the call is hidden
+    then, too.
     """
     present = type(module)
     if _MADE_OF not in vars(present):
@@ -201,14 +201,14 @@ def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callabl
 
 
 class _Twice:
-    """A forward that is run, and run again in backward from where the layer stood before.
+    """A forward, and its repetition in backward from the layer's earlier state.
 
     Args:
         run: The forward.
-        state: What it may change on its layer, and elsewhere.
-        inputs: What it is given the first time, and may write over.
+        state: The state that it may change on its layer, and elsewhere.
+        inputs: Its inputs, which it may write over.
         name: The class of the layer, for messages.
-        inspection: Compares the results of the two; None where nobody wants to know.
+        inspection: Compares the results of both runs; None without an inspection.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _Twice:
 
     @contextlib.contextmanager
     def _elsewhere_as_before(self) -> Iterator[None]:
-        """Have what the layer's code keeps elsewhere be as it was before the first forward, and then as it is now again."""
+        """Restore the state outside the layer from before the first forward inside the context, and the present one after it."""
         now = self._look_elsewhere()
         if self._elsewhere is None or now is None:
             yield

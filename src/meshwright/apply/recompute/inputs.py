@@ -1,7 +1,7 @@
-"""Inputs of a layer that runs again in backward, where the layer writes over them: an activation in place comes first, say.
+"""Inputs that a repeated layer writes over, for instance because an in-place activation comes first.
 
-The caller sees what the layer wrote, as it does without recompute; the repetition is given copies of what was there before.
-A layer's first forward finds out whether it needs them. Copies of the inputs take no more memory than what is written over.
+The caller sees the writes, as without recompute; the repetition gets copies of the original inputs. A layer's first forward
+shows whether it needs copies. They take no more memory than the inputs that are written over.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _FIX = "use recompute=none, or have the layer write into a copy: x = x.clone()"
 
 
 class Writers:
-    """What is known of the layers of a model: whether they write over what they are given."""
+    """Record of which layers of a model write over their inputs."""
 
     def __init__(self) -> None:
         self._writes: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def begin(self, layer: nn.Module, args: Any, kwargs: Any) -> Inputs:
-        """Return the inputs of a forward that is about to run."""
+        """Return the inputs for a forward that is about to run."""
         return Inputs(args, kwargs, is_copied=self._writes.get(layer, True))
 
     def end(self, layer: nn.Module, inputs: Inputs, name: str) -> None:
-        """Take note of what the forward has written, and refuse what cannot be repeated."""
+        """Record the forward's writes, and refuse those that cannot be repeated."""
         is_written = inputs.are_written()
         if is_written and not inputs.is_copied:
             raise ApplyError(
-                f"{name} wrote over its inputs in place in this forward, and not in its first one: "
-                "recompute has kept them, and would repeat the forward from other values",
+                f"{name} wrote over its inputs in place in this forward, and not in its first one: recompute has kept them "
+                "without a copy, and would repeat the forward from other values",
                 fix=_FIX,
             )
         if is_written or inputs.is_of_plain_tensors:
@@ -45,12 +45,12 @@ class Writers:
 
 
 class Inputs:
-    """What a layer is given for one forward.
+    """The inputs of one forward of a layer.
 
     Args:
         args: The positional arguments.
-        kwargs: The others.
-        is_copied: Whether a copy is made, for the repetition.
+        kwargs: The keyword arguments.
+        is_copied: Whether to keep a copy for the repetition.
     """
 
     def __init__(self, args: Any, kwargs: Any, *, is_copied: bool) -> None:
@@ -65,16 +65,16 @@ class Inputs:
         self.kept = _copies(self.given) if self.is_copied else self.given
 
     def are_written(self) -> bool:
-        """Tell whether something was written since, and let go of the inputs."""
+        """Tell whether an input was written since, and drop the inputs."""
         is_written = any(tensor._version != version for tensor, version in self._versions)
         self.given = ((), {})
         self._versions = []
         return is_written
 
     def again(self, layer: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return what a repetition is given: copies where it may write over them, and not leaves, which nothing may write.
+        """Return the inputs for a repetition: copies where it may write over them, never leaves, which cannot be written.
 
-        A tensor that stood in several places does so again: attention asks whether its queries are its keys, for one.
+        A tensor that was passed twice is passed twice again, since attention checks whether its queries are its keys.
         """
         tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         if not self.is_copied:
@@ -92,7 +92,7 @@ class Inputs:
 
 
 def _firsts(tensors: list[Tensor]) -> list[int] | None:
-    """Return for each tensor where it stands first; None where each stands in one place."""
+    """Return for each tensor the position of its first occurrence; None where each occurs once."""
     places: dict[int, int] = {}
     firsts = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
     return firsts if len(places) < len(tensors) else None
@@ -115,12 +115,12 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides: torch picks other kernels, which save other tensors, for what has gaps."""
+    """Return a copy with the same strides; for tensors with gaps torch would pick other kernels, which save other tensors."""
     copy = tensor.clone()
     if tensor.layout != torch.strided or copy.stride() == tensor.stride():
         return copy
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    reach = 0  # of the entries along the dims so far
+    reach = 0  # extent of the dims so far, in elements
     for stride, size in sorted(zip(once.stride(), once.shape, strict=True)):
         if size > 1 and stride <= reach:
             return copy  # entries share memory: nothing can write into it
@@ -130,5 +130,5 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor can be written over and has a version; a parameter is no input, and cannot."""
+    """Tell whether a tensor can be written over and has a version; a parameter is not an input, and cannot."""
     return type(tensor) is Tensor and not tensor.is_inference()

@@ -1,8 +1,7 @@
-"""Results that a layer keeps of its forward, so that its repetition need not compute them: selective recompute.
+"""Results that a layer keeps from its forward, so that its repetition need not compute them (selective recompute).
 
-A kept result is only good as long as nobody writes over it. The forward sees writes of the layer itself, through any view;
-what others write after it is seen by the version counters of the result and of its views. A result that was written over is
-computed again, as all else is.
+A kept result is valid only while nothing writes over it. Writes of the layer itself are seen during its forward, through any
+view. Later writes show in the version counters of the result and of its views. A result that was written over is computed again.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _UNLIKE = "the forward of a layer that recompute runs again in backward does not
 
 
 class _OperatorResult:
-    """What one operator gave.
+    """The result of one operator.
 
     Args:
-        value: A tensor, or several and what else the operator gives.
-        given: The shapes of the tensors that it was given.
+        value: A tensor, or a structure of tensors and other values.
+        given: The shapes of the operator's tensor arguments.
     """
 
     def __init__(self, value: Any, given: list[torch.Size]) -> None:
@@ -37,31 +36,31 @@ class _OperatorResult:
         self._versions = [(tensor, tensor._version) for tensor in tensors_in(self._value)]
 
     def watch(self, view: Tensor) -> None:
-        """Look at the version of another tensor of the same memory, too: not all views share the counter of their base."""
+        """Watch the version of another tensor of the same memory: not all views share their base's counter."""
         view = detach_with_version(view)
         self._versions.append((view, view._version))
 
     def forget(self) -> None:
-        """Let go of the tensors: the repetition computes them."""
+        """Drop the tensors: the repetition computes them."""
         self._value = None
         self._versions = []
 
     def take(self) -> Any:
-        """Return the value, once, or None where it is no longer what it was."""
+        """Return the value, once; None where it has been written over."""
         value = self._value if all(tensor._version == version for tensor, version in self._versions) else None
         self.forget()
         return value
 
 
 class _Kept:
-    """The results that one forward of a layer keeps."""
+    """The kept results of one forward of a layer."""
 
     def __init__(self) -> None:
         self._results: dict[Any, list[_OperatorResult]] = collections.defaultdict(list)
         self._of_storage: dict[int, _OperatorResult] = {}
 
     def note(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take note of what an operator has done in the forward."""
+        """Record an operator's call in the forward."""
         if self._of_storage:
             for tensor in _written(operator, args, kwargs):
                 found = self._of_storage.pop(storage_id(tensor), None)
@@ -81,7 +80,7 @@ class _Kept:
                     found.watch(tensor)
 
     def give(self, operator: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operator gave the first time, or None where it has to run again."""
+        """Return an operator's kept result, or None where it has to run again."""
         results = self._results[operator]
         if index >= len(results) or results[index].given != _shapes(args, kwargs):
             name = str(operator).removesuffix(".default")
@@ -98,7 +97,7 @@ class _Kept:
 
 
 class _Keeping(TorchDispatchMode):
-    """In force while the forward runs."""
+    """The mode of the forward: it keeps results."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Giving(_Keeping):
-    """In force while the forward is repeated."""
+    """The mode of the repetition: it returns kept results."""
 
     def __enter__(self) -> Any:
         self._calls: collections.Counter[Any] = collections.Counter()
@@ -134,13 +133,13 @@ class _Giving(_Keeping):
 
 
 def keeping_contexts() -> tuple[Any, Any]:
-    """Return the contexts of a forward and of its repetition, which keep what is dear to compute."""
+    """Return the contexts of a forward and of its repetition, which keep expensive results."""
     kept = _Kept()
     return _Keeping(kept), _Giving(kept)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in what an operator or a layer was given, or gave."""
+    """Return the tensors among the arguments or results of an operator or a layer."""
     if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -173,7 +172,7 @@ def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 @functools.cache
 def _may_alias_unseen(operator: Any) -> bool:
-    """Tell whether a result may share memory with an argument, but not its version counter: aten._unsafe_view, for one."""
+    """Tell whether a result may share memory with an argument, but not its version counter, such as aten._unsafe_view's."""
     return not getattr(operator, "is_view", False) and not _writes(operator)
 
 
@@ -183,7 +182,7 @@ def _dropout_of(operator: Any) -> tuple[int, str] | None:
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operator draws random numbers: without it the repetition would draw others after it."""
+    """Tell whether an operator draws random numbers: if it were skipped, later draws of the repetition would differ."""
     place = _dropout_of(operator)
     if place is None:
         return False

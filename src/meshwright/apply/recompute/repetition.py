@@ -1,4 +1,4 @@
-"""A layer that runs again in backward: its second results beside its first, on live data."""
+"""Comparison of a repeated layer's results with its first ones, on live data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__: list[str] = []
 
 
 class Repetition:
-    """The results of one call of a layer, until it has run again.
+    """The results of one call of a layer, kept until its repetition.
 
     Args:
         name: The layer's FQN.
-        findings: Where a difference is told.
+        findings: The list to which a difference is added.
     """
 
     def __init__(self, name: str, findings: list[Finding]) -> None:
@@ -29,13 +29,13 @@ class Repetition:
         self._kept: list[tuple[Tensor, float]] = []
 
     def keep(self, results: Any) -> None:
-        """Keep copies: the code behind the layer may write over them."""
-        # Selective recompute counts the operators that it sees, and a pipeline the calls of functions, alike on all stages.
+        """Keep copies: later code may write over the results."""
+        # Unseen by modes: selective recompute counts operators, and a pipeline counts function calls, alike on all stages.
         with torch.no_grad(), without_dispatch_modes(), without_function_modes():
             self._kept = [(tensor.detach().clone(), tolerance_of(tensor)) for tensor in _plain(results)]
 
     def compare(self, results: Any) -> None:
-        """Tell where results of the repetition are others."""
+        """Record the differences of the repetition's results."""
         with torch.no_grad(), without_dispatch_modes(), without_function_modes():
             for place, ((kept, tolerance), tensor) in enumerate(zip(self._kept, _plain(results), strict=False)):
                 difference = relative_difference(tensor, kept)

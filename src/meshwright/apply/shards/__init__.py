@@ -1,14 +1,16 @@
-"""Tensors of which a rank has a part: what is right on a part is done, the rest raises by name.
+"""Tensors of which a rank has only a part (a shard or a term), as user code may reach them.
 
-facts            what a rank has of a tensor
-elementwise      functions of torch that give the same on parts
+Operations that are right on a part run as usual; all others raise an error that names the tensor and a way to read it whole.
+
+facts            record of the part that a rank has
+elementwise      torch functions with the same result on parts
 classes          the tensor classes
-switch           plain class inside of the engine, guarded class where user code runs
+switch           plain class inside the engine, guarded class in user code
 gradient_hooks   users' hooks on gradients
-optimizer_state  an optimizer's state where ranks have parts
-state_dicts      state dicts, copies and pickles of modules that hold parts
+optimizer_state  an optimizer's state of which ranks have parts
+state_dicts      state dicts, copies and pickles of modules with parts
 
-To allow a function on parts: its name in `elementwise.py`.
+To allow a function on parts, add its name in `elementwise.py`.
 """
 
 __all__: list[str] = []

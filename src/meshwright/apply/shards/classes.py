@@ -1,9 +1,9 @@
-"""Tensors of which a rank has a part, where user code can reach them: what is right on a part is done, the rest is refused.
+"""Guarded tensor classes for tensors of which a rank has a part, used wherever user code can reach them.
 
-Inside of the engine a parameter that is cut is a plain one, so that each kernel is what it is without us. Where the user's own
-code runs (between steps, between layers, in the loss, in hooks) its `__class__` is another: a subclass with
-`__torch_function__`, as torch's own UninitializedParameter becomes a plain one. Metadata, and functions that treat
-each entry by itself, are as ever; their results are shards, too. What mixes entries, or gives values out, raises ApplyError.
+Inside the engine a parameter that is cut is a plain tensor, so that each kernel runs as without Meshwright. While user code runs
+(between steps, between layers, in the loss, in hooks) its `__class__` is a subclass with `__torch_function__`, in the way that
+torch's own UninitializedParameter becomes a plain one. Metadata, and functions that treat each entry by itself, work as usual,
+and their results are shards too. Functions that mix entries, or give values out, raise ApplyError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GRAD: Final = cast("Any", Tensor.grad)
 
 
 class ShardTensor(Tensor):
-    """A tensor of which this rank has a part, as far as `facts_of` says. Made by `as_shard`."""
+    """A tensor of which this rank has the part that `facts_of` describes. Made by `as_shard`."""
 
     @classmethod
     def __torch_function__(
@@ -51,17 +51,17 @@ class ShardTensor(Tensor):
 
 
 def facts_of(tensor: Tensor) -> ShardFacts:
-    """Return what is known of a shard."""
+    """Return the facts about a shard."""
     return vars(tensor)[_FACTS]
 
 
 def known_facts(tensor: Tensor) -> ShardFacts | None:
-    """Return what is known of a tensor that may be whole and plain now; None where there is nothing to know."""
+    """Return the facts about a tensor, which may be whole and plain now; None where there are none."""
     return vars(tensor).get(_FACTS)
 
 
 def set_facts(tensor: Tensor, facts: ShardFacts | None) -> None:
-    """Say what this rank has of a tensor, or that it has nothing to say any more."""
+    """Set the facts about this rank's part of a tensor; None removes them."""
     if facts is None:
         vars(tensor).pop(_FACTS, None)
     else:
@@ -69,7 +69,7 @@ def set_facts(tensor: Tensor, facts: ShardFacts | None) -> None:
 
 
 def as_shard(tensor: Tensor, facts: ShardFacts) -> Tensor:
-    """Return an alias of a plain tensor, with its graph, that user code may treat as a part alone."""
+    """Return a guarded alias of a plain tensor, with its graph."""
     with without_function_subclasses():
         made = tensor.as_subclass(ShardTensor)
     vars(made)[_FACTS] = facts
@@ -86,14 +86,14 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def shard_class(plain: type[Tensor]) -> type[Tensor]:
-    """Return the class that a tensor of a plain class has where user code can reach it."""
+    """Return the guarded class for tensors of a plain class."""
     members = {_PLAIN: plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
     return type(plain.__name__, (ShardTensor, plain), members)
 
 
 @functools.cache
 def whole_class(plain: type[Tensor]) -> type[Tensor]:
-    """Return the class of a tensor whose values are whole, and whose gradient is not."""
+    """Return the class of a tensor whose values are whole and whose gradient is not."""
     members: dict[str, Any] = {
         _PLAIN: plain,
         "__module__": plain.__module__,
@@ -126,7 +126,7 @@ def _pickle_as_plain(self: Tensor, protocol: Any) -> Any:
 
 
 def read_gradient(tensor: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter as user code may have it."""
+    """Return the gradient of a parameter in the form that user code may use."""
     facts = facts_of(tensor)
     with without_function_subclasses():
         gradient = _GRAD.__get__(tensor)
@@ -140,7 +140,7 @@ def read_gradient(tensor: Tensor) -> Tensor | None:
 
 
 def write_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Take a gradient that user code has set; one that is plain is not known to be this rank's part of it."""
+    """Accept a gradient that user code has set; a plain one is not known to be this rank's part."""
     facts = facts_of(tensor)
     if gradient is None:
         facts.cleared_in = facts.moment.steps
@@ -155,7 +155,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 class _ShardCall:
-    """One call of a function of torch that was given a shard."""
+    """One call of a torch function with a shard among its arguments."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -234,13 +234,13 @@ class _ShardCall:
                 self.facts.refuse(what, writes=into_shard)
 
     def _is_done_elsewhere(self) -> bool:
-        """Whether other ranks have the tensor whole and are called as this one is, with nothing that they have not."""
+        """Whether ranks that have the tensor whole get the same call, with arguments that they have too."""
         facts = self.facts
         is_theirs = facts.elsewhere == "whole" and facts.moment.where == "between"
         return is_theirs and self.writes and len(self.shards) == 1 and self.tensors[0] is self.shards[0]
 
     def _on_stand_in(self) -> Any:
-        """Write into a tensor that nobody reads: an error is one on all ranks, and random numbers are drawn on all."""
+        """Write into a tensor that is never read, so that errors and random draws are the same on all ranks."""
         first = self.shards[0]
         with without_function_subclasses(), torch.no_grad():
             blank = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
@@ -261,7 +261,7 @@ class _ShardCall:
         return self._refuse()
 
     def _foreach(self) -> Any:
-        """Run a function over lists: what is at one place belongs together."""
+        """Run a function over lists, whose entries at one index belong together."""
         if self.name not in rules.ELEMENTWISE or any(facts_of(shard).values == "share" for shard in self.shards):
             self._refuse()
         count = len(self.args[0])
@@ -294,7 +294,7 @@ class _ShardCall:
         return [item if own is None else as_shard(item, own) for item, own in zip(result, facts, strict=True)]
 
     def _is_linear(self) -> bool:
-        """Tell whether the sum over all terms of what this gives is what it gives of their sum."""
+        """Tell whether the function's results, summed over all terms, are its result on their sum."""
         shares = [s for s in self.shards if facts_of(s).values == "share"]
         others = [t for t in self.tensors if not isinstance(t, ShardTensor)]
         is_cut = any(facts_of(share).is_cut for share in shares)

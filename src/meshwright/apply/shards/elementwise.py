@@ -1,4 +1,4 @@
-"""Which functions of torch give the same on parts of tensors as on whole ones, by name."""
+"""Names of torch functions that give the same on parts of tensors as on whole ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return the function that an operator, or one that writes in place, stands for.
+    """Return the name of the function behind an operator or an in-place variant.
 
     >>> [plain_name(name) for name in ("add_", "__iadd__", "__radd__", "_foreach_add_", "__setitem__", "rsub")]
     ['add', 'add', 'add', 'add', 'setitem', 'rsub']

@@ -1,4 +1,4 @@
-"""What a rank has of a tensor whose other entries, or whose other terms, are with other ranks."""
+"""Facts about this rank's part of a tensor whose other entries, or other terms, are on other ranks."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ _IN_STEP = (
 
 
 class RunMoment:
-    """Where a run is, for facts and their errors; one for a model under a plan."""
+    """The phase of a run, for facts and their errors; one for each model under a plan."""
 
     def __init__(self, plan: str = "") -> None:
         self.plan = plan
         self.where: Literal["between", "step", "hook"] = "between"
-        """Which code of the user's runs: between steps, in a forward or loss, or in a hook around the optimizer's step."""
+        """The user code that runs: between steps, in a forward or loss, or in a hook around the optimizer's step."""
         self.steps = 0
         """Steps that have begun [count]."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ShardFacts:
-    """What is known of a tensor of which this rank has a part.
+    """Facts about a tensor of which this rank has a part.
 
     Args:
-        name: What it is: "parameter 'up.weight'".
-        held: What this rank has of it, as the end of a sentence.
-        moment: Where the run is.
-        values: "shard": some of the entries; "share": a term of a sum over ranks or micro-batches; "none": nothing, what is
-            there are NaN of the right shape; "whole": everything.
+        name: Its name in errors: "parameter 'up.weight'".
+        held: This rank's part of it, as the end of a sentence.
+        moment: The phase of the run.
+        values: "shard": some of the entries; "share": a term of a sum over ranks or micro-batches; "none": only NaN of the
+            right shape; "whole": everything.
         key: Equal for tensors that hold the same entries of full tensors of one shape.
         is_cut: Whether entries are missing.
-        axis: The part of the plan that is to blame.
-        elsewhere: What the ranks have that hold it between steps, where this one holds nothing: what a script writes into "whole"
-            values, or number by number into a "shard", is theirs to do; "none" of them can. "" where this rank is one of them.
-        gradient_is_elsewhere: Whether other memory than `.grad` holds the gradient now.
-        read: A way to read it that works.
-        write: A way to write it that works.
+        axis: The setting of the plan that is the cause.
+        elsewhere: If this rank holds nothing: the part that the holding ranks have between steps. They carry out a script's
+            writes into "whole" values, and elementwise writes into a "shard"; with "none" nobody can. "" on a holding rank.
+        gradient_is_elsewhere: Tells whether the gradient is now in other memory than `.grad`.
+        read: A fix: how to read the whole tensor.
+        write: A fix: how to write the whole tensor.
     """
 
     name: str
@@ -68,13 +68,13 @@ class ShardFacts:
     is_cut_inside: bool = False
     """Whether entries are missing inside of a step, too."""
     is_piece: bool = False
-    """Whether it is memory of the optimizer, which never becomes whole."""
+    """Whether it is the optimizer's memory, which never becomes whole."""
     elsewhere: Literal["", "whole", "shard", "none"] = ""
     gradient_is_elsewhere: Callable[[], bool] | None = None
     read: str = READ_WHOLE
     write: str = "write it inside `with model.whole_parameters():`, alike on every rank"
     saves_as_plain: bool = False
-    """Whether it may be pickled, as this rank's part: what reads it back asks whose it is."""
+    """Whether it may be pickled as this rank's part: the loader checks the rank."""
     cleared_in: int = -1
     """The step after which a script has set the gradient to None."""
 
@@ -85,7 +85,7 @@ class ShardFacts:
         return type(None), ()  # a file has whole tensors
 
     def of_gradient(self) -> ShardFacts:
-        """Return what is known of a gradient that lies beside this parameter."""
+        """Return the facts about a gradient that is cut like this parameter."""
         return dataclasses.replace(
             self,
             name=f"the gradient of {self.name}",
@@ -97,18 +97,18 @@ class ShardFacts:
 
     @property
     def ignores_writes(self) -> bool:
-        """Whether the ranks that have the values do what a script does to it, so that here nothing is to do."""
+        """Whether a script's writes are carried out by the ranks that have the values, so that this rank does nothing."""
         return self.elsewhere in ("whole", "shard")
 
     def of_absent_gradient(self) -> ShardFacts:
-        """Return what is known of a gradient that this rank has pieces of, in other memory."""
+        """Return the facts about a gradient of which this rank has pieces in other memory."""
         held = f"the ranks have pieces of gradients alone, which are not in .grad ({self.axis})"
         found = dataclasses.replace(self.of_gradient(), held=held)
         found.values, found.is_cut = "none", True
         return found
 
     def refuse(self, what: str, *, writes: bool = False) -> NoReturn:
-        """Raise the ApplyError that says why this rank cannot do something with the tensor."""
+        """Raise an ApplyError that says why this rank cannot run an operation on the tensor."""
         if self.values == "share":
             fix = LINEAR_HOOK
         elif self.moment.where == "step" and self.read == READ_WHOLE:
@@ -125,7 +125,7 @@ class ShardFacts:
 def join_parts(
     inner: Iterable[tuple[Tensor, ShardFacts]], outer: Iterable[tuple[Tensor, ShardFacts]]
 ) -> list[tuple[Tensor, ShardFacts]]:
-    """Return what two strategies hold, one around the other: a tensor may be a shard that is sharded again."""
+    """Merge the facts of two nested strategies: a tensor may be a shard that is sharded again."""
     found = {id(tensor): (tensor, facts) for tensor, facts in inner}
     for tensor, facts in outer:
         below = found.get(id(tensor))

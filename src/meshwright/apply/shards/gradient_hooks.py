@@ -1,7 +1,7 @@
-"""Hooks of the user's on gradients: in backward a gradient may be a part of one device's, or a term of it.
+"""Users' hooks on gradients, which in backward may get a shard of one device's gradient, or a term of it.
 
-A hook that scales gradients or sets parts of them to zero does on a term what one device does on the sum. One that divides by
-a norm does not: it is given a gradient that refuses such functions.
+A hook that scales gradients, or zeroes parts of them, is right on a term, because it is linear. A hook that divides by a norm
+is not: it gets a gradient that refuses such functions.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _RUNNING_SUM = "a hook that waits for it is called after each micro-batch, with 
 
 
 def is_ours(hook: Any) -> bool:
-    """Tell whether a hook is one of this package's own."""
+    """Tell whether a hook belongs to this package."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").split(".")[0] == "meshwright"
 
 
 class UserHook:
-    """A hook of the user's, in a wrapper that says it is not one of ours.
+    """A user's hook, in a wrapper that distinguishes it from ours.
 
     Args:
         hook: The hook.
-        switch: What guards the model's tensors while it runs.
+        switch: Guards the model's tensors while it runs.
     """
 
     def __init__(self, hook: Callable[..., Any], switch: ShardSwitch) -> None:
@@ -59,7 +59,7 @@ class UserHook:
 
 
 class _TensorHook(UserHook):
-    """A hook that takes a gradient and may return another."""
+    """A hook on a tensor: it takes a gradient and may return another."""
 
     def __init__(self, hook: Callable[..., Any], switch: ShardSwitch, facts: ShardFacts) -> None:
         super().__init__(hook, switch)
@@ -79,7 +79,7 @@ class _TensorHook(UserHook):
 
 
 class _AccumulateHook(UserHook):
-    """A hook that waits for a parameter's gradient and takes the parameter."""
+    """A hook after accumulation: it takes the parameter."""
 
     def __init__(self, hook: Callable[..., Any], switch: ShardSwitch, facts: ShardFacts) -> None:
         super().__init__(hook, switch)
@@ -103,7 +103,7 @@ class GradientHooks:
 
     Args:
         module: The module, laid out.
-        switch: What guards its tensors.
+        switch: Guards its tensors.
         terms: Ids of parameters whose gradients are terms in backward: of sums over ranks, or over micro-batches.
         accumulates: Whether a step may run backward more than once, so that `.grad` is a running sum meanwhile.
     """
@@ -121,9 +121,9 @@ class GradientHooks:
 
     @classmethod
     def of(cls, engine: Engine, *, accumulates: bool) -> Self:
-        """Return the guard of an engine's hooks; `accumulates` says whether a step may run backward more than once."""
+        """Return the guard of an engine's hooks; `accumulates` tells whether a step may run backward more than once."""
         terms = {id(p) for p in engine.module.parameters()} if accumulates else engine.gradient_terms()
-        # Replicas in threads look after hooks themselves.
+        # Replicas in threads guard hooks themselves.
         guarded = terms if engine.num_replicas == 1 else ()
         return cls(engine.module, engine.switch, guarded, accumulates=accumulates)
 
@@ -144,19 +144,19 @@ class GradientHooks:
         )
 
     def guard(self) -> None:
-        """Have hooks that were registered since the last time see what a gradient is."""
+        """Wrap hooks registered since the last call, so that each gets a gradient marked as shard or term."""
         for parameter, facts in self._parameters:
             hooks = parameter._backward_hooks
             if hooks:
                 _wrap(hooks, lambda hook, facts=facts: _TensorHook(hook, self._switch, facts))  # pyright: ignore
             hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
             if hooks:
-                if self._accumulates:  # what it halves once, later micro-batches add to
+                if self._accumulates:  # later micro-batches would add to what it has already scaled
                     facts = dataclasses.replace(facts, values="none", held=_RUNNING_SUM)
                 _wrap(hooks, lambda hook, facts=facts: _AccumulateHook(hook, self._switch, facts))
 
     def close(self) -> None:
-        """Give the parameters their own hooks back."""
+        """Restore the parameters' own hooks."""
         for parameter, _ in self._parameters:
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # pyright: ignore
                 unwrap(hooks or {})
@@ -169,14 +169,14 @@ def _wrap(hooks: dict[Any, Any], wrap: Callable[[Any], UserHook]) -> None:
 
 
 def unwrap(hooks: dict[Any, Any]) -> None:
-    """Put the user's own hooks back."""
+    """Restore the user's own hooks."""
     for key, hook in hooks.items():
         if isinstance(hook, UserHook):
             hooks[key] = hook.hook
 
 
 def guard_step_hooks(optimizer: Any, switch: ShardSwitch) -> None:
-    """Have the user's hooks around an optimizer's step see shards as shards."""
+    """Show shards as guarded tensors to the user's hooks around an optimizer's step."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         hooks = getattr(optimizer, name, None)
         if hooks:
@@ -184,6 +184,6 @@ def guard_step_hooks(optimizer: Any, switch: ShardSwitch) -> None:
 
 
 def release_step_hooks(optimizer: Any) -> None:
-    """Give an optimizer its own hooks back."""
+    """Restore an optimizer's own hooks."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         unwrap(getattr(optimizer, name, None) or {})

@@ -1,8 +1,7 @@
-"""An optimizer's state where a rank has a part of it: what the user's code sees in `optimizer.state` and in state dicts.
+"""Guarded view of `optimizer.state`, and of its state dicts, where a rank has a part of the state.
 
-Inside of the engine `optimizer.state` is the optimizer's own. Elsewhere it is a view of that, whose tensors are parts by name
-(`shard_class`): what treats each entry by itself reaches the state, what needs the whole raises. Nothing is looked
-at until somebody asks.
+Inside the engine `optimizer.state` is the optimizer's own. In user code it is a view whose tensors have the guarded class
+(`shard_class`): functions of each entry reach the state, functions of the whole raise. Entries are wrapped when they are read.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _MARK = "meshwright"
 
 
 class OptimizerState:
-    """Swaps an optimizer's state for a guarded view of it, and marks state dicts with the rank that they are of.
+    """Swaps an optimizer's state for a guarded view, and marks state dicts with their rank.
 
     Args:
         optimizer: The optimizer.
         module: The module that it trains.
-        moment: Where the run is.
-        axes: The parts of the plan by which a rank's optimizer has a part of the state alone.
+        moment: The phase of the run.
+        axes: The settings of the plan that give a rank's optimizer only a part of the state.
         rank: This rank.
     """
 
@@ -61,25 +60,25 @@ class OptimizerState:
         self._is_guarded = False
 
     def guard(self) -> None:
-        """The user's code comes next."""
+        """Install the view: user code runs next."""
         self.real = self._optimizer.state
         self._optimizer.state = self._view
         self._is_guarded = True
 
     def release(self) -> None:
-        """The engine comes next."""
+        """Remove the view: the engine runs next."""
         self._is_guarded = False
         state = self._optimizer.state
         if state is self._view:
             self._optimizer.state = self.real  # pyright: ignore[reportAttributeAccessIssue]
             return
-        for entry in state.values():  # the user's code has put other state there
+        for entry in state.values():  # user code has assigned another state
             for name, value in entry.items():
                 if isinstance(value, ShardTensor):
                     entry[name] = as_plain(value)
 
     def close(self) -> None:
-        """Leave the optimizer alone; it is released."""
+        """Restore the optimizer for good."""
         for hook in self._hooks:
             hook.remove()
 
@@ -88,10 +87,10 @@ class OptimizerState:
             self.release()
             self.guard()
 
-    # -- what is a part ---------------------------------------------------------------------------------------------
+    # -- views of parts ---------------------------------------------------------------------------------------------
 
     def guarded(self, parameter: Any, name: str, value: Any) -> Any:
-        """Return what the user's code sees of a value."""
+        """Return a value in the form that user code sees."""
         if not isinstance(value, Tensor) or not value.dim() or value.layout != torch.strided:
             return value
         facts = self._facts(parameter, name, value)
@@ -122,11 +121,11 @@ class OptimizerState:
 
     @property
     def fix(self) -> str:
-        """What to do instead."""
+        """The fix for errors."""
         return _FIX.format(axis=self.axis)
 
     def refuse_absent(self, key: Any) -> None:
-        """Raise ApplyError where state of a parameter is asked for that this rank's optimizer has not, or not as such."""
+        """Raise ApplyError if this rank's optimizer does not hold the requested parameter's state, or only pieces of it."""
         if not isinstance(key, Tensor):
             return
         grouped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -136,7 +135,7 @@ class OptimizerState:
         if name is None or not key.requires_grad:
             return
         raise ApplyError(
-            f"optimizer.state of parameter '{name}' is not on this rank as such: under the plan '{self._moment.plan}' each "
+            f"optimizer.state of parameter '{name}' is not whole on this rank: under the plan '{self._moment.plan}' each "
             f"rank's optimizer has some of the parameters, or pieces of them ({self.axis})",
             fix=self.fix,
         )
@@ -157,14 +156,14 @@ class OptimizerState:
             return
         whose = f"rank {found['rank']} under the plan '{found['plan']}'" if found else "another optimizer"
         raise ApplyError(
-            f"the optimizer state that is to be loaded is that of {whose}, and this is rank {self._rank} under the plan "
-            f"'{self._moment.plan}', whose optimizer has its own part of the state alone ({self.axis})",
+            f"the optimizer state to be loaded belongs to {whose}, and this is rank {self._rank} under the plan "
+            f"'{self._moment.plan}', whose optimizer has only its own part of the state ({self.axis})",
             fix=_FIX_OF_LOAD,
         )
 
 
 class _Entry(dict[str, Any]):
-    """What an optimizer keeps for one parameter, with parts by name; what is written into it reaches the optimizer."""
+    """State of one parameter, with guarded tensors; writes reach the optimizer."""
 
     def __init__(self, owner: OptimizerState, parameter: Any, real: dict[str, Any]) -> None:
         super().__init__({name: owner.guarded(parameter, name, value) for name, value in real.items()})
@@ -209,7 +208,7 @@ class _Entry(dict[str, Any]):
 
 
 class _View(collections.defaultdict[Any, Any]):
-    """An optimizer's state as the user's code sees it."""
+    """An optimizer's state as user code sees it."""
 
     def __init__(self, owner: OptimizerState) -> None:
         super().__init__(dict)

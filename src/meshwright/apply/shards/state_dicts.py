@@ -1,4 +1,4 @@
-"""Values that are parts of parameters are not given out, taken in or copied as if they were whole."""
+"""Guard of state dicts, copies and pickles: a rank's parts of parameters are never given out, or taken in, as whole values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class StateGuard:
-    """Refuses `state_dict`, `load_state_dict` and copies of a module, or of a part of it, while this rank holds parts of values.
+    """Refuses `state_dict`, `load_state_dict` and copies of a module, or of a submodule, while this rank holds parts.
 
     Args:
-        engine: The strategy, which knows what this rank holds.
+        engine: The engine, which knows this rank's parts.
         plan: The plan, for the errors.
     """
 
@@ -38,7 +38,7 @@ class StateGuard:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Let values be read inside: they are whole there."""
+        """Allow reads inside the context: values are whole there."""
         self._depth += 1
         try:
             yield
@@ -51,8 +51,8 @@ class StateGuard:
     def _refuse_state_dict(self, module: nn.Module, *_: Any) -> None:
         if self._has_parts():
             raise ApplyError(
-                f"state_dict() of {_name(module)} would not be the model's: under the plan '{self._plan}' a rank has its "
-                "shards alone",
+                f"state_dict() of {_name(module)} would not be the model's: under the plan '{self._plan}' a rank has only its "
+                "shards",
                 fix="call full_state_dict() of the model that apply_plan returned, on every rank; or enter "
                 "`with model.whole_parameters():` on every rank",
             )
@@ -66,7 +66,7 @@ class StateGuard:
             )
 
     def _refuse_copy(self, copied: Mapping[int, Any]) -> None:
-        # A strategy that looks at a copy of the model puts its own tensors there, before anything is copied.
+        # An engine that runs a copy of the model installs its own tensors there before anything is copied.
         is_ours = all(id(parameter) in copied for parameter in self._engine.module.parameters())
         if not self._engine.is_prepared and not is_ours:
             _log.warning(
@@ -76,13 +76,12 @@ class StateGuard:
             )
         if self._has_parts():
             raise ApplyError(
-                f"a copy of the module would be of a part of it: under the plan '{self._plan}' a rank has its shards "
-                "alone",
+                f"a copy of the module would be of a part of it: under the plan '{self._plan}' a rank has only its shards",
                 fix="copy or average it inside `with model.whole_parameters():`, which every rank enters",
             )
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

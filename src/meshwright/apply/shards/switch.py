@@ -1,4 +1,4 @@
-"""Which class tensors have of which a rank has a part: plain where the engine computes, guarded where user code runs."""
+"""Switch of tensor classes: plain while the engine computes, guarded while user code runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Entry = tuple[Tensor, type[Tensor], type[Tensor]]
 
 
 class ShardSwitch:
-    """Switches the classes of all tensors of one model of which this rank has a part.
+    """Switches the classes of a model's tensors of which this rank has a part.
 
     Args:
         plan: The plan, for errors.
@@ -36,14 +36,14 @@ class ShardSwitch:
         self.moment = RunMoment(plan)
         self.state: State = "plain"
         self.on_state: Callable[[State], None] | None = None
-        """Called with each new state, for what else is to be switched."""
+        """Called with each new state, to switch other things too."""
         self.optimizer: OptimizerState | None = None
         """The optimizer's state, where ranks have parts of it."""
         self._entries: dict[State, list[Entry]] = {"plain": [], "between": [], "inside": [], "whole": []}
         self._suspended = 0
 
     def adopt(self, parts: Sequence[tuple[Tensor, ShardFacts]]) -> None:
-        """Guard these tensors from now on, in place of those of before."""
+        """Guard these tensors from now on, instead of the previous ones."""
         before, self.state = self.state, "plain"
         for tensor, *_ in self._entries["plain"]:
             set_facts(tensor, None)
@@ -63,12 +63,12 @@ class ShardSwitch:
         self._set(before)
 
     def entries_of(self, tensors: Sequence[Tensor]) -> list[Entry]:
-        """Return what `open_part` takes: these tensors, as far as they are guarded inside of a step."""
+        """Return the entries of these tensors that are guarded inside a step, for `open_part`."""
         ids = {id(tensor) for tensor in tensors}
         return [entry for entry in self._entries["inside"] if id(entry[0]) in ids]
 
     def open_part(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Make these tensors plain, and return those that were not; `close_part` takes them."""
+        """Make these tensors plain, and return those that were guarded, for `close_part`."""
         opened = [entry for entry in entries if entry[0].__class__ is not entry[1]]
         for tensor, plain, _ in opened:
             tensor.__class__ = plain
@@ -76,7 +76,7 @@ class ShardSwitch:
 
     @staticmethod
     def close_part(opened: Sequence[Entry]) -> None:
-        """Guard again what `open_part` gave."""
+        """Guard again what `open_part` returned."""
         for tensor, _, guarded in opened:
             tensor.__class__ = guarded
 
@@ -100,22 +100,22 @@ class ShardSwitch:
         return _Within(self, "plain")
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the user's code inside of a step, beside the parts that are proven."""
+        """Return a context for user code inside a step, outside the parts with a proof."""
         return _Within(self, "inside")
 
     def user_hook(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a hook of the user's, inside of a step."""
+        """Return a context for a user's hook inside a step."""
         return _Within(self, "between")
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Have user code run inside for which all parameters are whole."""
+        """Run user code that sees whole parameters inside the context."""
         with self.suspended(), _Within(self, "whole", always=True):
             yield
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Guard nothing inside: everything is whole."""
+        """Guard nothing inside the context: everything is whole."""
         self._suspended += 1
         try:
             yield
@@ -123,11 +123,11 @@ class ShardSwitch:
             self._suspended -= 1
 
     def begin(self) -> None:
-        """User code may reach the tensors from here on, except where `plain` says otherwise."""
+        """Guard from here on: user code may reach the tensors, except inside `plain`."""
         self._set("between")
 
     def close(self) -> None:
-        """Give all tensors their own classes back."""
+        """Restore all tensors' own classes."""
         self._set("plain")
         self.on_state = None
         if self.optimizer is not None:
@@ -139,7 +139,7 @@ class ShardSwitch:
 
 
 class _Within:
-    """A state for as long as a block takes."""
+    """A context with another state."""
 
     __slots__ = ("_always", "_before", "_state", "_switch", "_where")
 

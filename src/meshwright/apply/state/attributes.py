@@ -1,4 +1,4 @@
-"""What a forward leaves on its module beside results: buffers and attributes, as they were at a moment, for a repetition."""
+"""Buffers and attributes of a layer at one moment, so that its forward can be repeated from there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 SMALL_BYTES = 64 * 2**10
 """Tensors up to this size are copied whether or not a forward writes into them [bytes]."""
 
-_DEPTH = 3  # of containers and objects inside each other that are looked into
+_DEPTH = 3  # depth of nested containers and objects that are searched
 _CONTAINERS = (list, collections.deque, set, dict)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, types.FunctionType, types.MethodType, nn.Module)
 _WITH_OPTIONS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -36,7 +36,7 @@ _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 
 
 def may_change(value: Any) -> bool:
-    """Tell whether an attribute can become another without being assigned: a tensor, a container, or somebody's object."""
+    """Tell whether an attribute can change without an assignment: a tensor, a container, or a user's object."""
     if isinstance(value, (*_PLAIN, nn.Parameter)):
         return False
     if isinstance(value, tuple):
@@ -45,7 +45,7 @@ def may_change(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether a value is an object of somebody's class, whose attributes are state."""
+    """Tell whether a value is an object of a user's class, whose attributes are state."""
     kind = type(value)
     if kind in _RECORDS:
         return True
@@ -57,7 +57,7 @@ class _KeptTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self.has_graph = not tensor.is_leaf
-        # A graph is not kept: it would hold the one of the call before, and so on. A repetition needs the values alone.
+        # Without its graph, which would hold the previous call's, and so on. A repetition needs only the values.
         self.tensor = None if self.has_graph else tensor
         self.version = tensor._version
         self.value: Tensor | None = tensor.detach()
@@ -66,7 +66,7 @@ class _KeptTensor:
         self.value.requires_grad_(tensor.requires_grad)
 
     def forget_unchanged(self) -> None:
-        """Let go of a large copy where the tensor is as it was."""
+        """Free a large copy if the tensor is unchanged."""
         tensor, value = self.tensor, self.value
         if tensor is None or value is None or tensor.nbytes <= SMALL_BYTES or type(tensor) is not Tensor:
             return
@@ -86,7 +86,7 @@ class _KeptTensor:
 
 
 class _KeptInside:
-    """What was in a container or an object at a moment."""
+    """Contents of a container or an object at a moment."""
 
     def __init__(self, value: Any, keep: Any) -> None:
         self.value = value
@@ -108,7 +108,7 @@ class _KeptInside:
 
 
 def _may_keep_state(module: nn.Module) -> bool:
-    """Tell whether a forward may leave something on a module; torch's own plain layers have nothing but parameters."""
+    """Tell whether a forward may leave state on a module; torch's own plain layers have only parameters."""
     if not type(module).__module__.startswith("torch.nn.modules.") or module._buffers:
         return True
     has_hooks = module._forward_hooks or module._forward_pre_hooks
@@ -117,7 +117,7 @@ def _may_keep_state(module: nn.Module) -> bool:
 
 
 def read_parts(value: Any) -> Any:
-    """Return a shallow copy of what a container or an object holds: a dict, a list or a set; of a generator its state."""
+    """Return a shallow copy of the contents of a dict, list, set or object; of a generator its state."""
     if is_generator(value):
         return read_generator(value)
     if isinstance(value, (list, collections.deque)):
@@ -128,7 +128,7 @@ def read_parts(value: Any) -> Any:
 
 
 def write_parts(value: Any, parts: Any) -> None:
-    """Have a container or an object hold exactly this, or a generator go on from there."""
+    """Set the contents of a container or an object, or a generator's state."""
     if is_generator(value):
         write_generator(value, parts)
         return
@@ -173,7 +173,7 @@ class Moment:
         return value if found is None else found
 
     def forget_unchanged(self) -> None:
-        """Let go of copies that nothing needs; called when the forward is over."""
+        """Free unneeded copies; called when the forward is over."""
         if self.is_shallow:
             return
         with _unseen():
@@ -183,7 +183,7 @@ class Moment:
         self._kept = {key: kept for key, kept in self._kept.items() if isinstance(kept, _KeptInside)}
 
     def install(self, slots: Sequence[dict[str, Any]]) -> None:
-        """Have the modules be as they were."""
+        """Restore the modules' state."""
         for own, plain in zip(slots, self._plain, strict=True):
             own.clear()
             own.update(plain)
@@ -195,14 +195,14 @@ class Moment:
                 slots[index][name] = _give(kept, given)
 
     def insides(self) -> list[tuple[Any, Any]]:
-        """Return the containers and objects that were looked into, with what is in them now."""
+        """Return the recorded containers and objects with their present contents."""
         found = [kept.value for kept in self._kept.values()]
         return [(value, read_parts(value)) for value in found]
 
 
 @contextlib.contextmanager
 def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
-    """Put back, afterwards, what the containers and objects among these values hold, tensors' entries included."""
+    """Restore the contents of the containers and objects among these values after the context, tensors' entries included."""
     insides: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
 
@@ -235,10 +235,10 @@ def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
 
 
 class Attributes:
-    """The buffers and attributes of a layer and of what is in it.
+    """The buffers and attributes of a layer and of the modules in it.
 
     Args:
-        layer: The layer; its children stay what they are.
+        layer: The layer; its children stay the same modules.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -252,7 +252,7 @@ class Attributes:
         return list(map(id, itertools.chain.from_iterable(map(dict.values, self._slots))))
 
     def take(self) -> Moment:
-        """Return what there is now."""
+        """Record the present state."""
         ids = self._read_ids()
         if ids != self._ids:
             self._ids = ids
@@ -263,7 +263,7 @@ class Attributes:
                 if name not in OF_TORCH and may_change(value)
             ]
             apart = set(self._deep)
-            # Without what may hold a graph, which would live as long as this.
+            # Without values that may hold a graph, which would live as long as this record.
             self._plain = [
                 {name: value for name, value in own.items() if (index, name) not in apart}
                 for index, own in enumerate(self._slots)
@@ -274,15 +274,15 @@ class Attributes:
             return Moment(ids, self._plain, [(index, name, self._slots[index][name]) for index, name in self._deep])
 
     def forward_is_over(self, moment: Moment) -> None:
-        """Take note that the forward which began at a moment is over: what it left as it was need not be kept."""
+        """End the forward that began at a moment: what it left unchanged need not be kept."""
         moment.forget_unchanged()
         moment.is_still = moment.is_shallow and self._read_ids() == moment.ids
 
     @contextlib.contextmanager
     def as_of(self, moment: Moment) -> Iterator[None]:
-        """Have the layer be as it was at a moment, and afterwards, whatever runs inside, as it is now."""
+        """Restore the layer's state of a moment inside the context, and its present state after it."""
         if moment.is_still and self._read_ids() == moment.ids:
-            yield  # it changed nothing the first time, and nobody has since
+            yield  # the first forward changed nothing, and no other code has since
             return
         now = [dict(own) for own in self._slots]
         insides = moment.insides()

@@ -1,4 +1,4 @@
-"""Buffers by name: user code may write into a buffer, and it may as well assign a new tensor to its name."""
+"""Buffers by name: user code may write into a buffer, or assign a new tensor to its name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def buffer_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (FQN, buffer) of those that a checkpoint has; others are caches, whose size a rank's own batch may decide."""
+    """Yield (FQN, buffer) of the persistent buffers; others are caches, whose size may depend on a rank's own batch."""
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
@@ -27,14 +27,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory for its values; what ZeRO-3 or a pipeline leaves in the place of others' has not."""
+    """Whether a tensor has memory for its values; placeholders of ZeRO-3 and of pipelines have none."""
     return tensor.layout != torch.strided or (
         0 not in tensor.stride() and tensor.untyped_storage().nbytes() >= tensor.nbytes
     )
 
 
 class BufferSnapshot:
-    """The buffers of a module as they were at one moment.
+    """The buffers of a module at one moment.
 
     Args:
         module: The module.
@@ -48,10 +48,10 @@ class BufferSnapshot:
         ]
 
     def restore(self) -> None:
-        """Give every name its tensor of then, with its values of then, and what was known of it."""
+        """Restore every name's tensor, its values, and its record."""
         with torch.no_grad():
             for owner, name, tensor, value, version, known in self._held:
-                # Else to write it would look like the forward's own doing.
+                # Otherwise this write would look like the forward's own.
                 if tensor._version != version or not torch.equal(tensor.detach(), value):
                     tensor.detach().copy_(value)
                 if vars(tensor) != known:

@@ -1,4 +1,4 @@
-"""Generators of random numbers that the user's code has made itself: Python's, NumPy's and torch's, read and set back."""
+"""Random generators made by user code with Python, NumPy or torch: their states, read and set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class GeneratorState:
-    """A generator's state; equal to another that stands at the same number."""
+    """A generator's state, comparable by its position."""
 
     __slots__ = ("_bytes", "value")
 
@@ -30,7 +30,7 @@ class GeneratorState:
 
 
 def is_generator(value: Any) -> bool:
-    """Tell whether a value is a generator of random numbers whose state can be read."""
+    """Tell whether a value is a random generator with a readable state."""
     if isinstance(value, (torch.Generator, random.Random)):
         return not isinstance(value, random.SystemRandom)
     return type(value).__module__.startswith("numpy.random") and (
@@ -39,7 +39,7 @@ def is_generator(value: Any) -> bool:
 
 
 def read_generator(value: Any) -> GeneratorState:
-    """Return where a generator stands."""
+    """Return a generator's state."""
     if isinstance(value, random.Random):
         return GeneratorState(value.getstate())
     if hasattr(value, "bit_generator"):
@@ -48,7 +48,7 @@ def read_generator(value: Any) -> GeneratorState:
 
 
 def write_generator(value: Any, state: GeneratorState) -> None:
-    """Have a generator go on from a state."""
+    """Set a generator's state."""
     if isinstance(value, random.Random):
         value.setstate(state.value)
     elif hasattr(value, "bit_generator"):
@@ -58,7 +58,7 @@ def write_generator(value: Any, state: GeneratorState) -> None:
 
 
 def draws_globally(value: Any) -> bool:
-    """Tell whether a value is a function of Python's or NumPy's that draws from its global generator."""
+    """Tell whether a value is a function of Python's or NumPy's that draws from the global generator."""
     owner = getattr(value, "__self__", None)
     if not isinstance(value, (types.MethodType, types.BuiltinMethodType)) or owner is None:
         return False

@@ -1,7 +1,7 @@
-"""Iterators that a forward advances, and that nobody can wind back: a Python generator that a module keeps, for example.
+"""Iterators that a forward advances and that cannot be rewound, such as a Python generator that a module keeps.
 
-A plan runs a model on trial, looks at it, and runs layers again. All that code keeps is put back afterwards; what `next`
-has taken of a generator, of `map` or of `zip` is gone.
+A plan runs a model on trial, inspects it, and repeats layers. All other state is restored afterwards; an item that `next` has
+taken from a generator, `map` or `zip` is lost. So such a model is refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 _CONTAINERS = (list, tuple, set, dict, collections.deque)
-_DEPTH = 4  # of containers and objects inside each other that are looked into
+_DEPTH = 4  # depth of nested containers and objects that are searched
 
 
 def refuse_iterators(module: nn.Module, functions: Sequence[Any], plan: str) -> None:
-    """Raise ApplyError where a forward, a hook or a loss reaches an iterator that cannot be wound back.
+    """Raise ApplyError where a forward, a hook or a loss reaches an iterator that cannot be rewound.
 
     Args:
         module: The model.
@@ -47,8 +47,8 @@ def refuse_iterators(module: nn.Module, functions: Sequence[Any], plan: str) -> 
         found = next(_iterators_in(value, _DEPTH), None)
         if found is not None:
             raise ApplyError(
-                f"'{label}' is or holds an iterator of type '{type(found).__name__}', which cannot be wound back: the plan "
-                f"'{plan}' runs the model on trial, and what that takes of it would be missing in training",
+                f"'{label}' is or holds an iterator of type '{type(found).__name__}', which cannot be rewound: the plan "
+                f"'{plan}' runs the model on trial, so that the items a trial takes would be missing in training",
                 fix="keep a list and a counter in its place, a torch.Generator where it gives random numbers, or an object with "
                 "`__next__` whose state is in plain attributes",
             )
@@ -74,7 +74,7 @@ def _iterators_in(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _names_read(module: nn.Module, functions: Sequence[Any], outside: Outside) -> set[str]:
-    """Return the names that forwards, hooks, the loss and all that these call look up, whosever they are."""
+    """Return the names that forwards, hooks, the loss and their callees look up, in any namespace."""
     known: dict[str, list[types.CodeType]] = {}
     for function in outside.functions:
         known.setdefault(function.__name__, []).append(function.__code__)

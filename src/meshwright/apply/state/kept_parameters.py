@@ -1,4 +1,4 @@
-"""What a forward that is run on trial writes into parameters, and how it is put back."""
+"""Parameters that a trial forward writes, and their restoration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BITS = 8
 
 
 class KeptParameters:
-    """The parameters of a module as they are now: small ones with their values, large ones with a sum of their bits.
+    """The parameters of a module at one moment: small ones with their values, large ones with a sum of their bits.
 
-    Versions alone do not tell: what is written through `.data` leaves them as they were.
+    Versions alone cannot show a write: `.data` leaves them unchanged.
 
     Args:
         module: The module.
@@ -34,7 +34,7 @@ class KeptParameters:
         return torch.stack(sums).tolist() if sums else []
 
     def restore(self) -> list[tuple[str, Tensor]]:
-        """Put back what was written into small ones, and return (FQN, the value that was there) of all that were written."""
+        """Restore the small parameters, and return (FQN, the written value) of all that were written."""
         written: list[tuple[str, Tensor]] = []
         sums = iter(zip(self._read_sums(), self._sums, strict=True))
         for (name, parameter), value in zip(self._held, self._values, strict=True):
@@ -50,7 +50,7 @@ class KeptParameters:
         return written
 
     def restore_all(self) -> None:
-        """Put back what was written.
+        """Restore all parameters that were written.
 
         Raises:
             ApplyError: A parameter was written that is too large to keep a copy of.
@@ -58,14 +58,15 @@ class KeptParameters:
         for name, value in self.restore():
             if not is_kept(value):
                 raise ApplyError(
-                    f"the model's forward writes into its parameter '{name}' of {value.numel()} values, and it was run on trial",
-                    fix="run one forward before apply_plan, if it initialises itself by its first batch; or write outside of "
-                    "forward",
+                    f"the model's forward wrote into its parameter '{name}' in a trial run, and its {value.numel()} values are "
+                    "too many to be restored",
+                    fix="run one forward before apply_plan, if the model initialises itself by its first batch; or write to it "
+                    "outside of forward",
                 )
 
 
 def is_kept(value: Tensor) -> bool:
-    """Tell whether a parameter of this size is put back."""
+    """Tell whether a parameter of this size can be restored."""
     return value.nbytes <= SMALL_BYTES
 
 

@@ -1,11 +1,11 @@
-"""Attributes of a module and of its copies in other threads: what a script sets goes to all, what a forward leaves can be read.
+"""Attributes of a module mirrored on its copies in other threads, and attributes that copies leave, read through the original.
 
-A script writes to the original between steps (a temperature, a dropout's p, a hook), and a replica takes it over before it
-runs. What a replica's forward leaves on its copy (an auxiliary loss, a counter) is read through the original: in its own
-thread, where its loss is computed, as that replica has it; elsewhere as the first one has it.
+A script writes to the original between steps (a temperature, a dropout's p, a hook), and each replica takes that over before it
+runs. What a replica's forward leaves on its copy (an auxiliary loss, a counter) is read through the original. In the replica's
+thread, where its loss is computed, that gives the replica's own value; elsewhere it gives the first replica's.
 
-Objects that modules refer to and that refer to no module (a schedule, a configuration, a recorder) the first replica shares with
-the script, which may hold them itself. Others have copies, which follow.
+Some objects are referred to by modules and refer to no module: a schedule, a configuration, a recorder. The script may hold them
+too, so it shares them with the first replica. The other replicas have copies that follow.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HOOKS = tuple(name for name in OF_TORCH if name.endswith("_hooks") and "state_d
 
 
 class Mirror:
-    """One copy of a module, and what it has taken over of the original.
+    """One copy of a module, and the state that it has taken over from the original.
 
     Args:
         original: The module.
         memo: id of each parameter and buffer of it -> the copy's.
-        shared: The attributes that are read from copies, common to all copies; the first that is made is the first replica's.
+        shared: The attributes that are read from copies, common to all copies; the first copy made is the first replica's.
         is_near: Whether the copy is on the module's own device.
     """
 
@@ -50,7 +50,7 @@ class Mirror:
         self._memo = self.twins | memo
         if (
             not self._is_first
-        ):  # what the first one shares may have been left by its forward, and so refer to its modules
+        ):  # an object shared with the first one may come from its forward, and so refer to its modules
             first = shared.mirrors[0]
             self._memo |= {id(first._memo[key]): mine for key, mine in self._memo.items()}
         self._seen = [self._read(child) for child, _ in self.pairs]
@@ -67,7 +67,7 @@ class Mirror:
         root.__class__ = with_forward(plain, forward)
 
     def _shares(self, values: Sequence[Any]) -> dict[int, Any]:
-        """Return what this copy has in common with the script, by id."""
+        """Return the objects that this copy shares with the script, by id."""
         found = independent(values, self._own)
         if self._is_first and self._is_near:
             return found
@@ -85,7 +85,7 @@ class Mirror:
         return found | {name: tuple(map(id, vars(module)[name].values())) for name in _HOOKS if name in vars(module)}
 
     def refresh(self) -> None:
-        """Take over what was set on the original since the last time."""
+        """Take over changes of the original since the last time."""
         of_originals: dict[int, Any] = {}
         of_twins: dict[int, Any] = {}
         for place, (original, twin) in enumerate(self.pairs):
@@ -117,7 +117,7 @@ class Mirror:
             return value
 
     def _give(self) -> None:
-        """Have what this copy's forward has left be read from the copies from now on."""
+        """Redirect reads of the attributes that this copy's forward has left to the copies."""
         known: dict[int, Any] = {}
         for (original, twin), given in zip(self.pairs, self._given, strict=True):
             now = self._read(twin, known)
@@ -131,7 +131,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class LeftByForward:
-    """Names of attributes that forwards of copies leave, and where they are read."""
+    """Names of attributes that forwards of copies leave, and the copies they are read from."""
 
     def __init__(self) -> None:
         self.names: dict[int, set[str]] = {}
@@ -144,7 +144,7 @@ class LeftByForward:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Have copies run inside; afterwards the original has what the first one has left."""
+        """Run copies inside the context; afterwards the original has what the first one has left."""
         for original, _ in self._changed:
             for name in self.put_back.get(id(original), ()):
                 vars(original).pop(name, None)
@@ -153,13 +153,13 @@ class LeftByForward:
         finally:
             for original, _ in self._changed:
                 own, found = vars(original), vars(self.mirrors[0].twins[id(original)])
-                names = self.names[id(original)] - own.keys()  # a loss may have set one itself: that is the script's
+                names = self.names[id(original)] - own.keys()  # set by the loss itself, so it is the script's
                 own.update({name: found[name] for name in names & found.keys()})
                 self.put_back[id(original)] = {name: rows_of(own[name]) for name in names & found.keys()}
 
     @contextlib.contextmanager
     def reading(self, mirror: Mirror) -> Iterator[None]:
-        """Have this thread read what this copy has."""
+        """Let this thread read this copy's attributes inside the context."""
         self._thread.mirror = mirror
         try:
             yield
@@ -196,12 +196,12 @@ class LeftByForward:
         return mirror.twins[id(original)]
 
     def refresh(self) -> None:
-        """Have all copies take over what was set on the original."""
+        """Give all copies the changes of the original."""
         for mirror in self.mirrors:
             mirror.refresh()
 
     def close(self) -> None:
-        """Give the original its classes back."""
+        """Restore the original's classes."""
         for original, plain in self._changed:
             original.__class__ = plain
         self._changed = []

@@ -1,7 +1,7 @@
-"""State that code keeps beside parameters and buffers: global variables, closures, class attributes, objects, generators.
+"""State that code keeps outside parameters and buffers: global variables, closures, class attributes, objects, generators.
 
-A forward that runs on trial must leave all of that as it was. What code can reach is read off its functions: the names that
-they use of their module, the cells of their closures, and what lies in there. Libraries are not looked into.
+A trial forward must leave all of it unchanged. What code can reach is read off its functions: the names of their module that they
+use, the cells of their closures, and the contents of both. Libraries are not searched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COPIED_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), iterto
 _NUMBERS = frozenset({int, float, bool, str, complex})
 _MAX_FUNCTIONS = 3000
 """Functions that are followed; more are those of a library that is not known by name [count]."""
-_DEPTH = 4  # of containers and objects inside each other
+_DEPTH = 4  # depth of nested containers and objects
 _MAX_ENTRIES = 10_000
 """Of a container that is copied; a larger one is data, not state [count]."""
 _MAX_BYTES = 2**22
@@ -47,7 +47,7 @@ def _is_library(name: str | None) -> bool:
 
 
 class _OfClass:
-    """A class's attributes as a mapping that may be written to."""
+    """A class's attributes as a writable mapping."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -82,7 +82,7 @@ class _OfCell:
 
 
 class Outside:
-    """What the code of a module, and of further functions, keeps beside parameters and buffers of the module.
+    """State that the code of a module, and of further functions, keeps outside the module's parameters and buffers.
 
     Args:
         module: The module, or None.
@@ -94,7 +94,7 @@ class Outside:
         self._slots: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._seen: set[int] = set()
         self._values: list[Any] = []
-        self._functions: list[Any] = []  # alive, so that no other object has the id of one that was seen
+        self._functions: list[Any] = []  # kept alive, so that no other object gets a seen id
         self._others: list[nn.Module] = []
         self._own = set(map(id, () if module is None else module.modules()))
         self.draws = False
@@ -106,7 +106,7 @@ class Outside:
 
     @classmethod
     def of(cls, module: nn.Module | None, functions: Sequence[Any] = ()) -> Outside:
-        """Return what is known of a module; of code of its own alone it is found once."""
+        """Return the record of a module; that of its own code alone is cached."""
         if module is None or functions:
             return cls(module, functions)
         found = _KNOWN.get(module)
@@ -226,7 +226,7 @@ class Outside:
     # -- its state --------------------------------------------------------------------------------------------------
 
     def take(self, *, with_attributes: bool = True) -> Elsewhere:
-        """Return what there is now; attributes of the module's own are among it unless told otherwise."""
+        """Record the present state; it includes the module's own attributes unless told otherwise."""
         module = None if self._module is None else self._module()
         moment = Elsewhere()
         for key, (space, name, label) in self._slots.items():
@@ -247,7 +247,7 @@ class Outside:
 
     @property
     def functions(self) -> list[types.FunctionType]:
-        """The functions whose code was looked at."""
+        """The functions whose code was searched."""
         return [function for function in self._functions if isinstance(function, types.FunctionType)]
 
     def variables(self) -> list[tuple[str, str, Any]]:
@@ -265,7 +265,7 @@ class Outside:
 
     @property
     def is_empty(self) -> bool:
-        """Whether code reaches nothing beside attributes of its module that it could change."""
+        """Whether the code reaches nothing that it could change, other than attributes of its module."""
         return not (self._slots or self._values or self._others)
 
 
@@ -277,7 +277,7 @@ def _kinds(module: nn.Module) -> list[type]:
 
 
 def _names_of(code: types.CodeType) -> set[str]:
-    """Return the names that a function and those inside of it look up."""
+    """Return the names that a function and its inner functions look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -286,7 +286,7 @@ def _names_of(code: types.CodeType) -> set[str]:
 
 
 class Elsewhere:
-    """Values at one moment, and how to put them back."""
+    """Values at one moment, which can be restored."""
 
     def __init__(self) -> None:
         self._slots: list[tuple[Any, str, str, Any, tuple[int, str]]] = []
@@ -295,17 +295,17 @@ class Elsewhere:
         self._seen: set[int] = set()
 
     def add_slot(self, space: Any, name: str, label: str, key: tuple[int, str]) -> None:
-        """Keep a variable, and what is in it, if it has been assigned."""
+        """Record a variable and its contents, if it has been assigned."""
         value = _get(space, name)
         if value is None and name not in space:
             return
         if isinstance(value, COPIED_ITERATORS):
-            value = copy.copy(value)  # one is not wound back: another that stands where it does takes its place
+            value = copy.copy(value)  # an iterator cannot be rewound: a copy at the same position replaces it
         self._slots.append((space, name, label, value, key))
         self.keep(value, label)
 
     def keep(self, value: Any, label: str, depth: int = _DEPTH) -> None:
-        """Keep what is in a value."""
+        """Record the contents of a value."""
         if not depth or id(value) in self._seen or not may_change(value):
             return
         self._seen.add(id(value))
@@ -330,7 +330,7 @@ class Elsewhere:
             self.keep(item, label, depth - 1)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for space, name, _, value, _ in self._slots:
             if _get(space, name) is not value:
                 space[name] = value
@@ -343,7 +343,7 @@ class Elsewhere:
                     tensor.detach().copy_(held)
 
     def changed(self) -> dict[Any, str]:
-        """Return what is not as it was: keys for `reaches`, with names. A dict that has only grown is a cache, and no change."""
+        """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change."""
         found: dict[Any, str] = {}
         for space, name, label, value, key in self._slots:
             if _get(space, name) is not value and not isinstance(value, COPIED_ITERATORS):
@@ -359,7 +359,7 @@ class Elsewhere:
         return found
 
     def reaches(self, changes: Mapping[Any, str]) -> list[str]:
-        """Return the names of those among what `changed` gave elsewhere that are kept here as well."""
+        """Return the names of another record's changes (`changed`) that this record holds too."""
         mine: set[Any] = {id(value) for value, _, _ in self._inside} | {id(tensor) for tensor, _, _ in self._tensors}
         mine |= {key for *_, key in self._slots}
         return [label for key, label in changes.items() if key in mine]
@@ -380,7 +380,7 @@ def _items(parts: Any) -> Iterator[Any]:
 
 
 def _with_copies(parts: Any) -> Any:
-    """Return the parts of a value with copies of iterators: one is not wound back, another takes its place."""
+    """Return the parts of a value with iterators copied: one cannot be rewound, so a copy replaces it."""
     if isinstance(parts, dict):
         for name in [name for name, item in parts.items() if isinstance(item, COPIED_ITERATORS)]:
             parts[name] = copy.copy(parts[name])

@@ -1,6 +1,6 @@
-"""Objects, containers and functions that attributes of modules refer to: what is in them, and which belong to no module.
+"""Objects, containers and functions that attributes of modules refer to: their contents, and those that belong to no module.
 
-A script keeps references of its own to these: a schedule whose number it changes between steps, a recorder, a configuration.
+A script may hold references to these too: a schedule whose number it changes between steps, a recorder, a configuration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_BYTES = 2**16
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return what a container, a bound method, a partial or an object holds; nothing of modules and tensors."""
+    """Return the contents of a container, a bound method, a partial or an object; nothing for modules and tensors."""
     if isinstance(value, (*_ATOMS, *_CLOSED, Tensor, nn.Module)):
         return []
     if isinstance(value, types.MethodType):
@@ -54,7 +54,7 @@ def _own_values(value: Any) -> Iterator[Any]:
 
 
 def _key(value: Any) -> Any:
-    """Return what is equal for a value as long as nothing but its parts may have changed."""
+    """Return a key that stays equal unless something other than the value's parts has changed."""
     if isinstance(value, _ATOMS):
         return type(value), value
     if isinstance(value, Tensor):
@@ -68,7 +68,7 @@ def _key(value: Any) -> Any:
 
 
 def rows_of(value: Any) -> list[Any]:
-    """Return what is equal as long as a value is the same, and nothing has changed in all that it reaches."""
+    """Return a key that stays equal while a value, and everything it reaches, is unchanged."""
     rows: list[Any] = []
     seen: set[int] = set()
     waiting = [value]
@@ -84,9 +84,9 @@ def rows_of(value: Any) -> list[Any]:
 
 
 def independent(values: Iterable[Any], own: Collection[int]) -> dict[int, Any]:
-    """Return, by id, what the values reach that does not reach a module or a tensor of these ids itself.
+    """Return, by id, the objects reached by the values that do not themselves reach a module or a tensor of these ids.
 
-    Modules that are none of these are among it: one that a list hides from its owner, for example.
+    They include other modules, such as one that a list hides from its owner.
     """
     found: dict[int, Any] = {}
     holders: dict[int, list[int]] = {}

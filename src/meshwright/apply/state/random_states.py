@@ -1,4 +1,4 @@
-"""Random states that a look at the model must leave as they were, and whatever else the user's code keeps outside of it."""
+"""Random states, and other state of user code, restored after a look at the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PythonState:
     """The states of Python's and NumPy's global generators."""
 
     def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")  # whose generator nobody has drawn from where it is not imported
+        numpy = sys.modules.get("numpy")  # without the import, nothing has drawn from its generator
         self.python = random.getstate()
         self.numpy: Any = None if numpy is None else numpy.random.get_state()
 
     def restore(self) -> None:
-        """Set both back."""
+        """Restore both."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -53,12 +53,13 @@ class PythonState:
 def kept_random_states(
     devices: Iterable[torch.device] = (), *, module: nn.Module | None = None, functions: Sequence[Any] = ()
 ) -> Iterator[None]:
-    """Put back, afterwards, what was drawn inside from the global generators, and what the user's code keeps elsewhere.
+    """Restore the global generators, and the state that user code keeps elsewhere, after the context.
 
     Args:
-        devices: Whose generators are kept beside the CPU's.
-        module: What runs: its own generators, lists and objects, and what its code keeps outside of it, are put back, too.
-        functions: Further code that runs, a loss for example.
+        devices: Devices whose generators are restored beside the CPU's.
+        module: The module that runs; its own generators, lists and objects, and the state that its code keeps outside, are
+            restored too.
+        functions: Further code that runs, such as a loss.
     """
     before = PythonState()
     outside = Outside.of(module, functions).take() if module is not None or functions else None

@@ -1,4 +1,4 @@
-"""Trial forwards that leave no trace: random generators, buffers, modes and attributes are put back afterwards."""
+"""Trial forwards that leave no trace: random generators, buffers, modes and attributes are restored afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GeneratorStates:
     """The state of every generator that a model or its loss may draw from.
 
     Args:
-        device: The device whose generator counts, beside the CPU's.
+        device: The device whose generator is recorded, beside the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class GeneratorStates:
         return now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1])
 
     def restore(self) -> None:
-        """Set all of them back."""
+        """Restore all of them."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -56,8 +56,8 @@ class GeneratorStates:
 class AttributeSnapshot:
     """The plain attributes of all modules: counters, flags, lists, hooks, and tensors that a forward leaves on a module.
 
-    A list, dict or set is put back with its content of then; what an object of another class holds inside is not looked at.
-    Hooks go with the flags that say they are there: libraries register some in their first forward.
+    A list, dict or set is restored with its contents; the contents of other objects are not. Hooks are restored together with
+    the flags that announce them: libraries register some in their first forward.
 
     Args:
         module: The model.
@@ -70,7 +70,7 @@ class AttributeSnapshot:
         self._modes = [(child, child.training) for child in module.modules()]
 
     def restore(self) -> None:
-        """Give every module the attributes and the mode of then."""
+        """Restore every module's attributes and mode."""
         for child, own in self._held:
             for name in vars(child).keys() - own.keys() - _TORCHS_OWN:
                 del vars(child)[name]
@@ -90,7 +90,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def buffer_versions(module: nn.Module) -> list[tuple[int, int]]:
-    """Return what changes when a forward writes into a buffer or assigns a new one."""
+    """Return a value that changes when a forward writes into a buffer or assigns a new one."""
     tensors = [getattr(owner, name) for owner, name in buffer_slots(module)]
     return [(id(tensor), tensor._version) for tensor in tensors]
 
@@ -99,13 +99,13 @@ _trials = 0
 
 
 def is_trying() -> bool:
-    """Tell whether a trial forward is under way in this process; for what counts forwards."""
+    """Tell whether a trial forward is running in this process; for code that counts forwards."""
     return _trials > 0
 
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run trial forwards inside without gradients; generators, buffers, attributes and modes are put back afterwards.
+    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it.
 
     Args:
         module: The model.

@@ -1,15 +1,17 @@
-"""Tensor parallelism: any module, cut by proof (ADR 0008; ADR 0012 for guards, types and inspections).
+"""Tensor parallelism: any module, cut where a proof shows that shards compute the same (ADR 0008; ADR 0012 for guards and types).
+
+A search over the first batch proposes a layout; each rank then holds shards, and each call is guarded by what was proven.
 
 search/            layouts proposed from a trace of the model
-proof/             shards run beside the whole: equal, or not cut
-types/             what each tensor of a part is on each rank, with a rule per operation
-guards/            what a proof was made with, checked at each call
+proof/             shards run beside the whole module and compared
+types/             type of each tensor over the ranks, with a rule for each operation
+guards/            conditions of a proof, checked at each call
 tensor_layout      the layout, as a value
 cutting            a layout applied to a module, and undone
 roles              collectives at a region's edges
-part               the ways in which a call of a part runs
-region_state       what a rank remembers while a cut model runs
-slices             a tensor in slices over ranks that looks whole
+part               ways to run a call of a part
+region_state       a rank's state while a cut model runs
+slices             a tensor in slices over ranks that acts as a whole one
 whole              a part run as on one device, with gathered parameters
 sizes              sizes of the full model translated to the shard's
 attention          nn.MultiheadAttention with some of its heads
@@ -18,14 +20,14 @@ matrices           whole matrices for an optimizer that needs them
 partial            a gradient's terms, summed while backward runs
 held_buffers       buffers of which each rank has a part
 data_alias         `.data` of a tensor in slices
-copied_attributes  attributes of a forward's copy shown on the model
+copied_attributes  attributes that a copy's forward leaves, shown on the model
 inspection         a part run a second time as on one device, and compared
 reasons            what a plan says of its layout
 wishes             what a plan may wish of its layout, and models that cannot be followed
 engine             the engine
-expected_bytes     bytes that a step should send
+expected_bytes     expected bytes of a step
 
-To add a way of cutting: `search/candidates.py`, a role in `roles.py`, a rule in `types/` where its operations have none.
+To add a way of cutting, touch `search/candidates.py`, add a role in `roles.py`, and a rule in `types/` for new operations.
 """
 
 __all__: list[str] = []

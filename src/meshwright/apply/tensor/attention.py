@@ -1,4 +1,4 @@
-"""torch's nn.MultiheadAttention with some of its heads: its own forward insists on all of them."""
+"""Forward of torch's nn.MultiheadAttention with some of its heads; torch's own forward requires all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 def attention_region(module: nn.MultiheadAttention) -> Region:
-    """Return how the module is cut by its heads; names are relative to it."""
+    """Return the region that cuts the module by its heads; names are relative to it."""
     width = module.embed_dim
     cuts = {"out_proj.weight": Cut(dim=1, groups=(width,), kind="row")}
     if module.in_proj_weight is not None:
@@ -33,7 +33,7 @@ def attention_region(module: nn.MultiheadAttention) -> Region:
 
 
 def attention_forward(module: nn.Module, running: RunningRegion) -> Callable[..., Any]:
-    """Return the forward of an nn.MultiheadAttention with this rank's heads; it takes and gives what torch's does."""
+    """Return a forward of nn.MultiheadAttention with this rank's heads; arguments and results are torch's."""
     first, last = running.region.units(running.group.size, running.group.group_rank)
     del module
 
@@ -104,7 +104,7 @@ def _project(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
 def _mask(
     mask: Tensor | None, padding: Tensor | None, query: Tensor, *, num_heads: int, all_heads: int, first: int
 ) -> Tensor | None:
-    """Return what is added to the scores, [batch or 1, heads or 1, length or 1, source length]; None where nothing is."""
+    """Return the mask added to the scores, [batch or 1, heads or 1, length or 1, source length]; None where there is none."""
     total: Tensor | None = None
     if mask is not None:
         added = _additive(mask, query)
@@ -124,7 +124,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _extend(module: Any, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Append what add_bias_kv and add_zero_attn ask for to keys and values, [batch, source length, own width]."""
+    """Append the entries of add_bias_kv and add_zero_attn to keys and values, [batch, source length, own width]."""
     if module.bias_k is not None:
         key = torch.cat([key, module.bias_k.expand(key.shape[0], -1, -1)], 1)
         value = torch.cat([value, module.bias_v.expand(key.shape[0], -1, -1)], 1)

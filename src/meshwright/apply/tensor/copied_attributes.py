@@ -1,6 +1,6 @@
-"""Attributes that the forward of a copy leaves, shown on the model itself as well.
+"""Attributes that the forward of a copy leaves, shown on the original model too.
 
-A loss that reads `model.block.aux` holds the model, and the search runs a copy of it.
+A loss that reads `model.block.aux` refers to the original, while the search runs a copy of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _WRITTEN_INTO: Final = (list, dict, set, collections.deque)
 
 
 class CopiedAttributes:
-    """While it is in force, what a module of the copy leaves in an attribute is the original's attribute, too.
+    """Inside the context, an attribute that a module of the copy sets is also the original's attribute.
 
     Args:
-        original: The model that the user's code holds; afterwards it is as it was.
-        copy: The one that runs.
+        original: The model that the user's code holds; it is restored afterwards.
+        copy: The copy that runs.
     """
 
     def __init__(self, original: nn.Module, copy: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A layout applied to a module: parameters become this rank's shards, modules at a region's edge get their roles; and undone."""
+"""Layout applied to a module and undone: parameters become this rank's shards, modules at a region's edge get their roles."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__: list[str] = []
 
 
 class Cutting:
-    """A module on which a layout is in force.
+    """A module to which a layout is applied.
 
     Args:
         module: The module, whole; its parameters keep their identity and get this rank's shards as values.
-        layout: What is cut.
+        layout: The layout.
         group: The ranks that share the module.
         make_guard: Gives the guard of a part, from (name, module, copy without values, layout, names of shards, group,
             integers); None where something is being proven, and nothing else may run.
@@ -104,7 +104,7 @@ class Cutting:
         return cut.layout(self._shapes[name], region.num_units, self.group.size, part)
 
     def _is_in_place(self, name: str, whole: Tensor, shard: Tensor, region: Region, cut: Cut) -> bool:
-        """Tell whether the ranks' shards are together what was cut: the last moment at which somebody has the whole."""
+        """Tell whether the ranks' shards together equal the parameter, while the whole one still exists."""
         if whole.is_meta or not whole.numel():
             return True
         layouts = [self._layout(name, region, cut, part) for part in range(self.group.size)]
@@ -113,20 +113,20 @@ class Cutting:
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, list[ShardLayout]]:
-        """For each parameter and buffer that is cut, every rank's layout; a tied tensor under its first name."""
+        """FQN of each parameter and buffer that is cut -> every rank's layout; a tied tensor under its first name."""
         cuts = self.layout.cuts
         return {
             name: [self._layout(name, *cuts[name], part) for part in range(self.group.size)] for name in self._shapes
         }
 
     def take_writes(self, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        """Take over, into shards, what was written into whole values, alike on all ranks; every rank calls it."""
+        """Copy what was written into whole values, alike on all ranks, into the shards; every rank calls it."""
         rank, names = self.group.group_rank, list(whole)
         own = [take_shard(whole[name], self.layouts[name][rank]) for name in names]
         changed = [float(not torch.equal(new, shards[name])) for name, new in zip(names, own, strict=True)]
         if not names:
             return
-        # On every rank or on none: sentinels compare which ranks' state was written to.
+        # On every rank or on none, since sentinels compare the ranks' states.
         told = torch.tensor(changed, device=own[0].device)
         self.group.all_reduce(told, "max")
         with torch.no_grad():
@@ -135,7 +135,7 @@ class Cutting:
                     shards[name].copy_(new)
 
     def held_parts(self, moment: RunMoment) -> Iterator[tuple[Tensor, ShardFacts]]:
-        """Yield each tensor that is cut, and what is known of it."""
+        """Yield each tensor that is cut, with the facts about it."""
         rank = self.group.group_rank
         for name, layouts in self.layouts.items():
             own, tensor = layouts[rank], find_tensor(self.module, name)
@@ -158,11 +158,11 @@ class Cutting:
             )
 
     def full_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape that a parameter or buffer of this FQN has on one device; None where it is not cut."""
+        """Return the shape of this FQN's parameter or buffer on one device; None where it is not cut."""
         return self._full_shapes.get(id(find_tensor(self.module, name)))
 
     def share_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut what an optimizer that acts per element holds of a parameter before its first step: Adagrad's sums, for one."""
+        """Cut the state that an elementwise optimizer keeps of a parameter before its first step, such as Adagrad's sums."""
         for name, layouts in self.layouts.items():
             tensor = find_tensor(self.module, name)
             state = optimizer.state.get(tensor, {})
@@ -184,7 +184,7 @@ class Cutting:
         for child, role in roles.values():
             if role == "attention":
                 self._exchange(child, attention_forward(child, running), running)
-            elif role in ("row", "sum", "vocabulary"):  # they hide or change something while the module runs
+            elif role in ("row", "sum", "vocabulary"):  # these roles change attributes while the module runs
                 self._change(
                     child, "__class__", with_repeated_forward(child, functools.partial(_repeated, role, running))
                 )
@@ -235,22 +235,22 @@ class Cutting:
         )
 
     def _attributes_of(self, regions: Sequence[RunningRegion]) -> dict[tuple[int, str], Any]:
-        """Return what these regions' integers are in the whole model; a part may lie inside of another, and stays cut then."""
+        """Return the whole model's values of these regions' integers; a part inside another one stays cut then."""
         keys = {(id(self.module.get_submodule(n)), key) for running in regions for n, key in running.region.integers}
         return {key: full for key, full in self._attributes.items() if key in keys}
 
     def _whole_values(self, name: str, layout: TensorLayout) -> dict[str, Tensor]:
-        """Return what the module of this name runs whole with, by name from there: gathered tensors, shared-out gradients."""
+        """Return the tensors with which this module runs whole, by name from there: gathered, with gradients shared out."""
         by_id = {id(find_tensor(self.module, path)): layouts for path, layouts in self.layouts.items()}
         module = self.module.get_submodule(name)
         names = dict.fromkeys([path for region in layout.regions for path in region.cuts])
         values = {path: gather_parameter(t := find_tensor(module, path), by_id[id(t)], self.group) for path in names}
-        # In one order on all ranks: backward exchanges in that of these graphs.
+        # In one order on all ranks, which backward's exchanges follow.
         partial = [path for path in sorted(layout.partial) if find_tensor(module, path).is_floating_point()]
         return values | {path: share(find_tensor(module, path), self.group.size) for path in partial}
 
     def _leave_torchs_fast_path(self) -> None:
-        """Have torch's encoders call their modules in eval mode, too: one kernel for a whole layer takes the weights as whole."""
+        """Disable the fast path of torch's encoders in eval mode, whose single kernel expects whole weights."""
         for child in self.module.modules():
             if isinstance(child, nn.TransformerEncoderLayer):
                 self._set_attribute(child, "activation_relu_or_gelu", 0)
@@ -268,7 +268,7 @@ class Cutting:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Have the modules compute as the plain model does inside: for whole parameters."""
+        """Run the modules as the plain model's inside the context, for whole parameters."""
         self._set_back()
         try:
             yield
@@ -286,11 +286,11 @@ class Cutting:
 
     @property
     def draws_apart(self) -> bool:
-        """Whether each rank draws random numbers of its own at the moment."""
+        """Whether each rank is drawing random numbers of its own."""
         return self._drawing.is_apart
 
     def begin_step(self) -> None:
-        """Take note of what was changed on the module since the last step, for the guards."""
+        """Tell the guards what was changed on the module since the last step."""
         for held in self._buffers:
             held.take_replacement()
         for part in self.parts:
@@ -299,22 +299,22 @@ class Cutting:
                 part.guard.refresh()
 
     def forget(self, device: torch.device) -> None:
-        """Forget forwards that did not end."""
+        """Drop the state of forwards that did not end."""
         self._drawing.forget(device)
         for running in self._running:
             running.forget()
 
     def streams(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return, for each chain, along which dim and in which sizes its stream lies in slices."""
+        """Return for each chain the dim and the sizes of its stream's slices."""
         return [(chain.dim, chain.sizes) for chain in self._chains]
 
     def set_streams(self, streams: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Take up again what `streams` gave."""
+        """Restore what `streams` returned."""
         for chain, (dim, sizes) in zip(self._chains, streams, strict=True):
             chain.dim, chain.sizes = dim, sizes
 
     def close(self) -> None:
-        """Give the modules their own classes and integers back; the parameters stay cut."""
+        """Restore the modules' own classes and integers; the parameters stay cut."""
         self._set_back()
         self._changes = []
 
@@ -323,7 +323,7 @@ class Cutting:
             setattr(owner, attribute, original)
 
     def fill_with_nan(self) -> None:
-        """Give what was cut its full shape again, without values: they are with the ranks that hold them."""
+        """Restore the full shape of what was cut, filled with NaN: other ranks hold the values."""
         for name, shape in self._shapes.items():
             tensor = find_tensor(self.module, name)
             tensor.grad = None
@@ -339,12 +339,12 @@ def _repeated(role: str, running: RunningRegion, module: nn.Module) -> Callable[
 
 
 def _is_same(region: Region, other: Region) -> bool:
-    """Tell whether a region is another, or the region that another is one module of."""
+    """Tell whether two regions are equal, or the first is one module of the second."""
     return region.cuts.keys() >= other.cuts.keys() and region.roles.keys() >= other.roles.keys()
 
 
 def _without_values(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters have shapes alone; buffers are copied, for code may decide by them."""
+    """Return a copy whose parameters have no values; buffers are copied, since code may decide by them."""
 
     def empty(tensor: Tensor) -> Tensor:
         has_values = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()

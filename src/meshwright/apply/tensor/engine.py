@@ -1,4 +1,4 @@
-"""Tensor parallelism in a step: a layout found when the first batch comes, and data parallelism on the shards."""
+"""Engine of tensor parallelism: a layout found at the first batch, and a data-parallel engine on the shards."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ T = TypeVar("T")
 class TensorEngine(OuterEngine):
     """Ranks that share each layer, and data parallelism over several such groups.
 
-    Until the first batch comes nothing is cut: which tensors feed which is read off a run. Then everything is done by
-    `inner`, the engine of data parallelism on a module that happens to be smaller; this one adds what shards exchange.
+    Nothing is cut before the first batch, since the search for a layout needs a run. From then on `inner`, an engine of data
+    parallelism, works on the smaller module, and this one adds the exchange between shards.
 
     Args:
         module: The user's module, on `device`.
         group: The data-parallel ranks: those with the same shards.
-        shards: The ranks that share each layer.
+        tp_group: The ranks that share each layer.
         everyone: All ranks.
         device: This rank's device.
         make_inner: Gives the engine of data parallelism, once the module is cut.
@@ -67,7 +67,7 @@ class TensorEngine(OuterEngine):
         self,
         module: nn.Module,
         group: Communicator,
-        shards: Communicator,
+        tp_group: Communicator,
         everyone: Communicator,
         device: torch.device,
         *,
@@ -81,9 +81,9 @@ class TensorEngine(OuterEngine):
             group,
             device,
             everyone,
-            f"tp={shards.size} reads the model's data flow off its first batch, and none has come yet",
+            f"tp={tp_group.size} reads the model's data flow off its first batch, and none has come yet",
         )
-        self.shards = shards
+        self.tp_group = tp_group
         self.cutting: Cutting | None = None
         self._make_inner = make_inner
         self._zero = zero
@@ -96,7 +96,7 @@ class TensorEngine(OuterEngine):
         self._partial: list[nn.Parameter] = []
         self._cut_ids: set[int] = set()
         refuse_unknown(module, self._wanted)
-        refuse_opaque(module, shards.size)
+        refuse_opaque(module, tp_group.size)
         make_copies_equal(self.parameters, everyone)
         make_copies_equal(module.buffers(), everyone)
 
@@ -104,7 +104,7 @@ class TensorEngine(OuterEngine):
 
     @property
     def copies(self) -> int:
-        return self.shards.size
+        return self.tp_group.size
 
     def prepare(self, run: Callable[[nn.Module], Any] | None) -> None:
         """Find the layout and cut the module, once."""
@@ -112,7 +112,7 @@ class TensorEngine(OuterEngine):
             self.cut(self.find_layout(run))
 
     def find_layout(self, run: Callable[[nn.Module], Any] | None) -> TensorLayout:
-        """Return what can be cut. Every rank comes here; one that has a batch looks, and tells the others.
+        """Return the layout. Every rank calls this; one that has a batch searches, and tells the others.
 
         Args:
             run: Runs a copy of the model and its loss on a small batch and returns the model's outputs; None where this
@@ -126,12 +126,12 @@ class TensorEngine(OuterEngine):
         return layout
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
-        """Return the layout as JSON values; nothing else of the search outlives this, as it holds the whole parameters."""
-        search = Search(self.module, self.shards.size, run, self._wanted)
+        """Return the layout as JSON values; nothing else of the search survives, since it holds the whole parameters."""
+        search = Search(self.module, self.tp_group.size, run, self._wanted)
         return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:
-        """Return the plan with what is cut, what is not, and why."""
+        """Return the plan with the layout and the reasons for it."""
         if self.cutting is None:
             return plan
         plan = self.inner.detail(plan)
@@ -143,7 +143,7 @@ class TensorEngine(OuterEngine):
 
     def _reasons(self, layout: TensorLayout) -> list[str]:
         sizes = {name: self._full_numel(name) for name, _ in self.module.named_parameters()}
-        return reasons_of(layout, sizes, self.shards.size, () if self.cutting is None else self.cutting.parts)
+        return reasons_of(layout, sizes, self.tp_group.size, () if self.cutting is None else self.cutting.parts)
 
     def _full_numel(self, name: str) -> int:
         shape = self.cutting.full_shape(name) if self.cutting is not None else None
@@ -154,14 +154,14 @@ class TensorEngine(OuterEngine):
             return
         reasons = "; ".join(f"{name}: {why}" for name, why in list(layout.whole.items())[:3])
         raise ApplyError(
-            f"tp={self.shards.size} has nothing to cut: no layer of this model gives the same numbers in "
-            f"{self.shards.size} shards ({reasons})",
+            f"tp={self.tp_group.size} has nothing to cut: no layer of this model gives the same numbers in "
+            f"{self.tp_group.size} shards ({reasons})",
             fix=f"use the plan 'dp={self._everyone.size}'",
         )
 
     def cut(self, layout: TensorLayout) -> None:
-        """Cut the module, and make the engine on the shards."""
-        self.cutting = Cutting(self.module, layout, self.shards, make_guard=Guard)
+        """Cut the module, and make the engine for the shards."""
+        self.cutting = Cutting(self.module, layout, self.tp_group, make_guard=Guard)
         self._refuse_misplaced(self.cutting.misplaced)
         if self._optimizer is not None and acts_per_element(self._optimizer):
             self.cutting.share_state(self._optimizer)
@@ -202,7 +202,7 @@ class TensorEngine(OuterEngine):
             hook.remove()
         leave_in_backward = self.inner.gradients_leave is GradientExit.IN_BACKWARD
         wanted = [p for p in self._partial if p.requires_grad] if leave_in_backward else []
-        self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.shards)) for p in wanted]
+        self._partial_hooks = [p.register_hook(functools.partial(sum_term, self.tp_group)) for p in wanted]
 
     def refresh_trainable(self) -> None:
         self._hook_partial()
@@ -214,7 +214,7 @@ class TensorEngine(OuterEngine):
             (name, p) for name, p in self.module.named_parameters() if id(p) not in self._cut_ids and holds_values(p)
         ]
         buffers = [(name, buffer) for name, buffer in persistent_buffers(self.module) if name not in cut]
-        return [*super().copies_of_state(), (self.shards, [*whole, *buffers])]
+        return [*super().copies_of_state(), (self.tp_group, [*whole, *buffers])]
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class TensorEngine(OuterEngine):
 
     def forecast(self) -> Forecast:
         return TensorForecast(
-            self.module, self.shards.size, lambda: (self.cutting and self.cutting.layout, self.inner.forecast())
+            self.module, self.tp_group.size, lambda: (self.cutting and self.cutting.layout, self.inner.forecast())
         )
 
     def gives_own(self, name: str) -> bool:
@@ -241,7 +241,7 @@ class TensorEngine(OuterEngine):
         if optimizer is not None and not acts_per_element(optimizer):
             if self._zero:
                 raise ApplyError(
-                    f"{type(optimizer).__name__} needs whole matrices, and zero={self._zero} with tp={self.shards.size} "
+                    f"{type(optimizer).__name__} needs whole matrices, and zero={self._zero} with tp={self.tp_group.size} "
                     "cuts them twice",
                     fix="use zero=0, or tp=1, or an optimizer that treats each element by itself",
                 )
@@ -263,17 +263,17 @@ class TensorEngine(OuterEngine):
         self.inner.begin_forward()
 
     def streams(self) -> Any:
-        """Return how the stream lies in slices after a forward, for `set_streams`."""
+        """Return the slicing of the streams after a forward, for `set_streams`."""
         return None if self.cutting is None else self.cutting.streams()
 
     def set_streams(self, streams: Any) -> None:
-        """Take up again what `streams` gave: forwards of other micro-batches came between, and backward may recompute."""
+        """Restore what `streams` returned: other micro-batches ran forwards in between, and backward may recompute."""
         if self.cutting is not None:
             self.cutting.set_streams(streams)
 
     @property
     def forward_groups(self) -> list[Communicator]:
-        return [self.shards, *self.inner.forward_groups]
+        return [self.tp_group, *self.inner.forward_groups]
 
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self.cutting is not None:
@@ -290,21 +290,21 @@ class TensorEngine(OuterEngine):
     def finish_gradients(self, scale: float) -> None:
         leave = self.inner.gradients_leave
         if leave is GradientExit.AT_END:
-            sum_gradients(self._partial, self.shards)
+            sum_gradients(self._partial, self.tp_group)
         self.inner.finish_gradients(scale)
         if leave is GradientExit.NEVER:  # as late as can be: the exchange over dp may have begun in backward
-            sum_gradients(self._partial, self.shards)
+            sum_gradients(self._partial, self.tp_group)
 
     def gradient_squares(self, skipped: frozenset[int], *, exact: bool) -> Tensor:
-        """Return the sum of the whole gradient's squares: each shard's added up, what every rank holds counted once."""
+        """Return the sum of the whole gradient's squares: shards are summed, and what every rank holds counts once."""
         pieces = [(gradient, id(p)) for gradient, p in self.inner.gradient_pieces() if id(p) not in skipped]
         whole = [gradient for gradient, key in pieces if key not in self._cut_ids]
         cut = [gradient for gradient, key in pieces if key in self._cut_ids]
         squares = torch.stack([squares_of(whole, self.device, exact=exact), squares_of(cut, self.device, exact=exact)])
         self.inner.sum_over_pieces(squares)
-        if self.shards.group_rank > 0:
-            squares[0] = 0.0  # counted by the first rank: others may have added its parts up in another order
-        self.shards.all_reduce(squares)
+        if self.tp_group.group_rank > 0:
+            squares[0] = 0.0  # counted by the first rank: other ranks may have summed it in another order
+        self.tp_group.all_reduce(squares)
         return squares.sum()
 
     def begin_inspection(self, number: int) -> str | None:
@@ -324,13 +324,13 @@ class TensorEngine(OuterEngine):
             found += part.findings
             masks += part.masks
             part.findings, part.masks, part.is_inspected = [], [], False
-        return [*found, *compare_masks(self.shards, masks, self.device)]
+        return [*found, *compare_masks(self.tp_group, masks, self.device)]
 
     # -- whole values -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Have the module whole and plain inside: every parameter and buffer, and its own forward. What is written stays."""
+        """Make the module whole and plain inside the context: parameters, buffers and forward. Writes stay."""
         if self.cutting is None:
             yield
             return
@@ -339,7 +339,7 @@ class TensorEngine(OuterEngine):
             tensors = {name: find_tensor(self.module, name) for name in cutting.layouts}
             kept = {name: tensor.data for name, tensor in tensors.items()}
             for name, own in cutting.layouts.items():
-                assign_values(tensors[name], gather_full(kept[name], own, self.shards))
+                assign_values(tensors[name], gather_full(kept[name], own, self.tp_group))
             whole: dict[str, Tensor] = {}
             try:
                 yield
@@ -359,17 +359,17 @@ class TensorEngine(OuterEngine):
             for name, parameter in self.module.named_parameters()
             if not all(layout.numel for layout in by_id.get(id(parameter), ()))
         ]
-        if empty:  # a rank that holds nothing of a parameter may not know that there is a gradient
+        if empty:  # a rank without entries of a parameter may not know that it has a gradient
             own = [name for name in empty if found.get(name) is not None]
-            told = {name for names in self.shards.all_gather_json(own, device=self.device) for name in names}
+            told = {name for names in self.tp_group.all_gather_json(own, device=self.device) for name in names}
             found |= {name: self.module.get_parameter(name).data for name in told - {*own}}
         for name, parameter in self.module.named_parameters():
             gradient = found.get(name)
             layouts = by_id.get(id(parameter))
-            # Whole already: while an optimizer that needs it so takes its step.
+            # Already whole during the step of an optimizer that needs whole matrices.
             if gradient is not None and layouts is not None and not self._whole_matrices.are_whole:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                found[name] = gather_full(dense, layouts, self.shards)
+                found[name] = gather_full(dense, layouts, self.tp_group)
         return found
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What tensor parallelism should send in a step, for the models whose layout says it: those of plain regions on one stream."""
+"""Expected bytes of tensor parallelism in a step, for layouts of plain regions on one stream."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PLAIN_ROLES = {"column", "row", "vocabulary", "head"}
 
 
 class TokenWatch:
-    """Counts the tokens that each Linear and embedding gives, until it is closed: a layer may run twice, or on pooled tokens.
+    """Counts the output tokens of each Linear and embedding until it is closed: a layer may run twice, or on pooled tokens.
 
     Args:
-        module: The module, cut or to be cut; copies that are made of it meanwhile are not counted.
+        module: The module, cut or to be cut; copies made of it meanwhile are not counted.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,7 +47,7 @@ class TokenWatch:
         self._hooks = []
 
     def fits(self, module: nn.Module, layout: TensorLayout, num_tokens: int, num_ranks: int) -> bool:
-        """Tell whether each region ran once, on so many tokens, as `exchange_of` has it."""
+        """Tell whether each region ran once, on this number of tokens, as `exchange_of` assumes."""
         on_slices = [name for chain in layout.chains for name in chain.layers]
         for region in layout.regions:
             for name, role in region.roles.items():
@@ -106,14 +106,14 @@ class TensorForecast(Forecast):
 
 
 def exchange_of(module: nn.Module, layout: TensorLayout, num_tokens: int, num_ranks: int) -> TensorExchange | None:
-    """Return what a layout's regions exchange, or None where one is not plain.
+    """Return the exchanges of a layout's regions, or None where one is not plain.
 
-    Plain are Linears of one width, an embedding and a head; everything trained, in one dtype. That each runs once on all tokens
-    (`TokenWatch`), and that the loss is cross-entropy, is the caller's to know.
+    Plain regions are Linears of one width, an embedding and a head, with everything trained in one dtype. The caller must know
+    that each runs once on all tokens (`TokenWatch`), and that the loss is cross-entropy.
 
     Args:
         module: The cut module.
-        layout: What is cut.
+        layout: The layout.
         num_tokens: Tokens of a rank in a step, over all micro-batches [count].
         num_ranks: Ranks that share each layer [count].
     """
@@ -128,7 +128,7 @@ def exchange_of(module: nn.Module, layout: TensorLayout, num_tokens: int, num_ra
     in_chains = {name for chain in layout.chains for name in chain.layers}
     rows = [region for region in layout.regions if "row" in region.roles.values()]
     on_slices = sum(any(is_inside(region.scope, name) for name in in_chains) for region in rows)
-    # One entry more for each says whether a rank has a gradient of it.
+    # One more entry for each says whether a rank has a gradient for it.
     found = [find_tensor(module, name) for name in layout.partial]
     partial = {id(tensor): tensor.nbytes + tensor.itemsize for tensor in found}
     return tensor_bytes(
@@ -149,7 +149,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _width(module: nn.Module, region: Region) -> int | None:
-    """Return the width of what enters and leaves a region, None where it is not plain or the two differ."""
+    """Return the input and output width of a region; None where it is not plain or the two differ."""
     roles = list(region.roles.values())
     if not set(roles) <= _PLAIN_ROLES or region.shared or region.inputs or region.results:
         return None

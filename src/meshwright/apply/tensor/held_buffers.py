@@ -1,4 +1,4 @@
-"""Buffers of which each rank has a part, where a script assigns another tensor to one between steps."""
+"""Buffers of which each rank has a part, and tensors that a script assigns in their place between steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__: list[str] = []
 
 
 class HeldBuffer:
-    """One such buffer.
+    """One buffer of which each rank has a part.
 
     Args:
         name: Its FQN.
-        slots: The buffers of its module.
+        slots: The buffer dict of its module.
         own: Its name there.
-        shape: The whole one's.
-        layout: What this rank has of it.
+        shape: The whole buffer's shape.
+        layout: This rank's part of it.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class HeldBuffer:
         self._tensor = slots[own]
 
     def take_replacement(self) -> None:
-        """Take this rank's part of a tensor that was assigned in its place; the buffer stays the object that it was.
+        """Copy this rank's part of a tensor assigned in the buffer's place into the buffer, and keep the buffer object.
 
         Raises:
-            ApplyError: It is neither the whole one nor computed of this rank's part.
+            ApplyError: The tensor is neither whole nor computed from this rank's part.
         """
         found, tensor = self._slots.get(self._own), self._tensor
         if found is tensor or tensor is None:

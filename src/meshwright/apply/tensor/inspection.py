@@ -1,4 +1,4 @@
-"""A part of a cut model run a second time as one device runs it, on the live data, and compared."""
+"""Inspection of a cut part: a second run as on one device, on the live data, compared with the first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _under_way = 0
 
 
 def is_inspecting() -> bool:
-    """Tell whether what runs now is a comparison, and no part of the model's own forward; for those who count."""
+    """Tell whether an inspection is running, and not the model's own forward; for code that counts calls."""
     return _under_way > 0
 
 
@@ -42,19 +42,19 @@ def _noted() -> Iterator[None]:
 def compare_runs(
     module: nn.Module, name: str, given: Any, *, cut: Callable[[Any], Any], whole: Callable[[Any], Any]
 ) -> tuple[list[Finding], list[Mask]]:
-    """Run a module on shards and whole, and return in what they differ, and the masks of the shards.
+    """Run a module on shards and whole, and return the differences, and the masks of the shards.
 
-    The module and what it is given are left as they were.
+    The module and its arguments are left unchanged.
 
     Args:
         module: The module.
         name: Its FQN.
         given: Its arguments; each run has copies of their tensors, which it may write over.
         cut: Runs it on shards.
-        whole: Runs it as one device.
+        whole: Runs it as on one device.
     """
     results = []
-    # Selective recompute, for one, keeps what a mode of it sees, and would look for it in backward.
+    # A dispatch mode such as selective recompute's would record these calls, and expect them again in backward.
     modes = NotedDropout(), NotedDropout()
     with torch.no_grad(), without_dispatch_modes(), _noted():
         for run, mode in zip((cut, whole), modes, strict=True):
@@ -73,7 +73,7 @@ def compare_runs(
 
 @contextlib.contextmanager
 def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Put back, afterwards, buffers, attributes and random states that a run inside has changed."""
+    """Restore buffers, attributes and random states after the context."""
     buffers = BufferSnapshot(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
     inside = [value for own, _ in attributes for name, value in own.items() if name not in OF_TORCH]

@@ -1,4 +1,4 @@
-"""Random states from which dropout draws on ranks that share a layer: shards must have masks of their own, copies one."""
+"""Random states of dropout on ranks that share a layer: shards must have different masks, copies the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 class NotedDropout(WithoutDropout):
-    """Dropout that lets everything through, and notes of the shapes that it would have masked, and of the generator's state."""
+    """Dropout that drops nothing, and records each shape and the generator's state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class NotedDropout(WithoutDropout):
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """One dropout of a part: whether it is on a shard, and a digest of the state that it draws from."""
+    """One dropout call of a part: whether it is on a shard, and a digest of its random state."""
 
     part: str
     is_shard: bool
@@ -46,7 +46,7 @@ class Mask:
 
 
 def masks_of(part: str, cut: NotedDropout, whole: NotedDropout) -> list[Mask]:
-    """Return the masks of a run on shards, beside one of the whole; nothing where they did not call the same."""
+    """Return the masks of a run on shards, beside those of the whole; nothing where the two did not call the same."""
     if len(cut.notes) != len(whole.notes):
         return []
     pairs = zip(cut.notes, whole.notes, strict=True)
@@ -54,10 +54,10 @@ def masks_of(part: str, cut: NotedDropout, whole: NotedDropout) -> list[Mask]:
 
 
 def compare_masks(group: Communicator, masks: Sequence[Mask], device: torch.device) -> list[Finding]:
-    """Return where shards draw one mask, or copies several, each part once, on the first rank; every rank calls it."""
+    """Return where shards share a mask, or copies differ, each part once, on the first rank; every rank calls it."""
     everyone = group.all_gather_json([dataclasses.astuple(mask) for mask in masks], device=device)
     if len({tuple(row[:2] for row in map(tuple, theirs)) for theirs in everyone}) > 1:
-        return []  # a rank without a part of a tensor draws nothing for it
+        return []  # a rank without entries of a tensor draws nothing for it
     findings: dict[str, Finding] = {}
     for place, mask in enumerate(masks if group.group_rank == 0 else ()):
         states = [theirs[place][2] for theirs in everyone]

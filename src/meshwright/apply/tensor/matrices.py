@@ -1,4 +1,4 @@
-"""Whole matrices for an optimizer that needs them, for as long as its step takes."""
+"""Whole matrices during the step of an optimizer that needs them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__: list[str] = []
 
 
 class WholeMatrices:
-    """Puts what is cut together before an optimizer's step, and cuts it again after it.
+    """Gathers cut parameters and gradients before an optimizer's step, and cuts them again after it.
 
-    Every rank of the group takes the same step on the same matrices, so the optimizer's state is whole on each of them: memory
-    that an optimizer which treats each element by itself does not need.
+    Every rank of the group takes the same step on the same matrices, so each holds the optimizer's whole state. An elementwise
+    optimizer does not need that memory.
 
     Args:
-        cutting: What is cut.
+        cutting: The cut module.
     """
 
     def __init__(self, cutting: Cutting) -> None:
         self._cutting = cutting
         self._local: list[tuple[Tensor, Tensor | None]] = []
-        self._depth = 0  # torch calls its hooks again where a step calls its base class's
+        self._depth = 0  # torch runs step hooks twice where a step calls its base class's
 
     @property
     def are_whole(self) -> bool:
-        """Whether parameters and gradients are whole now. A shape does not say so: one rank may hold all of a tensor."""
+        """Whether parameters and gradients are whole now. Shapes cannot tell: one rank may hold all of a tensor."""
         return self._depth > 0
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -48,7 +48,7 @@ class WholeMatrices:
             parameter.grad = None if gradient is None else gather_full(gradient, layouts[name], group)
 
     def leave(self) -> None:
-        """Give every parameter its shard of the new value, and the shard of the gradient that it had."""
+        """Give every parameter its shard of the new value, and its shard of the gradient."""
         self._depth -= 1
         if self._depth:
             return

@@ -1,8 +1,8 @@
-"""A part of a cut model, and the ways in which a call of it runs: on shards, on slices of the stream, or as on one device.
+"""Part of a cut model, and the ways to run a call of it: on shards, on slices of the stream, or as on one device.
 
-A part is the smallest module around regions for which there is a proof: a layer of a chain with all regions in it, the scope of a
-region elsewhere, an embedding or a head of a cut vocabulary. Its guard says for which calls the proof holds; any other call runs
-whole: every rank gathers the part's parameters for that long, and computes what one device computes.
+A part is the smallest module around regions that has a proof. It is a layer of a chain with all its regions, the scope of any
+other region, or an embedding or head of a cut vocabulary. Its guard knows the calls for which the proof holds. Any other call
+runs whole: each rank gathers the part's parameters for the call and computes what one device computes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Forward = Callable[..., Any]
 
 
 class CallGuard(Protocol):
-    """What says which calls of a part are proven (`guards/part_guard.py`)."""
+    """A part's guard, as the part uses it (`guards/part_guard.py`)."""
 
     reasons: list[str]
     """Why calls ran whole; each once."""
 
     def refresh(self) -> None:
-        """Take note of what was changed on the module since the last step."""
+        """Take over what was changed on the module since the last step."""
         ...
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether shards give what the whole gives for this call."""
+        """Tell whether shards are proven to equal the whole for this call."""
         ...
 
 
@@ -57,13 +57,13 @@ class Part:
 
     Args:
         name: Its FQN.
-        module: It, cut.
+        module: The module, cut.
         regions: Its regions.
         chain: The chain whose layer it is, or None.
         hands_on: Whether the next module of the chain takes the stream in slices.
-        values: Gives the whole tensors, by name from the module on, with which it runs as on one device.
+        values: Returns the whole tensors, by name from the module on, with which it runs as on one device.
         attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
-        guard: Says which calls are proven; None where it is being proven itself.
+        guard: Knows the proven calls; None during the part's own proof.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Part:
             region.is_open = False
 
     def install(self, change: Callable[[nn.Module, str, Any], None]) -> None:
-        """Put the part's forward around that of its module; `change` sets an attribute and can take it back."""
+        """Wrap the module's forward in the part's; `change` sets an attribute and can undo it."""
         module = self.module
-        # In which way a call runs is decided once; what it then changes is changed in backward's repetition, too.
+        # The way to run a call is decided once; backward's repetition makes the same changes.
         change(module, "__class__", with_repeated_forward(module, self._repeated))
         change(module, "__class__", with_forward(type(module), self._guarded(type(module).forward)))
 
@@ -115,7 +115,7 @@ class Part:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if guard is not None and not guard.allows(args, kwargs):
                 return self._run_whole(original, module, args, kwargs)
-            # Not where somebody follows each function: a pipeline's stages would see calls that the others do not make.
+            # Not while each function call is followed: a pipeline's stages would see calls that the others do not make.
             if self.is_inspected and current_function_mode() is None:
                 self._inspect(original, module, args, kwargs)
             return self._run_cut(original, module, args, kwargs)
@@ -123,7 +123,7 @@ class Part:
         return forward
 
     def use_switch(self, switch: ShardSwitch) -> None:
-        """Take note of what guards the part's parameters while other code than its own runs."""
+        """Set the switch that guards the part's parameters while other code runs."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         self._switch, self._own = switch, switch.entries_of(tensors)
 
@@ -143,13 +143,13 @@ class Part:
                 region.is_open = was
 
     def refuse_patched(self) -> None:
-        """Raise ApplyError where the module has another forward than the part's, so that nothing guards its calls."""
+        """Raise ApplyError if the module's forward was replaced after the cut, so that its calls are not guarded."""
         if self._class is None:
             self._class = type(self.module)
         if type(self.module) is not self._class or ("forward" in vars(self.module)) != self._is_patched:
             raise ApplyError(
                 f"the forward of '{self.name or 'the model itself'}' was replaced after the plan was applied, and the new one "
-                "was not proven to give one device's numbers on shards",
+                "is not proven to give one device's numbers on shards",
                 fix="replace it before apply_plan",
             )
 
@@ -209,7 +209,7 @@ class Part:
                 setattr(owner, key, full)
             for region in self._regions:
                 region.is_whole = True
-            # A checkpoint inside would repeat its forward in backward, when all this is over.
+            # A checkpoint inside would repeat its forward in backward, after these changes are undone.
             with replaced_tensors(self.module, self._values()), PlainCheckpoints(lambda: True, lambda _: None):
                 yield
         finally:
@@ -236,7 +236,7 @@ class Part:
 
 
 def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether a tensor is a view of another, of all of it as it lies in memory."""
+    """Tell whether a tensor is a view of all of another one's memory."""
     with without_function_modes():  # whoever follows what is called would see what the layer does not do
         base = tensor._base
         if base is None or base is not (other if other._base is None else other._base):

@@ -1,4 +1,4 @@
-"""What a plan says of a layout: how much is cut, what is whole, and why."""
+"""Reasons that a plan gives for its layout: how much is cut, what is whole, and why."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def reasons_of(layout: TensorLayout, sizes: Mapping[str, int], num_ranks: int, p
     """Return the lines of a plan's reasons.
 
     Args:
-        layout: What is cut.
+        layout: The layout.
         sizes: FQN -> entries of the full parameter [count].
         num_ranks: Ranks that share each layer [count].
-        parts: The parts that are cut, whose guards know what ran whole.
+        parts: The cut parts; their guards know which calls ran whole.
     """
     total = max(1, sum(sizes.values()))
     cut = sum(size for name, size in sizes.items() if name in layout.cuts)

@@ -1,4 +1,4 @@
-"""What is remembered on one rank while a model whose layers are cut runs: random states, what has come in, slices' sizes."""
+"""State of a rank while a cut model runs: random states, tensors that have entered a region, sizes of slices."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ __all__: list[str] = []
 
 
 class Drawing:
-    """What ranks that share layers draw: the same numbers for copies of a tensor, others for shards of one."""
+    """Random numbers of ranks that share layers: the same for copies of a tensor, different for shards of one."""
 
     def __init__(self, group: Communicator) -> None:
         self._group = group
         self._state: tuple[Tensor, Tensor | None] | None = None
 
     def apart(self, device: torch.device) -> None:
-        """From here each rank draws for itself, from a state that follows from the common one: recompute repeats it."""
+        """Start drawing per rank, from a state derived from the common one, so that recompute can repeat it."""
         if self._state is not None:
             return
         seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._state = (torch.get_rng_state(), cuda)
         own = (seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63
-        torch.default_generator.manual_seed(own)  # torch.manual_seed takes 100 us: it looks for every kind of device
+        torch.default_generator.manual_seed(own)  # torch.manual_seed takes 100 us: it seeds every kind of device
         if cuda is not None:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(own)
 
     def together(self, device: torch.device) -> None:
-        """From here all ranks draw the same again."""
+        """Start drawing the same numbers on all ranks again."""
         if self._state is None:
             return
         state, cuda = self._state
@@ -59,21 +59,21 @@ class Drawing:
 
     @property
     def is_apart(self) -> bool:
-        """Whether each rank draws for itself at the moment."""
+        """Whether each rank is drawing for itself."""
         return self._state is not None
 
     def forget(self, device: torch.device) -> None:
-        """Put back what a forward that did not end has set."""
+        """Reset what a forward that did not end has set."""
         self.together(device)
 
 
 class RunningChain:
-    """A chain of layers on one rank, as it runs.
+    """A chain of layers on one rank, while it runs.
 
     Args:
         chain: The layers.
         group: The ranks.
-        drawing: What they draw.
+        drawing: Their random numbers.
     """
 
     def __init__(self, chain: Chain, group: Communicator, drawing: Drawing) -> None:
@@ -88,12 +88,12 @@ class RunningChain:
 
     @property
     def is_on_slices(self) -> bool:
-        """Whether what runs now is inside of a layer on slices; backward repeats nothing else of a chain's."""
+        """Whether the running code is inside a layer on slices; backward repeats nothing else of a chain."""
         return self._is_running or is_in_backward()
 
     @contextlib.contextmanager
     def running(self, dim: int, sizes: tuple[int, ...]) -> Iterator[None]:
-        """Run a layer inside whose stream lies in slices of these sizes along this dim."""
+        """Run a layer inside the context, with its stream in slices of these sizes along this dim."""
         before = self._is_running
         self._is_running, self.dim, self.sizes = True, dim, sizes
         try:
@@ -103,7 +103,7 @@ class RunningChain:
 
     @contextlib.contextmanager
     def drawing_apart(self, layer: nn.Module, device: torch.device) -> Iterator[None]:
-        """Have each rank draw for itself inside, where dropout in a layer on slices draws."""
+        """Draw per rank inside the context, if dropout in a layer on slices draws."""
         if not (self.chain.drops and layer.training):
             yield
             return
@@ -114,35 +114,35 @@ class RunningChain:
             self.drawing.together(device)
 
     def take(self, stream: Tensor) -> Tensor:
-        """Return this rank's slice of what a layer takes: of the layer before, where nobody has looked at it between them."""
+        """Return this rank's slice of a layer's input: the previous layer's own, if nothing has used the whole since."""
         if isinstance(stream, Slices) and stream.is_in_slices and stream.cut_dim in self.chain.dims:
             self.dim, self.sizes = stream.cut_dim, stream.sizes
             return stream.local_to_use()
         stream = make_whole(stream)
-        # Equal parts of dim 0 lie one after the other in memory: nothing has to be copied before or after an exchange.
+        # Equal parts of dim 0 are contiguous in memory: no copy is needed before or after an exchange.
         even = (dim for dim in self.chain.dims if stream.shape[dim] % self.group.size == 0)
         self.dim = next(even, self.chain.dims[-1])
         self.sizes = even_sizes(stream.shape[self.dim], self.group.size)
         return scatter_to_group(stream, self.group, dim=self.dim, sizes=self.sizes)
 
     def scatter_again(self, stream: Tensor) -> Tensor:
-        """Return this rank's slice of what was computed of the whole sequence on the way."""
+        """Return this rank's slice of a tensor that was computed from the whole sequence inside the layer."""
         return scatter_to_group(stream, self.group, dim=self.dim, sizes=self.sizes)
 
     def hand_on(self, stream: Tensor, dim: int, sizes: tuple[int, ...]) -> Slices:
-        """Return what a layer gives as a tensor that looks whole: the next layer takes the slice, everybody else gathers it."""
+        """Return a layer's result as `Slices`: the next layer takes the slice, any other code gathers it."""
         return Slices.of(stream, self.group, dim, sizes)
 
     def gather(self, stream: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        """Return what the last layer gives, put together."""
+        """Return the last layer's result, gathered."""
         return gather_from_group(stream, self.group, dim=dim, sizes=sizes)
 
 
 class RunningRegion:
-    """A region on one rank, as it runs.
+    """A region on one rank, while it runs.
 
     Args:
-        region: What is cut.
+        region: The region.
         group: The ranks that share it.
         drawing: What they draw.
         chain: The layers on slices that it lies in, or None.
@@ -162,19 +162,19 @@ class RunningRegion:
         self._entered: tuple[Tensor, int | None, bool, Tensor] | None = None
 
     def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:
-        """Take a tensor in, whole or this rank's slice; projections that share it share one exchange.
+        """Take a tensor into the region, whole or as this rank's slice; projections of one tensor share one exchange.
 
         Args:
-            tensor: What a column is called with.
+            tensor: The input of a column.
             is_whole: Whether it is whole even where layers run on slices.
         """
         tensor = make_whole(tensor)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             return tensor
-        # In inference mode a tensor has no version that would tell whether it was written into: it comes in anew.
+        # In inference mode a tensor has no version that would show a write, so it enters again.
         key = (None if tensor.is_inference() else tensor._version, torch.is_grad_enabled())
         if self._entered is not None:
-            if self._entered[3] is tensor:  # it came in at the module around
+            if self._entered[3] is tensor:  # it has entered at the enclosing module
                 return tensor
             if self._entered[0] is tensor and self._entered[1:3] == key and key[0] is not None:
                 return self._entered[3]
@@ -189,7 +189,7 @@ class RunningRegion:
 
     @property
     def is_on_slices(self) -> bool:
-        """Whether the stream comes in slices now; a module of the region may as well be called outside of its layer."""
+        """Whether the stream comes in slices now; a module of the region may also be called outside its layer."""
         return self.chain is not None and self.chain.is_on_slices
 
     def is_slice_of_stream(self, tensor: Tensor) -> bool:
@@ -200,7 +200,7 @@ class RunningRegion:
         return tensor.shape[chain.dim] == chain.sizes[self.group.group_rank]
 
     def leave(self, term: Tensor) -> Tensor:
-        """Add up the ranks' terms; where layers run on slices, of this rank's slice."""
+        """Sum the ranks' terms; where layers run on slices, only for this rank's slice."""
         self._entered = None
         if self.is_on_slices and self.chain is not None:
             return reduce_scatter_along(term, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
@@ -209,26 +209,26 @@ class RunningRegion:
         return reduce_from_group(term, self.group)
 
     def forget(self) -> None:
-        """Forget a forward that did not end."""
+        """Drop the state of a forward that did not end."""
         self._entered = None
 
     def sizes(self, full: int) -> tuple[int, ...]:
-        """Return every rank's share of a size that is shared out as the region's units are."""
+        """Return every rank's share of a size that is divided like the region's units."""
         shares = self.region.shares(full, self.group.size)
         if shares is None:
             raise InternalError(f"{full} entries are not shared out as {self.region.num_units} units are")
         return shares
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        """Put slices together."""
+        """Gather slices."""
         return gather_from_group(local, self.group, dim=dim, sizes=self.sizes_of(local, dim))
 
     def slices(self, local: Tensor, dim: int) -> Slices:
-        """Return the slices as one tensor that looks whole."""
+        """Return the slices as one tensor that acts as a whole one."""
         return Slices.of(local, self.group, dim, self.sizes_of(local, dim))
 
     def sizes_of(self, local: Tensor, dim: int) -> tuple[int, ...]:
-        """Return every rank's size along a dim in which the tensor lies in slices."""
+        """Return every rank's size along the dim in which the tensor is sliced."""
         counts = even_sizes(self.region.num_units, self.group.size)
         own = counts[self.group.group_rank]
         full = local.shape[dim] * self.region.num_units // own if own else 0

@@ -1,6 +1,6 @@
-"""What modules of a region do at its edge while the model runs.
+"""Roles of modules at a region's edge: the exchanges and changes around their forwards.
 
-Inside a region the user's own code computes, on smaller tensors.
+Inside a region the user's own code runs, on smaller tensors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Forward = Callable[..., Any]
 
 
 def unless_whole(original: Forward, running: RunningRegion, forward: Forward) -> Forward:
-    """Return a forward that is the module's own while its region computes as on one device."""
+    """Return a forward that is the module's own while its region runs as on one device."""
 
     def chosen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (running.is_open or is_in_backward()):
             raise ApplyError(
                 f"a {type(self).__name__} of {running.region.scope or 'the model'!r} was called outside of the module with which "
-                f"it was cut over {running.group.size} ranks; what it gives is a part",
+                f"it was cut over {running.group.size} ranks, and its result is only a part",
                 fix="call the module around it, as in the first batch; or pass an example_batch= that calls it so; or use tp=1",
             )
         return (original if running.is_whole else forward)(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def unless_whole(original: Forward, running: RunningRegion, forward: Forward) ->
 
 
 def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_whole: bool = False) -> Forward:
-    """Return the forward of a module that plays a role; `takes_whole` where its input is never in slices."""
+    """Return the forward of a module with a role; `takes_whole` where its input is never in slices."""
     original = type(module).forward
     if role == "row":
         return _row_forward(original, running)
@@ -93,7 +93,7 @@ def _row_forward(original: Forward, running: RunningRegion) -> Forward:
 
 @contextlib.contextmanager
 def _without_bias(module: nn.Module, bias: Tensor) -> Iterator[None]:
-    """Hide a bias, which is to be added once, after the sum. Where a class wants one it gets zeros."""
+    """Hide a bias, which is added once, after the sum. A class that requires one gets zeros."""
     hides = isinstance(module, (nn.Linear, Convolution))
     module._parameters["bias"] = None if hides else torch.zeros_like(bias, requires_grad=False)  # pyright: ignore
     try:
@@ -108,7 +108,7 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def enter(tensor: Tensor) -> Tensor:
-            # Without gradients nothing but its sizes tells the stream from a mask.
+            # Without gradients only its sizes distinguish the stream from a mask.
             enters = tensor.requires_grad or isinstance(tensor, Slices) or running.is_slice_of_stream(tensor)
             return running.enter(tensor) if enters else tensor
 
@@ -123,10 +123,10 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
 @contextlib.contextmanager
 def _in_one_term(scope: nn.Module, names: tuple[str, ...], *, is_here: bool) -> Iterator[None]:
-    """Have parameters be zeros, with gradients of zero, on all ranks but the one whose term of a sum has them.
+    """Set parameters to zero, with zero gradients, on all ranks but the one whose term of a sum includes them.
 
-    That rank multiplies too, by one: autograd goes through a graph in its order, and where gradients leave in backward
-    (ZeRO-2 and 3) the ranks must come to their exchanges in the same order.
+    That rank multiplies by one, so that all ranks have the same graph: where gradients are sent in backward (ZeRO-2 and 3),
+    the ranks must reach their exchanges in the same order.
     """
     owners = [(scope.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in names]
     kept = [parameters[name] for parameters, name in owners]
@@ -157,7 +157,7 @@ def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
         if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num:
             raise IndexError(f"a token id is outside 0 .. {num - 1}: {int(ids.min())} .. {int(ids.max())}")
         strange = (ids < first) | (ids >= last)
-        # Whatever else a look-up does, it does with the ids that it is given: strange ones must not be among them.
+        # A look-up may do more with its ids (norms, counts), so ids of other ranks must not be among them.
         counts = isinstance(self, nn.Embedding) and (
             self.scale_grad_by_freq or self.sparse or self.max_norm is not None
         )
@@ -181,14 +181,14 @@ def _vocabulary_forward(original: Forward, running: RunningRegion) -> Forward:
 
 
 def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
-    """Return the forward of a region's scope, for tensors that enter or leave in slices and for sizes to translate."""
+    """Return the forward of a region's scope, for tensors that enter or leave in slices and sizes that need translation."""
     original = type(module).forward
     region = running.region
     inputs = dict(region.inputs)
     results = {result.index: result.dim for result in region.results if result.dim is not None}
 
     def enter(index: int, tensor: Tensor) -> Tensor:
-        # Slices of another region with the same units, wherever they stand: an argument before may be missing this time.
+        # Slices of another region with the same units, at any position: an earlier argument may be missing in this call.
         if isinstance(tensor, Slices) and tensor.sizes == region.shares(sum(tensor.sizes), running.group.size):
             return tensor.local_to_use()
         if index not in inputs:
@@ -224,7 +224,7 @@ def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
 
 
 def entry_forward(module: nn.Module, running: RunningRegion) -> Forward:
-    """Return the forward of a module around a region's columns, which takes the whole sequence in for them."""
+    """Return the forward of a module around a region's columns, which gathers the sequence for them."""
     original = type(module).forward
     wanted = set(running.region.entered)
 
@@ -255,12 +255,12 @@ def change_stream(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def is_stream(tensor: Tensor) -> bool:
-    """Tell whether a tensor may be what layers hand on: [batch, sequence, width]."""
+    """Tell whether a tensor may be the stream between layers: [batch, sequence, width]."""
     return tensor.dim() == 3 and tensor.is_floating_point()
 
 
 def shared_forward(module: nn.Module, full_units: int, running: RunningRegion, *, takes_whole: bool) -> Forward:
-    """Return the forward of a Linear of grouped keys or values: this rank's part of a weight that every rank has whole."""
+    """Return the forward of a Linear of grouped keys or values: this rank uses a part of a weight that all hold whole."""
     first, last = running.region.units(running.group.size, running.group.group_rank)
     ratio = running.region.num_units // full_units
     wanted = sorted({unit // ratio for unit in range(first, last)})

@@ -1,8 +1,8 @@
-"""Sizes that code computes from the full model, translated to the shard's: `y.view(B, T, C)` where this rank has C / 2.
+"""Translation of sizes that code computes from the full model to the shard's: `y.view(B, T, C)` where this rank has C / 2.
 
-Most attention code counts its heads by -1 or by an integer of its own, which is replaced once (`Region.integers`). Code that
-takes the width from its input's shape leaves nothing to replace. For such a region alone, reshapes, splits and expansions go
-through here while its scope runs, and sizes that cannot be right for this tensor, but would be for the whole one, are replaced.
+Most attention code takes its heads as -1 or from an integer attribute, which is replaced once (`Region.integers`). Code that
+takes the width from its input's shape leaves nothing to replace. For such regions alone, reshapes, splits and expansions pass
+through here while the scope runs. A size that cannot be right for this tensor, but would be for the whole one, is replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Resizing(TorchFunctionMode):
     """Translates sizes while a region's scope runs.
 
     Args:
-        region: The region; sizes that are its units or its groups' sizes are the ones that may be translated.
+        region: The region; only sizes that are its units' or its groups' may be translated.
         group: The ranks that share it.
     """
 
@@ -41,7 +41,7 @@ class Resizing(TorchFunctionMode):
         self._num_units, self._own = region.num_units, last - first
 
     def _local(self, size: int) -> int | None:
-        """Return what this rank has of a full size, or None where it is not a multiple of the units."""
+        """Return this rank's share of a full size, or None where it is not a multiple of the units."""
         if size < self._num_units or size % self._num_units:
             return None
         return size // self._num_units * self._own
@@ -73,8 +73,8 @@ class Resizing(TorchFunctionMode):
         return tensor, dim, tuple(self._fitting(list(sizes), (tensor.shape[dim],)))
 
     def _fitting(self, sizes: list[int], shape: Sequence[int]) -> list[int]:
-        """Return the sizes with the one replaced that makes a tensor of this shape fit; as they are where nothing does."""
-        # Not the dims that stay as they are, batch and length as a rule: rather an error than another length.
+        """Return the sizes with the one replaced that makes a tensor of this shape fit; unchanged where none does."""
+        # Not the unchanged dims, usually batch and length: an error is better than another length.
         kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sizes, shape, strict=False)))
         if -1 in sizes:
             return [*sizes[:kept], *self._fitting_open(sizes[kept:])]
@@ -89,7 +89,7 @@ class Resizing(TorchFunctionMode):
         return sizes
 
     def _fitting_open(self, sizes: list[int]) -> list[int]:
-        """With a -1 every number fits that divides: a size that is exactly the units is the shard's, else the sizes stay."""
+        """With a -1 every divisor fits: a size that equals the units becomes the shard's, else the sizes stay."""
         if sizes.count(self._num_units) == 1:
             index = sizes.index(self._num_units)
             return [*sizes[:index], self._own, *sizes[index + 1 :]]
@@ -101,7 +101,7 @@ class Resizing(TorchFunctionMode):
         have = tensor.shape[dim]
         if isinstance(sizes, int):
             local = self._local(sizes)
-            # Equal parts of a whole tensor are to be equal parts of the shard.
+            # Equal parts of a whole tensor become equal parts of the shard.
             fits = (local is not None and local > 0 and have % local == 0 and have % sizes != 0) or self._is_own(
                 have, sizes
             )
@@ -143,7 +143,7 @@ class Resizing(TorchFunctionMode):
         return tuple(items)
 
     def _bounds(self, item: slice, have: int) -> slice:
-        """Return the shard's bounds of a slice whose bounds are full groups' and pass the tensor's end."""
+        """Return the shard's bounds of a slice whose bounds are those of full groups and exceed the tensor."""
         bounds = [bound for bound in (item.start, item.stop) if isinstance(bound, int) and bound > 0]
         if item.step is not None or not bounds:
             return item

@@ -1,16 +1,16 @@
-"""A tensor that lies in slices on the ranks, and looks whole: logits of a vocabulary that is cut, the stream between layers.
+"""Tensor in slices over the ranks that acts as a whole one: logits of a cut vocabulary, the stream between layers.
 
-To put such a tensor together costs more than the layer that made it, and whoever takes it next may not need it: cross-entropy
-computes on slices of logits, and a layer on slices of the stream. So it stays in slices as long as it is only reshaped along
-other dims and then given to one of those. Whatever else is done with it gathers it first, once; so any code is right, and
-the usual code is quick. The one tensor subclass at run time; it never enters a layer.
+Gathering such a tensor costs more than the layer that made it, and its next use may not need it. Cross-entropy computes on slices
+of logits, a layer on slices of the stream. So it stays in slices while it is only reshaped along other dims and then given to one
+of those. Any other use gathers it first, once. So all code is right, and the common code is fast. It is the only tensor subclass
+at run time, and it never enters a layer.
 
-[Note: gradients] Whoever asks for the gradient of such a tensor (a hook, `retain_grad`, `torch.autograd.grad`) gets the whole
-one of all uses, also of those before: each rank's slice has its part of it, and the parts are put together.
+[Note: gradients] Code that asks for the gradient of such a tensor (a hook, `retain_grad`, `torch.autograd.grad`) gets the whole
+gradient of all uses, earlier ones too: the parts of the ranks' slices are gathered.
 
-[Note: gathered for good] Once gathered, a tensor and all views of it stay whole: somebody may hold a view of what was
-gathered and write into it (`logits[..., n:] = -1e9`), and the slices would not see that. Views that were taken before are taken
-again, of the whole tensor, so that memory is shared as on one device.
+[Note: gathered for good] Once gathered, a tensor and all views of it stay whole. Code may hold a view of the gathered tensor and
+write into it (`logits[..., n:] = -1e9`), which the slices would not see. Earlier views are taken again, of the whole tensor, so
+that memory is shared as on one device.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Slices(Tensor):
 
     @staticmethod
     def of(local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> Slices:
-        """Return the tensor whose slice on this rank is `local`.
+        """Return the tensor with the slice `local` on this rank.
 
         Args:
             local: This rank's slice, with its graph.
             group: The ranks.
-            dim: Where the slices lie.
+            dim: The sliced dim.
             sizes: Every rank's size along it.
         """
         dim, sizes = dim % local.dim(), tuple(sizes)
@@ -111,7 +111,7 @@ class Slices(Tensor):
 
     @property
     def is_in_slices(self) -> bool:
-        """Whether `local` is still what counts; see [Note: gathered for good]."""
+        """Whether `local` is still valid; see [Note: gathered for good]."""
         return self._whole is None and (self._parent is None or self._parent.is_in_slices)
 
     def local_to_use(self) -> Tensor:
@@ -125,7 +125,7 @@ class Slices(Tensor):
             self._parent._note_taken()
 
     def gathered(self) -> Tensor:
-        """Return the plain, whole tensor. Every rank of the group comes here together."""
+        """Return the plain, whole tensor. Every rank of the group calls this together."""
         whole = self._put_together()
         for alias in self._aliases:
             alias.is_used()
@@ -133,7 +133,7 @@ class Slices(Tensor):
 
     def _put_together(self) -> Tensor:
         if self._whole is None:
-            # With its graph, whoever looks first: somebody may look without gradients, to log a norm.
+            # With its graph in any case: the first use may be without gradients, to log a norm.
             with torch.set_grad_enabled(self.local.requires_grad or torch.is_grad_enabled()):
                 if self._parent is None:
                     self._whole = gather_from_group(self.local, self.group, dim=self.cut_dim, sizes=self.sizes)
@@ -163,10 +163,10 @@ class Slices(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Below autograd, from inside of somebody's autograd.Function: values are enough, the gradient comes to `_Wrap`.
+        # Below autograd, inside a user's autograd.Function: values are enough, the gradient goes to `_Wrap`.
         if func._schema.is_mutable:
             raise ApplyError(
-                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside of an "
+                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside an "
                 "autograd.Function",
                 fix="clone the tensor before it is given to the function",
             )
@@ -175,7 +175,7 @@ class Slices(Tensor):
     # -- its gradient -------------------------------------------------------------------------------------------
 
     def _has_gradient_of_all_uses(self, func: Callable[..., Any]) -> bool:
-        """Tell whether the slices' gradient is that of all uses; not where the whole was written over since: then it counts."""
+        """Tell whether the slices' gradient covers all uses; if the whole was written over since, the whole's gradient counts."""
         if self.is_in_slices:
             return True
         if self._parent is None:
@@ -237,7 +237,7 @@ class Slices(Tensor):
         return None
 
     def _like(self, func: Callable[..., Any], args: Any, kwargs: Any, local: Tensor, dim: int) -> Slices:
-        """Return what a function that keeps the slices apart gives; `args` are those of the whole tensor."""
+        """Return the result of a function that keeps the slices apart; `args` are those of the whole tensor."""
         if local is self.local:
             return self
         made = Slices.of(local, self.group, dim, self.sizes)
@@ -273,7 +273,7 @@ class Slices(Tensor):
         return self._like(func, args, kwargs, self.local.flatten(start, end), moved)
 
     def _item(self, func: Callable[..., Any], args: Any) -> Any:
-        """Keep `x[..., :-1, :]` and the like: plain slices, of which the one along the cut dim takes everything."""
+        """Keep `x[..., :-1, :]` and the like in slices: plain slices that take everything along the cut dim."""
         index = args[1]
         items = list(index) if isinstance(index, tuple) else [index]
         if not all(item is Ellipsis or isinstance(item, slice) for item in items) or items.count(Ellipsis) > 1:
@@ -323,7 +323,7 @@ _OF_GRADIENT = {
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what torch.autograd.grad gives, of whole tensors."""
+    """Return the results of torch.autograd.grad for whole tensors."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     sliced = [
         isinstance(tensor, Slices) and tensor._has_gradient_of_all_uses(torch.Tensor.register_hook) for tensor in inputs
@@ -339,7 +339,7 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Wrap(torch.autograd.Function):
-    """The edge between a slice and the tensor that looks whole, for code that autograd alone sees: a gradient of the whole."""
+    """The edge between a slice and the tensor that acts as a whole, for code that only autograd sees: a gradient of the whole."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -389,10 +389,10 @@ def _first_of(tree: Any) -> Slices:
 
 
 def make_whole(tree: Any) -> Any:
-    """Return the tensor gathered, where it is in slices."""
+    """Return the tensor, gathered if it is in slices."""
     return tree.gathered() if isinstance(tree, Slices) else tree
 
 
 def whole_outputs(outputs: Any) -> Any:
-    """Return a model's outputs with every tensor that lies in slices put together."""
+    """Return a model's outputs with every tensor in slices gathered."""
     return map_tensors(outputs, make_whole)

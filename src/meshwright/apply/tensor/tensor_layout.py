@@ -1,8 +1,8 @@
-"""What is cut, as a value: regions of a model, found once (`search.py`), sent to every rank, applied by each (`cutting.py`).
+"""Layout as a value: the regions of a model, found once (`search.py`), sent to every rank and applied by each (`cutting.py`).
 
-A region is what runs on shards between an exchange where whole tensors enter and one where whole tensors leave. It is cut into
-`num_units` that stay together (attention heads, channels, columns of a feed-forward layer); rank r of n holds the units that
-`even_ranges` gives it, in every parameter of the region. Free of torch.
+A region runs on shards between an exchange where whole tensors enter and one where whole tensors leave. It is cut into
+`num_units` that stay together (attention heads, channels, columns of a feed-forward layer). Rank r of n holds the units that
+`even_ranges` assigns to it, in every parameter of the region. Free of torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Tell whether a module's name is another's, or that of one inside it."""
+    """Tell whether a module's name is equal to, or inside, another's."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
@@ -38,7 +38,7 @@ inner       inside a region, takes all of what lies in slices along the last dim
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut(Value):
-    """How one tensor is cut: `groups` lie one after the other along `dim`, and each is cut by the region's units."""
+    """The cut of one tensor: `groups` lie one after the other along `dim`, and each is cut by the region's units."""
 
     FORMAT: ClassVar[str] = "cut"
 
@@ -50,15 +50,15 @@ class Cut(Value):
     def __post_init__(self) -> None:
         self._check_types()
 
-    def layout(self, shape: tuple[int, ...], num_units: int, num_parts: int, part: int) -> ShardLayout:
-        """Return the part of a full tensor that a rank holds."""
+    def layout(self, shape: tuple[int, ...], num_units: int, num_tp_ranks: int, part: int) -> ShardLayout:
+        """Return a rank's part of a full tensor."""
         units = tuple(size // num_units for size in self.groups)
-        return ShardLayout.cut(shape, self.dim, self.groups, num_parts, part, units=units)
+        return ShardLayout.cut(shape, self.dim, self.groups, num_tp_ranks, part, units=units)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Value):
-    """How the i-th tensor that the region's scope returns differs on shards: it is a term of a sum, or in slices along a dim."""
+    """The difference of the i-th tensor that the scope returns: on shards it is a term of a sum, or in slices along a dim."""
 
     FORMAT: ClassVar[str] = "result"
 
@@ -75,19 +75,19 @@ class Region(Value):
 
     Args:
         scope: Name of the innermost module that holds all of it.
-        num_units: What the ranks share out [count].
-        cuts: FQN of a parameter or buffer -> how it is cut.
-        roles: Name of a module -> what it does at the region's edge.
-        integers: (module, attribute) of integers that count what the shard has, in place of what the model has.
+        num_units: Units that are divided among the ranks [count].
+        cuts: FQN of a parameter or buffer -> its cut.
+        roles: Name of a module -> its role at the region's edge.
+        integers: (module, attribute) of integers that become the shard's count instead of the model's.
         resizes: Whether sizes that the code computes from full ones are translated as it runs (`sizes.py`).
         shared: Modules (grouped keys and values) that are whole and use the part that this rank's units need; FQN -> full units.
         partial: FQNs of parameters that every rank has whole, with the gradient of its own units only.
-        once: FQNs of parameters that rank 0's term of a sum has alone: a bias after the row, inside the scope.
-        inputs: (i, dim): the i-th tensor that the scope is called with is sliced along the dim, too.
+        once: FQNs of parameters that only rank 0's term of a sum includes: a bias after the row, inside the scope.
+        inputs: (i, dim): the scope's i-th tensor argument is sliced along the dim, too.
         results: Tensors that the scope returns and that are not whole.
         drops: Whether dropout draws inside.
         entry: In a layer that runs on slices of the sequence, the module at which it is gathered; None is at the columns.
-        entered: Which of the tensors that this module is called with.
+        entered: Index of that tensor among the module's arguments.
     """
 
     FORMAT: ClassVar[str] = "region"
@@ -112,7 +112,7 @@ class Region(Value):
 
     @property
     def is_apart(self) -> bool:
-        """Whether each of its modules is proven by itself: it takes and gives whole tensors, or slices that look whole."""
+        """Whether each of its modules has its own proof: it takes and returns whole tensors, or `Slices`."""
         return set(self.roles.values()) <= {"vocabulary", "head", "gathered"}
 
     def by_module(self) -> list[tuple[str, Region]]:
@@ -129,30 +129,30 @@ class Region(Value):
             for name, role in self.roles.items()
         ]
 
-    def units(self, num_parts: int, part: int) -> Interval:
+    def units(self, num_tp_ranks: int, part: int) -> Interval:
         """Return the units of a rank, (first, one past the last)."""
-        return even_ranges(self.num_units, num_parts)[part]
+        return even_ranges(self.num_units, num_tp_ranks)[part]
 
-    def shares(self, full: int, num_parts: int) -> tuple[int, ...] | None:
-        """Return every rank's share of a size that is shared out as the units are; None where a share is not whole."""
-        counts = [last - first for first, last in even_ranges(self.num_units, num_parts)]
+    def shares(self, full: int, num_tp_ranks: int) -> tuple[int, ...] | None:
+        """Return every rank's share of a size that is divided like the units; None where a share is not an integer."""
+        counts = [last - first for first, last in even_ranges(self.num_units, num_tp_ranks)]
         if any(full * count % self.num_units for count in counts):
             return None
         return tuple(full * count // self.num_units for count in counts)
 
-    def local_integer(self, full: int, num_parts: int, part: int) -> int | None:
-        """Return what an integer of the model is on a rank, None where it cannot be told.
+    def local_integer(self, full: int, num_tp_ranks: int, part: int) -> int | None:
+        """Return a rank's value of one of the model's integers; None where it is not known.
 
-        It counts units, or larger or smaller things that are shared out with them; or the query heads of each shared key head.
+        It counts units, larger or smaller things that are divided with them, or the query heads of each shared key head.
         """
-        first, last = self.units(num_parts, part)
+        first, last = self.units(num_tp_ranks, part)
         if self.shared and full * min(self.shared.values()) == self.num_units:
             return (last - first) // len({unit // full for unit in range(first, last)} or {0})
-        shares = self.shares(full, num_parts)
+        shares = self.shares(full, num_tp_ranks)
         return None if shares is None else shares[part]
 
     def below(self, name: str) -> Region:
-        """Return the region with names that start at the module of this name, instead of at the model."""
+        """Return the region with names relative to the module of this name, instead of the model."""
         prefix = f"{name}." if name else ""
         cut = len(prefix)
 
@@ -162,7 +162,7 @@ class Region(Value):
         return self._renamed(inner)
 
     def above(self, name: str) -> Region:
-        """Return the region with names that start at the model, where they start at the module of this name."""
+        """Return the region with names relative to the model, where they are relative to the module of this name."""
 
         def outer(path: str) -> str:
             return ".".join(part for part in (name, path) if part)
@@ -184,12 +184,12 @@ class Region(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chain(Value):
-    """Layers that run one after the other, between their regions on slices of the sequence (Korthikanti et al. 2022).
+    """Consecutive layers whose stream lies in slices of the sequence between regions (Korthikanti et al. 2022).
 
     Args:
         layers: Their names, in the order in which they run.
         partial: FQNs of parameters that every rank has whole, with the gradient of its own slice only.
-        whole_inputs: Names of columns that take something else than the sequence: another model's states.
+        whole_inputs: Names of columns with another input than the stream, such as another model's states.
         drops: Whether dropout draws inside.
         dims: The dims of [batch, sequence, width] along which slices may lie: the first that the ranks divide is taken, else
             the last.
@@ -209,7 +209,7 @@ class Chain(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout(Value):
-    """All regions of a model, and what was left whole."""
+    """All regions of a model, and the parameters left whole."""
 
     FORMAT: ClassVar[str] = "tensor layout"
 
@@ -224,9 +224,10 @@ class TensorLayout(Value):
         self._check_types()
 
     def parts(self) -> dict[str, TensorLayout]:
-        """Return the parts that are proven by themselves: name of a module -> its layout, with names that start there.
+        """Return the parts, each with a proof of its own: name of a module -> its layout, with names relative to it.
 
-        A layer of a chain with all regions in it; the scope of each other region; each embedding and head of a vocabulary.
+        Parts are a layer of a chain with all its regions, the scope of any other region, and each embedding and head of a
+        vocabulary.
         """
         layers = [(chain, layer) for chain in self.chains for layer in chain.layers]
         found = {layer: self._of_layer(chain, layer) for chain, layer in layers}
@@ -249,12 +250,12 @@ class TensorLayout(Value):
 
     @property
     def cuts(self) -> dict[str, tuple[Region, Cut]]:
-        """FQN -> (region, how it is cut) of all that is."""
+        """FQN -> (region, cut) of every cut tensor."""
         return {name: (region, cut) for region in self.regions for name, cut in region.cuts.items()}
 
     @property
     def partial(self) -> set[str]:
-        """FQNs of the parameters that every rank has whole, and whose gradients have to be added up."""
+        """FQNs of the parameters that every rank has whole, and whose gradients have to be summed."""
         return {name for part in (*self.regions, *self.chains) for name in part.partial}
 
 

@@ -1,4 +1,4 @@
-"""A part of a model that is cut, run as one device runs it: with parameters that are gathered for that long."""
+"""A part of a cut model, run as on one device with parameters gathered for the call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__: list[str] = []
 
 
 def assign_values(tensor: Tensor, values: Tensor) -> None:
-    """Have a leaf hold other values, of another shape: as `tensor.data = values`, also while a graph lives that reaches it.
+    """Give a leaf other values of another shape, as `tensor.data = values` does, even while a graph reaches it.
 
-    torch keeps the node that accumulates a leaf's gradient, with the shape of then, for as long as a graph holds it. It makes a
-    new one where the dtype changes.
+    torch keeps the node that accumulates a leaf's gradient, with its old shape, as long as a graph holds it. A change of dtype
+    makes torch create a new one.
     """
     if tensor.shape != values.shape and tensor.requires_grad:
         tensor.data = values.new_empty(0, dtype=torch.float32 if values.dtype != torch.float32 else torch.float64)
@@ -28,7 +28,7 @@ def assign_values(tensor: Tensor, values: Tensor) -> None:
 
 
 def gather_parameter(shard: Tensor, layouts: Sequence[ShardLayout], group: Communicator) -> Tensor:
-    """Return the whole of a parameter that is cut; backward keeps this rank's part of the gradient, which all compute alike.
+    """Return the whole of a cut parameter; backward keeps this rank's part of the gradient, which all ranks compute alike.
 
     Args:
         shard: This rank's part.
@@ -54,7 +54,7 @@ def gather_parameter(shard: Tensor, layouts: Sequence[ShardLayout], group: Commu
 
 
 class _Share(torch.autograd.Function):
-    """A parameter whose gradient is the same on all ranks here, and is added up over them later."""
+    """Scales a parameter's gradient, equal on all ranks here, for a sum over them that comes later."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, num_ranks: int) -> Tensor:
@@ -67,13 +67,13 @@ class _Share(torch.autograd.Function):
 
 
 def share(parameter: Tensor, num_ranks: int) -> Tensor:
-    """Return the parameter; of its gradient each of `num_ranks` ranks gets an equal share, for a sum that comes later."""
+    """Return the parameter; each of `num_ranks` ranks gets an equal share of its gradient, for a later sum."""
     return _Share.apply(parameter, num_ranks)  # pyright: ignore[reportReturnType]
 
 
 @contextlib.contextmanager
 def replaced_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have a module use other tensors in place of parameters and buffers inside.
+    """Use other tensors in place of a module's parameters and buffers inside the context.
 
     Args:
         module: The module.

@@ -1,4 +1,4 @@
-"""What a plan's `layouts` may wish for, and models whose data flow cannot be followed."""
+"""Wishes that a plan's `layouts` may hold, and models whose data flow cannot be followed."""
 
 from __future__ import annotations
 

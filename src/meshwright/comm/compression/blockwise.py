@@ -1,15 +1,15 @@
-"""The reducer that sends codes instead of numbers.
+"""Blockwise reducer: it sends codes instead of numbers.
 
-Between two ranks each sends the other all of its codes (`all_gather`). Between more, each rank owns a piece of every tensor:
-codes of the pieces go to their owners (`all_to_all`), who add them up in full precision, and the sums' codes go to everyone
-(`all_gather`). Both send 2 (n - 1) / n of the codes, what a ring sends of the numbers. A reduce-scatter is the first half.
+Of two ranks each sends the other all of its codes (`all_gather`). Of more, each rank owns a piece of every tensor. Codes of the
+pieces go to their owners (`all_to_all`), which sum them in full precision; the sums' codes go to all ranks (`all_gather`). Both
+send 2 (n - 1) / n of the codes, as a ring does of the numbers. A reduce-scatter is the first half.
 
-What rounding has taken away stays with the rank that rounded, in `unsent`, and is added to its next gradient. An owner's own
-numbers are never rounded on their way to itself, so that the place in `unsent` is free for what it rounds off the sum: one
-number an element holds the feedback of both halves (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, why it works).
+The rounding error stays with the rank that rounded, in `unsent`, and is added to its next gradient. An owner does not round its
+own numbers, so its part of `unsent` is free for the rounding error of the sum. One number an element therefore holds the feedback
+of both halves (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, on why it works).
 
-Owners are chosen tensor by tensor, and blocks begin anew with every tensor, so that no bit depends on which gradients share a
-bucket: that changes after the first step, and after a restart.
+Owners are chosen tensor by tensor, and each tensor starts a new block. So no bit depends on which gradients share a bucket, which
+changes after the first step and after a restart.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _WORTH_IT = 0.75
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CodedPart:
-    """Numbers that are coded together."""
+    """A range of numbers that are coded together."""
 
     index: int  # the tensor
     start: int
     stop: int
     owner: int  # group rank
-    at: int  # where its payload begins in the owner's row [bytes]
+    at: int  # begin of its payload in the owner's row [bytes]
     end: int
     is_coded: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where everything goes."""
+    """Offsets of all parts in the exchanged rows."""
 
     by_owner: list[list[_CodedPart]]
     width: int  # a row, the longest owner's [bytes]
@@ -61,8 +61,8 @@ class BlockwiseReducer:
 
     Args:
         group: The ranks.
-        codec: How numbers are written.
-        words: What that is called, for people.
+        codec: The code of numbers.
+        words: Its name, for a plan's reasons.
     """
 
     sends_slices = True
@@ -80,13 +80,13 @@ class BlockwiseReducer:
     # -- the reductions -----------------------------------------------------------------------------------------
 
     def all_reduce(self, gradients: GradientSet) -> Stages:
-        """Sum over all ranks, in their order or on one of them: every rank holds the same bits afterwards."""
+        """Sum over all ranks, in their order or on one of them; all ranks hold the same bits afterwards."""
         if self._group.size == 1 or not gradients.tensors or self._layout_of(gradients).width == 0:
             return
         yield from self._exchange_all(gradients) if self._group.size == 2 else self._over_owners(gradients)
 
     def _exchange_all(self, gradients: GradientSet) -> Stages:
-        """Two ranks: each has the other's codes, and both add the same numbers."""
+        """Exchange all codes between two ranks, which both add the same numbers."""
         layout = self._layout_of(gradients)
         rank = self._group.group_rank
         codes = self._rows(gradients, layout)
@@ -121,7 +121,7 @@ class BlockwiseReducer:
                 _target(gradients, part).copy_(total)
 
     def _encode_sum(self, gradients: GradientSet, part: _CodedPart, incoming: torch.Tensor, row: torch.Tensor) -> None:
-        """Add up what came for an owned part and write it, with what this rank has not sent of it."""
+        """Sum the received parts of an owned piece, add this rank's unsent rest, and encode it."""
         mine, payload = _target(gradients, part), row[part.at : part.end]
         others = self._sum_of_others(part, mine, incoming)
         if not part.is_coded:
@@ -132,13 +132,13 @@ class BlockwiseReducer:
             unsent.add_(mine).add_(others)
         elif bool(others.count_nonzero()):
             unsent.add_(others)
-        else:  # maybe nobody has a gradient, and this sum is thrown away
+        else:  # maybe no rank has a gradient, and this sum is discarded
             payload.zero_()
             return
         self._codec.encode(unsent, payload)
 
     def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
-        """Sum this rank's slice of the tensors joined end to end; the rest of them is undefined then."""
+        """Sum this rank's slice of the concatenated tensors; the rest is undefined afterwards."""
         if self._group.size == 1:
             return
         layout = self._layout_of(gradients, ends)
@@ -160,7 +160,7 @@ class BlockwiseReducer:
             mine.copy_(self._sum_of_others(part, mine, incoming).add_(mine))
 
     def _trade(self, incoming: torch.Tensor, outgoing: torch.Tensor) -> Pending:
-        """Start to send row i of `outgoing`, [size, width] bytes, to rank i, whose row of `incoming` is this rank's."""
+        """Start sending row i of `outgoing`, [size, width] bytes, to rank i; row i of `incoming` comes from it."""
         group = self._group
         return group.issue(
             "all_to_all",
@@ -172,7 +172,7 @@ class BlockwiseReducer:
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _keep_and_encode(self, gradients: GradientSet, parts: Sequence[_CodedPart], row: torch.Tensor) -> None:
-        """Add the gradient to what has not been sent yet, and write that."""
+        """Add the gradient to the unsent rest, and encode the sum."""
         for part in parts:
             payload = row[part.at : part.end]
             if not part.is_coded:
@@ -191,7 +191,7 @@ class BlockwiseReducer:
         return total
 
     def _decoded(self, part: _CodedPart, like: torch.Tensor, row: torch.Tensor, place: int) -> torch.Tensor:
-        """Return a part's numbers, [stop - start], in one of the two scratch rooms."""
+        """Return a part's numbers, [stop - start], in one of the two scratch buffers."""
         numbers = self._room(like, place)[: part.stop - part.start]
         payload = row[part.at : part.end]
         if part.is_coded or like.dtype == numbers.dtype:
@@ -219,14 +219,14 @@ class BlockwiseReducer:
     # -- the layout ---------------------------------------------------------------------------------------------
 
     def _rows(self, gradients: GradientSet, layout: _Layout) -> torch.Tensor:
-        """Return uninitialised memory for each rank's payloads: [size, width] bytes. What fills rows up is sent, but not read."""
+        """Return uninitialised memory for each rank's payloads: [size, width] bytes. Padding is sent, but not read."""
         return torch.empty((self._group.size, layout.width), dtype=torch.uint8, device=gradients.tensors[0].device)
 
     def _layout_of(self, gradients: GradientSet, ends: Sequence[int] | None = None) -> _Layout:
         census = 0 if gradients.census is None else gradients.census.numel()
         key = (tuple(spec.name for spec in gradients.specs), census, None if ends is None else tuple(ends))
         if key not in self._layouts:
-            if len(self._layouts) > 10_000:  # a model whose parameters are frozen and thawed for ever
+            if len(self._layouts) > 10_000:  # a bound for models whose parameters are frozen and thawed again and again
                 self._layouts.clear()
             self._layouts[key] = self._lay_out(gradients, ends)
         return self._layouts[key]
@@ -264,7 +264,7 @@ class BlockwiseReducer:
     ) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tensor, start, stop, owner): an equal piece of each tensor for each rank; with two ranks all is the first's.
 
-        Cuts lie at whole blocks. Who gets what is left over depends on the name, so that it is not always the same rank.
+        Cuts lie at whole blocks. The owner of the remainder depends on the name, so that it is not always the same rank.
         """
         size = 1 if self._group.size == 2 else self._group.size
         for index, numel in enumerate(numels):
@@ -301,7 +301,7 @@ _BLOCK = 256
 
 
 def _owned_slices(numels: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (tensor, start, stop, owner) for tensors joined end to end and cut at `ends`."""
+    """Yield (tensor, start, stop, owner) for concatenated tensors cut at `ends`."""
     begins = [0, *itertools.accumulate(numels)]
     for index, numel in enumerate(numels):
         for owner, end in enumerate(ends):
@@ -312,7 +312,7 @@ def _owned_slices(numels: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[
 
 
 def _target(gradients: GradientSet, part: _CodedPart) -> torch.Tensor:
-    """Return the numbers of a part where they lie: in a gradient, or in the census, which is laid out as one more tensor."""
+    """Return a part's numbers in place: in a gradient, or in the census, which is treated as one more tensor."""
     if part.index < len(gradients.tensors):
         tensor = gradients.tensors[part.index]
     else:

@@ -1,4 +1,4 @@
-"""From a plan's word to a reducer."""
+"""Choice of the reducer for a plan's `compress`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAKE: dict[str, Callable[[Communicator], Reducer]] = {
 
 
 def make_reducer(compress: str, group: Communicator) -> Reducer:
-    """Return what sums gradients over a group, compressed as a plan's `compress` says."""
+    """Return the reducer of gradients over a group, as a plan's `compress` says."""
     if compress not in _MAKE:
         raise InternalError(f"no reducer for compress={compress}")
     return _MAKE[compress](group)

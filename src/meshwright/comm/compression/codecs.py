@@ -1,10 +1,10 @@
-"""Numbers as fewer bytes, and back: bf16, and integers of 8 or 4 bits in blocks that share a scale.
+"""Codecs: numbers as fewer bytes, and back. They are bf16, and integers of 8 or 4 bits in blocks that share a scale.
 
-A block's scale is its largest magnitude over the largest code, and codes are rounded to nearest, so that no number is off by
-more than half a scale. Scales have the numbers' own precision. What is not finite stays visible: a block with an Inf or a NaN
-gets a scale that is not finite, and nothing of the block comes out finite.
+A block's scale is its largest magnitude divided by the largest code. Codes are rounded to nearest, so the error of a number is
+at most half a scale. Scales have the numbers' own precision. Values that are not finite stay visible: a block with an
+Inf or a NaN gets a scale that is not finite, and decodes to no finite value.
 
-Blockwise scales are Dettmers et al. 2022, arXiv:2110.02861, section 2.1, here without their non-linear codes.
+Blockwise scales follow Dettmers et al. 2022, arXiv:2110.02861, section 2.1, without their non-linear codes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ALIGNMENT = 8
 
 
 class Codec(ABC):
-    """A way to write numbers."""
+    """A code of numbers."""
 
     @abstractmethod
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return how much `numel` numbers of a dtype take [bytes]."""
+        """Return the size of `numel` encoded numbers of a dtype [bytes]."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Write numbers.
+        """Encode numbers.
 
         Args:
             values: [numel], contiguous, floating.
@@ -38,14 +38,14 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
-        """Read numbers that were written with the dtype of `values`, [numel], contiguous, into it."""
+        """Decode numbers, encoded with the dtype of `values`, [numel], contiguous, into it."""
 
 
 class Cast(Codec):
     """Numbers in another floating dtype, or in their own.
 
     Args:
-        dtype: The dtype; None is the gradient's own, which loses nothing.
+        dtype: The dtype; None is the gradient's own, without loss.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -66,7 +66,7 @@ class Cast(Codec):
 
 
 class _Blocks(Codec):
-    """Integers in blocks: all codes of a payload, then all scales. The last block is filled up with zeros."""
+    """Integers in blocks: all codes of a payload, then all scales. The last block is padded with zeros."""
 
     block: int
     """Numbers that share a scale [count]."""
@@ -89,7 +89,7 @@ class _Blocks(Codec):
         codes, scales = self._fields(payload, count, values.dtype)
         scratch = self._room(blocks)
         torch.abs(blocks, out=scratch)
-        largest = scratch.amax(dim=1)  # NaN where a NaN is in the block
+        largest = scratch.amax(dim=1)  # NaN if the block contains a NaN
         torch.div(largest, self.largest_code, out=scales)
         # A block of zeros, or one whose largest is so small that its inverse overflows, is sent as zeros. One with an Inf or a
         # NaN gets any codes: its scale tells.
@@ -111,11 +111,11 @@ class _Blocks(Codec):
 
     @abstractmethod
     def _write_codes(self, rounded: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write [k, block] whole numbers, which may be changed, as uint8 [k, code_bytes]."""
+        """Encode whole numbers [k, block], which may be changed, as uint8 [k, code_bytes]."""
 
     @abstractmethod
     def _read_codes(self, codes: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Read them into [k, block]."""
+        """Decode them into [k, block]."""
 
     def _num_blocks(self, numel: int) -> int:
         return -(-numel // self.block)

@@ -1,8 +1,8 @@
-"""The reducer that sends low-rank factors: PowerSGD with error feedback and warm start. Vogels et al. 2019, arXiv:1905.13727.
+"""PowerSGD reducer: it sends low-rank factors, with error feedback and warm start. Vogels et al. 2019, arXiv:1905.13727.
 
-Two all-reduces: one of all left factors and of what is sent as it is, one of all right factors. Every rank then has the same
-two factors of each sum. Where ranks own slices (ZeRO) the factors still are all-reduced, since every rank needs the basis that
-the next step starts from; they are small.
+There are two all-reduces: one of all left factors and of uncompressed gradients, one of all right factors. Every rank then has
+the same two factors of each sum. Where ranks own slices (ZeRO) the small factors are all-reduced too, since every rank needs the
+next step's starting basis.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ less [fraction]. Square matrices from 64 x 64 on."""
 
 @dataclasses.dataclass(slots=True)
 class _Matrix:
-    """One matrix on its way: whole rows of a gradient."""
+    """One matrix to be sent: whole rows of a gradient."""
 
     spec: GradientSpec
-    target: torch.Tensor  # [m * n], where the sum goes
+    target: torch.Tensor  # [m * n], the memory for the sum
     unsent: torch.Tensor  # [m, n]
     basis: torch.Tensor  # [n, rank], orthonormal
     is_present: bool
@@ -87,12 +87,12 @@ class PowerSGDReducer:
             self._bases.put(matrix.spec.name, right.clone())
 
     def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:  # noqa: ARG002
-        """Sum this rank's slice of the tensors joined end to end, and with it all others: the factors give them, too."""
+        """Sum this rank's slice of the concatenated tensors; the factors give the other slices as well."""
         for pending in self.all_reduce(gradients):
             pending.wait()
 
     def _take_apart(self, gradients: GradientSet) -> tuple[list[_Matrix], list[torch.Tensor]]:
-        """Return the matrices, with this rank's gradients added to what it has not sent yet, and what is sent as it is."""
+        """Return the matrices, with this rank's unsent rest added, and the gradients that are sent uncompressed."""
         matrices: list[_Matrix] = []
         exact: list[torch.Tensor] = []
         for spec, tensor, is_present in zip(gradients.specs, gradients.tensors, gradients.present, strict=True):
@@ -158,7 +158,7 @@ class PowerSGDReducer:
 
 
 def _whole_rows(spec: GradientSpec) -> tuple[int, int]:
-    """Return where the whole rows of a stretch begin and end in it; a rank's slice may begin and end within a row."""
+    """Return begin and end of the whole rows in a range; a rank's slice may begin and end within a row."""
     first = -spec.start % spec.row_numel
     count = max(0, spec.numel - first) // spec.row_numel
     return (first, first + count * spec.row_numel) if count else (0, 0)

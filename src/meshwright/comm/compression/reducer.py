@@ -1,7 +1,7 @@
-"""What sums gradients over ranks. Buckets and units are handed one, and do not know what it sends.
+"""Reducer: the sum of gradients over ranks. Buckets and units are given one, and do not know what it sends.
 
-A reducer makes its exchanges in stages. It is written as a generator that yields each exchange once it has been started, so
-that an algorithm reads from top to bottom, and whoever runs it decides how much computing lies between the stages.
+A reducer exchanges in stages. It is a generator that yields each exchange once it has been started. So an algorithm reads from
+top to bottom, and its caller decides how much computation runs between the stages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Stages = Generator[Pending, None, None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What a reducer knows of one gradient, or of a stretch of it, beside its values.
+    """Description of one gradient, or of a range of it, without its values.
 
     Args:
-        name: The parameter's FQN; with its place in the parameter where it is a stretch. What was not sent is kept under it.
+        name: The parameter's FQN, with the offset for a range of it; the key of its unsent rest.
         numel: Real numbers in it; a complex number is two [count].
-        row_numel: Real numbers of one row, seen as a matrix in memory order; 1 for vectors and scalars [count].
-        start: Its first number's place in the parameter [count].
+        row_numel: Real numbers of one row, as a matrix in memory order; 1 for vectors and scalars [count].
+        start: Offset of its first number in the parameter [count].
     """
 
     name: str
@@ -57,7 +57,7 @@ class GradientSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has rows; biases, norms' weights and scalars have none, and are always sent as they are."""
+        """Whether it has rows; biases, norms' weights and scalars have none, and are always sent uncompressed."""
         return self.row_numel > 1
 
 
@@ -66,12 +66,12 @@ class GradientSet:
     """Gradients of one dtype and device that are summed together. In place: the sums are written over them.
 
     Args:
-        specs: What they are.
+        specs: Their descriptions.
         tensors: Their values, contiguous and real, [spec.numel] each; zeros where this rank has none.
-        present: Whether this rank has a gradient. Where it has none, what it has not sent yet stays with it: nobody may have
-            one, and then the sum is thrown away.
-        census: [n], more numbers to sum, exactly; None where there are none.
-        whole: The memory that all of the above lie in, in one piece; None where they do not.
+        present: Whether this rank has each gradient. Without one it keeps its unsent rest: perhaps no rank has one, and the sum
+            is discarded.
+        census: [n], more numbers to sum exactly, or None.
+        whole: The contiguous memory that holds all of the above, or None.
     """
 
     specs: Sequence[GradientSpec]
@@ -94,31 +94,31 @@ class Reducer(Protocol):
         ...
 
     def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
-        """Sum this rank's slice of the tensors joined end to end, as `Communicator.reduce_slices`."""
+        """Sum this rank's slice of the concatenated tensors, as `Communicator.reduce_slices`."""
         ...
 
     def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
-        """Return what a gradient, whose real numbers are of this dtype, is sent as [bytes]."""
+        """Return the sent size of a gradient whose real numbers have this dtype [bytes]."""
         ...
 
     def explain(self) -> str:
-        """Return what it does to numbers, for a plan's reasons; "" where it does nothing to them."""
+        """Return the effect on numbers, for a plan's reasons; "" where there is none."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what must be kept from step to step, on this rank: the live tensors, by name."""
+        """Return the state that must survive a step, on this rank: the live tensors, by name."""
         ...
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` gave, on this rank, under the same plan."""
+        """Load the result of `state` of this rank, under the same plan."""
         ...
 
     def reset(self) -> None:
-        """Forget what must be kept from step to step, on all ranks: a step was left out."""
+        """Drop the state on all ranks: a step was left out."""
         ...
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Forget what is kept for other parameters: they were frozen."""
+        """Drop the state of other parameters: they were frozen."""
         ...
 
 
@@ -126,7 +126,7 @@ class Exchange:
     """A reduction under way.
 
     Args:
-        stages: It; the first stage is started.
+        stages: The reduction, whose first stage is started.
     """
 
     def __init__(self, stages: Stages) -> None:
@@ -134,19 +134,19 @@ class Exchange:
         self._pending = next(stages, None)
 
     def advance(self) -> None:
-        """Wait for the stage that is under way, and start the next. All ranks do so in the same place."""
+        """Wait for the current stage and start the next. All ranks do so at the same point."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = next(self._stages, None)
 
     def finish(self) -> None:
-        """Return when the sums are there."""
+        """Wait for the sums."""
         while self._pending is not None:
             self.advance()
 
 
 class PlainReducer:
-    """Sums gradients as they are.
+    """Sums gradients uncompressed.
 
     Args:
         group: The ranks.
@@ -159,7 +159,7 @@ class PlainReducer:
         self._group = group
 
     def all_reduce(self, gradients: GradientSet) -> Stages:
-        """Sum in the background where the gradients lie in one piece of memory, else at once."""
+        """Sum in the background if the gradients lie in one piece of memory, else at once."""
         if gradients.whole is not None:
             yield self._group.all_reduce(gradients.whole, async_op=True)
         elif gradients.tensors:
@@ -186,22 +186,22 @@ class PlainReducer:
             )
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state."""
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state."""
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what sums and rests of such gradients are kept in."""
+    """Return the dtype of sums and rests of such gradients."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class KeptTensors:
-    """Tensors that outlive a step, by the name of what they belong to.
+    """Tensors that survive a step, by the name of their owner.
 
     Args:
-        kind: What they are; it ends their names in `state`.
+        kind: Their kind; the suffix of their names in `state`.
     """
 
     def __init__(self, kind: str) -> None:
@@ -212,7 +212,7 @@ class KeptTensors:
         """Return the tensor of a name, on this device and in this dtype; None where there is none yet.
 
         Raises:
-            ApplyError: What was loaded has another shape.
+            ApplyError: The loaded tensor has another shape.
         """
         found = self._tensors.get(name)
         if found is None:
@@ -236,17 +236,17 @@ class KeptTensors:
         return {f"{name}/{self._kind}": tensor for name, tensor in self._tensors.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take copies of those of this kind."""
+        """Copy the tensors of this kind."""
         ending = f"/{self._kind}"
         self._tensors = {
             key.removesuffix(ending): tensor.detach().clone() for key, tensor in state.items() if key.endswith(ending)
         }
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all."""
         self._tensors.clear()
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Forget those of other names."""
+        """Drop those of other names."""
         wanted = set(names)
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in wanted}

@@ -5,7 +5,11 @@ attach   ranks of a group come to one segment, together or not at all
 build    the extension compiled once for this torch and this machine
 transport_errors  what exchanges raise, as classes
 
-To add a collective: `csrc/collectives.cpp`, with a row in `tests/transport`.
+backend  register_shm(), and the choice between shared memory and gloo for each group
+attach   a group's segment, mapped by all of its ranks or by none
+build    the extension, compiled once for this torch and this machine
+
+To add a collective, touch `csrc/collectives.cpp`, and add a row in `tests/transport`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bring the ranks of one group to one shared segment, or find out together why there can be none.
+"""Attachment of a group's ranks to one shared segment, on all of them or on none.
 
-The segment is an anonymous file of rank 0 (memfd): it has no name in any file system, so nothing can stay behind, and the
-size of /dev/shm does not matter. The others open it through /proc/<pid>/fd, which the kernel grants to the same user only.
+The segment is an anonymous file of rank 0 (memfd). It has no name in any file system, so nothing can be left behind, and the size
+of /dev/shm does not matter. Other ranks open it through /proc/<pid>/fd, which the kernel allows for the same user only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 MAX_RANKS = 64  # kMaxRanks in csrc/segment.h
-# Two slots a rank. Of 64 KiB to 2 MiB this is the fastest at 1 to 97 MiB, with two ranks and with four; measured in
+# Two slots a rank. Of 64 KiB to 2 MiB this size is the fastest at 1 to 97 MiB, with two and four ranks; measured in
 # benchmarks/transport. Pages that are never touched take no memory.
 _SLOT_BYTES = 1024 * 1024
 _RING_BYTES = 1024 * 1024
@@ -36,7 +36,7 @@ _SEALS = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing: a mapped pa
 
 
 class CannotAttachError(Exception):
-    """The group gets no segment. `is_expected` where that is no fault: its ranks are on several hosts."""
+    """The group gets no segment. `is_expected` if that is not a fault, since its ranks are on several hosts."""
 
     def __init__(self, reason: str, *, is_expected: bool = False) -> None:
         super().__init__(reason)
@@ -54,7 +54,7 @@ class Attached:
 
 @dataclasses.dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others."""
+    """A rank's description for the others."""
 
     place: str  # host, process namespace and user
     pid: int
@@ -67,7 +67,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
     """Return the group's segment; every rank of the group calls this, and all succeed or none does.
 
     Args:
-        store: The group's own.
+        store: The group's store.
         rank: This process's rank in the group.
         global_ranks: Global ranks by group rank.
 
@@ -112,7 +112,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
         raise
     finally:
         if file >= 0:
-            os.close(file)  # the mappings keep the memory; from here on nobody else can attach
+            os.close(file)  # the mappings keep the memory; no other process can attach from here on
     return Attached(extension, segment, process_files)
 
 
@@ -147,7 +147,7 @@ def _refuse(cards: Sequence[_Card], global_ranks: Sequence[int] | None) -> None:
 
 
 def _place() -> str:
-    """Return what two processes have in common that can open each other's files: kernel, process namespace and user."""
+    """Return the kernel, process namespace and user, which two processes must share to open each other's files."""
     parts = [str(os.getuid())]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

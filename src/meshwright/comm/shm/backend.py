@@ -1,4 +1,4 @@
-"""Register the backend "shm" with torch.distributed; groups that cannot have it get gloo instead."""
+"""Registration of the backend "shm" with torch.distributed; groups that cannot have it get gloo instead."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def register_shm() -> None:
     """Make ``backend="shm"`` known to torch.distributed in this process; calling it again changes nothing.
 
     Afterwards `dist.init_process_group("shm")`, or "cpu:shm,cuda:nccl", and `dist.new_group(backend="shm")` exchange CPU
-    tensors through memory that the ranks of one host share. A group for which that cannot be (ranks on several hosts, no
-    C++ compiler, not Linux) gets gloo, and rank 0 of it says why in one line on the log "meshwright".
+    tensors through memory that the ranks of one host share. A group without that memory (ranks on several hosts, no C++
+    compiler, not Linux) gets gloo. Its rank 0 logs the reason in one line, under "meshwright".
     """
     if not hasattr(dist.Backend, "SHM"):
         dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
@@ -34,9 +34,9 @@ def register_shm() -> None:
 
 
 def _leave_all() -> None:
-    """Leave the groups that nobody has destroyed, and end their threads while the interpreter still stands.
+    """Leave the groups that were not destroyed, and end their threads while the interpreter is still alive.
 
-    A thread of theirs that runs a callback of a future would need it; one that comes too late ends the process by an abort.
+    A thread that runs a future's callback needs the interpreter; one that runs too late aborts the process.
     """
     extension = loaded_extension()
     if extension is not None:
@@ -64,7 +64,7 @@ def _create(given: Any, _options: Any) -> Any:
 
 
 def _num_ranks_here(group_size: int) -> int:
-    """Return how many ranks share this host's cores, as far as this process can know."""
+    """Return the number of ranks on this host's cores, as far as this process can know."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit():
         return int(local)

@@ -1,7 +1,7 @@
-"""Compile the shared-memory extension, once for each torch, Python, compiler and kind of processor.
+"""Build of the shared-memory extension, once for each torch, Python, compiler and kind of processor.
 
-torch offers no stable binary interface for backends, so a binary serves one torch version only; a wheel would have to
-carry one for each. It is built where it is used instead, in some half a minute, and kept in a private cache directory.
+torch has no stable binary interface for backends, so a binary fits one torch version, and a wheel would need one for each. The
+extension is built where it is used, in about half a minute, and kept in a private cache directory.
 
     python -m meshwright.comm.shm.build     builds it now rather than with the first run
 """
@@ -39,14 +39,14 @@ CACHE_VARIABLE = "MESHWRIGHT_CACHE"
 
 
 class BuildError(Exception):
-    """The extension cannot be had here; the text says why."""
+    """The extension cannot be built or loaded here; the text says why."""
 
 
 def load_extension() -> ModuleType:
-    """Return the extension module, building it first where the cache has none.
+    """Return the extension module, building it first if the cache has none.
 
     Raises:
-        BuildError: This platform is not supported, no compiler is there, or it failed.
+        BuildError: This platform is not supported, there is no compiler, or it failed.
     """
     if _MODULE in sys.modules:
         return sys.modules[_MODULE]
@@ -64,14 +64,14 @@ def load_extension() -> ModuleType:
 
 
 def loaded_extension() -> ModuleType | None:
-    """Return the extension module where this process has it."""
+    """Return the extension module if this process has loaded it."""
     return sys.modules.get(_MODULE)
 
 
 def build_extension() -> Path:
-    """Return the path of the extension, building it where the cache has none.
+    """Return the path of the extension, building it if the cache has none.
 
-    Neither torch is imported nor a process started where the cache has it. Processes that need it at once wait for one of them.
+    If the cache has it, torch is not imported and no process is started. Of several processes one builds and the others wait.
 
     Raises:
         BuildError: As `load_extension`.
@@ -98,7 +98,7 @@ def _failure_of(target: Path) -> Path:
 
 
 def _refuse_known_failure(target: Path) -> None:
-    """Raise what the last attempt raised, where it was just now: its other ranks would each wait for a compiler in vain."""
+    """Raise the error of a failed attempt of just now, so that the other ranks do not each wait for a compiler."""
     failure = _failure_of(target)
     with contextlib.suppress(FileNotFoundError):
         if time.time() - failure.stat().st_mtime < _FAILURE_HOLDS_S:
@@ -107,7 +107,7 @@ def _refuse_known_failure(target: Path) -> None:
 
 
 def refuse_platform() -> None:
-    """Raise where the memory model, or the calls of the kernel that are needed, are not known to be right."""
+    """Raise on a platform whose memory model, or whose kernel calls, are not known to be suitable."""
     if not sys.platform.startswith("linux"):
         raise BuildError(f"it needs Linux (futex, memfd, pidfd), this is {sys.platform}")
     if platform.machine() not in ("x86_64", "aarch64"):
@@ -132,7 +132,7 @@ def _find_torch() -> Path:
 
 
 def _cache_directory() -> Path:
-    """Return the cache directory, which must be ours alone: what lies in it is loaded as code."""
+    """Return the cache directory, which must belong to this user alone: its files are loaded as code."""
     base = os.environ.get(CACHE_VARIABLE) or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
     )
@@ -153,13 +153,13 @@ def _key(torch_folder: Path) -> str:
         digest.update(source.name.encode())
         digest.update(source.read_bytes())
     digest.update((torch_folder / "version.py").read_bytes())
-    # A binary outlives its compiler, which therefore does not count; -march=native makes the processor count.
+    # A binary outlives its compiler, which is therefore not part of the key; the processor is, because of -march=native.
     digest.update(repr((_FLAGS, sysconfig.get_config_var("SOABI"), _processor())).encode())
     return digest.hexdigest()[:20]
 
 
 def _processor() -> str:
-    """Return what the compiler's -march=native may depend on."""
+    """Return a description of the processor, on which the compiler's -march=native may depend."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -170,7 +170,7 @@ def _processor() -> str:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the holder ends, however it ends
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the holder ends, however it ends
         yield
 
 
@@ -185,7 +185,7 @@ def _compile(torch_folder: Path, target: Path) -> None:
         "compiling the shared-memory transport for torch %s; this is done once and takes about a minute", version
     )
     for left in target.parent.glob("build-*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a build that was killed: whoever builds holds the lock
+        shutil.rmtree(left, ignore_errors=True)  # from a killed build: the builder holds the lock
     common = [*compiler, *_FLAGS, f"-DMESHWRIGHT_MODULE={_MODULE}", *(f"-isystem{folder}" for folder in includes)]
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
         sources = sorted(_SOURCES.glob("*.cpp"))
@@ -198,7 +198,7 @@ def _compile(torch_folder: Path, target: Path) -> None:
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run compilers at once, and end all of them where one fails."""
+    """Run compilers in parallel, and end all of them where one fails."""
     running: list[subprocess.Popen[str]] = []
     try:
         for command in commands:

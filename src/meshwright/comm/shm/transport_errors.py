@@ -1,4 +1,4 @@
-"""What an exchange over shared memory raises: classes, so that nobody reads a message. All are RuntimeErrors, like torch's."""
+"""Exceptions of exchanges over shared memory: classes, so that nobody reads a message. All are RuntimeErrors, like torch's."""
 
 from __future__ import annotations
 

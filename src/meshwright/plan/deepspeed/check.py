@@ -1,4 +1,4 @@
-"""Is every key of a DeepSpeed configuration known, of the right type, and one that can be honoured? Rules: `deepspeed_keys`."""
+"""Check of a DeepSpeed configuration's keys: each must be known, of the right type, and one that can be honoured (`keys.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flatten(entries: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 
     Args:
         entries: The file's object.
-        problems: Takes what is unknown, of another type, or cannot be honoured.
+        problems: Collects keys that are unknown, of another type, or cannot be honoured.
 
     >>> flatten({"bfloat16": {"enabled": True}, "train_batch_size": 1e3}, Problems("ds.json"))
     {'bf16': {'enabled': True}, 'bf16.enabled': True, 'train_batch_size': 1000}
@@ -36,7 +36,7 @@ def flatten(entries: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def show(value: object) -> str:
-    """Return a value as the file has it.
+    """Return a value in the file's notation.
 
     >>> show(True), show("auto"), show([0.9, 0.95])
     ('true', '"auto"', '[0.9, 0.95]')
@@ -121,7 +121,7 @@ def _broken_rule(key: Key, value: Any) -> str | None:
 
 
 def _take_feature(dotted: str, value: Any, values: dict[str, Any], problems: Problems) -> None:
-    """Take a block of something that there is not, where it is switched off."""
+    """Accept a block for a feature that does not exist here, if it is switched off."""
     is_on = _enables(value) if dotted in REFUSED_IF_ENABLED else value not in (None, False, {})
     if is_on:
         why = REFUSED_IF_ENABLED.get(dotted) or REFUSED[dotted]
@@ -142,7 +142,7 @@ def _add_unknown(name: str, prefix: str, problems: Problems) -> None:
     ]
     if not prefix:
         known += [*REFUSED_IF_ENABLED, *REFUSED]
-    # What stands in the wrong block is an old mistake of such files.
+    # Keys in the wrong block are a common mistake in such files.
     elsewhere = [key for key in KEYS if key.split(".")[-1] == name]
     hint = f" (it belongs to {elsewhere[-1]})" if 1 <= len(elsewhere) <= 2 else did_you_mean(name, known)
     problems.add(f'unknown key "{prefix}{name}"{hint}', fix=f'leave out "{prefix}{name}"')

@@ -1,4 +1,4 @@
-"""What is known while a DeepSpeed configuration is read, and what it comes to: shared by the `deepspeed_` modules."""
+"""Draft of a plan while a DeepSpeed configuration is read, shared by the modules of this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "-"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):
-    """What the training's own configuration says: "auto" stands for it, and what the file leaves out.
+    """Values of the training's own configuration, used for "auto" and for keys that the file leaves out.
 
     Args:
         global_batch_size: Samples of one step [samples].
@@ -52,7 +52,7 @@ class Settings(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Value):
-    """How one key was read.
+    """The reading of one key.
 
     Args:
         key: The key, dotted, or "devices".
@@ -76,9 +76,9 @@ class Draft:
     """A configuration while it is read.
 
     Args:
-        values: Dotted key -> value, as `deepspeed_check.flatten` returns them.
-        settings: What the training's own configuration says.
-        problems: Takes what cannot be honoured.
+        values: Dotted key -> value, as `check.flatten` returns them.
+        settings: Values of the training's own configuration.
+        problems: Collects keys that cannot be honoured.
     """
 
     def __init__(self, values: Mapping[str, Any], settings: Settings, problems: Problems) -> None:
@@ -104,13 +104,13 @@ class Draft:
         return None if self.is_auto(key) else self.values.get(key)
 
     def row(self, key: str, resolved: object, why: str, *, warns: bool = False) -> None:
-        """Note how a key was read."""
+        """Record the reading of a key."""
         given = show(self.values[key]) if key in self.values else NOTHING
         text = resolved if isinstance(resolved, str) else show(resolved)
         self.rows.append(Row(key=key, given=given, resolved=text, why=f"warning: {why}" if warns else why))
 
     def source(self, key: str, setting: str | None = None) -> str:
-        """Return where a key's value comes from: the file, the configuration, or DeepSpeed's default.
+        """Return the source of a key's value: the file, the configuration, or DeepSpeed's default.
 
         Args:
             key: The key.
@@ -126,7 +126,7 @@ class Draft:
         self.changes.setdefault(section, {}).update(entries)
 
     def add_hints(self) -> None:
-        """Add the rows of what changes no number, of what is switched off, and of comments."""
+        """Add the rows of keys that change no number, of disabled features, and of comments."""
         told = {row.key for row in self.rows}
         for key in self.values:
             if key in told or key in BLOCKS:

@@ -1,12 +1,12 @@
-"""The keys of a DeepSpeed configuration as data: what may stand there, DeepSpeed's default, and what becomes of it here.
+"""Keys of a DeepSpeed configuration as data: allowed values, DeepSpeed's default, and their treatment here.
 
-A key is one of three. It decides something, and a function of `deepspeed_layout`, `deepspeed_zero` or `deepspeed_training` reads
-it. Or it changes no number, and what it asks for is met in another way or means nothing here: `hint` says how. Or nothing
-but its default can be honoured: `only` says why. What is not in the table is unknown.
+There are three kinds. A key may decide something, and a function of `parallelism`, `zero` or `training` reads it. Or it changes
+no number, because its request is met in another way or means nothing here; `hint` says how. Or only its default can be honoured;
+`only` says why. A key that is not in the table is unknown.
 
 Source: deepspeed 0.19.8, `runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py`, `runtime/zero/offload_config.py`,
 `runtime/precision_config.py`, `runtime/activation_checkpointing/config.py`, read 2026-11. Where its documentation gives another
-default, the code's stands here.
+default than its code, the table has the code's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["positive", "count", "whole", "number", "switch", "text", "list",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """What may stand at a key.
+    """The allowed values of a key.
 
     Args:
         kind: "positive" and "count" are whole numbers from 1 and from 0, "number" is at least 0, "switch" is true or false.
@@ -175,7 +175,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Key]]] = {
         "use_reentrant": Key(
             "switch", True, hint="recompute is torch's non-reentrant one, which also sees keyword arguments"
         ),
-        # These three are no keys of DeepSpeed's: it copies them and never looks.
+        # DeepSpeed copies these three keys and never reads them.
         "activation_checkpointing": Key("switch", False),
         "partition_activations": Key("switch", False),
         "contiguous_memory_optimization": Key("switch", False),

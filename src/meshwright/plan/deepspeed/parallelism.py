@@ -1,4 +1,4 @@
-"""Where the ranks go: tensor, sequence and pipeline degrees, and what is left for data parallelism."""
+"""Degrees of parallelism from a DeepSpeed configuration: tensor, sequence and pipeline, and the rest for data parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def take_layout(draft: Draft, *, num_devices: int | None, available: int, device
         draft: The configuration.
         num_devices: The devices that must be used; None leaves it to the file, up to `available` where it does not say [count].
         available: The devices that there are [count].
-        devices_from: Who said so, for the table.
+        devices_from: Source of that number, for the table.
     """
     tp, cp = _tensor_degree(draft), draft.get("sequence_parallel_size") or 1
     batch = read_batch(draft)
@@ -50,7 +50,7 @@ def take_layout(draft: Draft, *, num_devices: int | None, available: int, device
 
 
 def _divide(draft: Draft, num_devices: int, inner: int, stages: int, product: str) -> int:
-    """Return the devices that the degrees leave, and note it where they do not divide them."""
+    """Return the devices that the degrees leave, and record a problem if they do not divide."""
     used = inner * stages
     if num_devices % used:
         better = math.ceil(num_devices / used) * used
@@ -86,7 +86,7 @@ def _given_stages(draft: Draft) -> int | None:
 
 
 def _choose_stages(rest: int, batch: Batch) -> tuple[int, str]:
-    """Return how many stages a pipeline over so many devices has, and why."""
+    """Return the number of stages for a pipeline over this many devices, and the reason."""
     if batch.dp is not None and rest % batch.dp == 0:
         pp = rest // batch.dp
         return (
@@ -107,7 +107,7 @@ def _choose_stages(rest: int, batch: Batch) -> tuple[int, str]:
 
 
 def _spread(batch: Batch, stages: int | None, available: int, *, wants_pipeline: bool) -> tuple[int, int, str]:
-    """Return (dp, pp, why that many stages) where nobody says how many devices to use."""
+    """Return (dp, pp, reason for the stages) where the number of devices is not given."""
     if batch.dp is not None:
         rest = max(1, available // batch.dp)
         if stages is None and wants_pipeline:

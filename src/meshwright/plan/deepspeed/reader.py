@@ -1,8 +1,8 @@
-"""A DeepSpeed configuration is a plan: every key is honoured, or refused with a fix; none is dropped in silence.
+"""Reader of DeepSpeed configurations: every key is honoured, or refused with a fix; none is dropped in silence.
 
     text --parse_text--> object --flatten--> dotted keys --take_*--> Plan + changes of the configuration + a row for each key
 
-`deepspeed_keys` is the table of keys, `deepspeed_text` says what passes besides JSON. docs/deepspeed.md is for users.
+`keys.py` is the table of keys, `text.py` accepts more than JSON. docs/deepspeed.md is for users.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = ("key", "given", "resolved", "why")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution(Value):
-    """What a DeepSpeed configuration comes to.
+    """Result of reading a DeepSpeed configuration.
 
     Args:
         name: The file's name.
@@ -66,7 +66,7 @@ def read_deepspeed(
     Args:
         entries: The file's object, from `parse_text`.
         name: The file's name, for errors.
-        settings: What the training's configuration says.
+        settings: Values of the training's configuration.
         num_devices: The devices that must be used; None: as many as the batch numbers say, else up to `available` [count].
         available: The devices that there are [count].
         devices_from: Where the number of devices comes from, for the table.

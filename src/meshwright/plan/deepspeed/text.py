@@ -1,9 +1,9 @@
-"""The text of a DeepSpeed configuration: JSON with what people write into it.
+"""Text of a DeepSpeed configuration: JSON with comments and trailing commas.
 
-DeepSpeed parses its file with hjson. Of what hjson allows beyond JSON, this reads what such files have in them: comments
-(`#`, `//`, `/* */`), commas before a closing bracket, and a byte order mark. Outside of strings they are blanked out,
-character by character, so that an error's line and column are the file's; Python's own JSON parser does the rest. Unquoted
-keys and strings, single quotes and files without the outer braces are errors. So are duplicate keys, as for DeepSpeed.
+DeepSpeed parses its file with hjson. Of hjson's extensions this reads those that such files use: comments (`#`, `//`, `/* */`),
+commas before a closing bracket, and a byte order mark. They are replaced by blanks, so that an error's line and column are the
+file's, and Python's JSON parser reads the rest. Unquoted keys and strings, single quotes and files without the outer braces are
+errors. So are duplicate keys, as for DeepSpeed.
 """
 
 from __future__ import annotations

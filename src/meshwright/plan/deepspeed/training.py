@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration says about training itself: precision, clipping, the optimizer, the learning rate, printing."""
+"""Training settings of a DeepSpeed configuration: precision, clipping, optimizer, learning rate and printing."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _ADAM_SWITCHES = ("torch_adam", "foreach", "fused", "set_grad_none", "fp32_optim
 
 
 def take_optimizer(draft: Draft) -> None:
-    """Put the `optimizer` block, where there is one, in the place of the configuration's section."""
+    """Replace the configuration's section by the `optimizer` block, if there is one."""
     if not draft.has("optimizer.type"):
         if any(key.startswith("optimizer.params") for key in draft.values):
             draft.problems.add('"optimizer.type" is missing', fix=fragment("optimizer.type", "AdamW"))
@@ -266,13 +266,13 @@ class _Params:
             self._draft.row(key, NOTHING, f"as it is here: {why}")
 
     def skip(self, name: str, why: str) -> None:
-        """Note an argument that changes no number."""
+        """Record an argument that changes no number."""
         self._taken.add(name)
         if self._draft.has(f"{self._block}.{name}"):
             self._draft.row(f"{self._block}.{name}", NOTHING, why)
 
     def rest(self, known: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """Return what was not taken, for the optimizer itself.
+        """Return the arguments not taken, for the optimizer itself.
 
         Args:
             known: All that it knows; None leaves the judgement to it.
@@ -294,7 +294,7 @@ class _Params:
         return found
 
     def refuse_rest(self, known: tuple[str, ...]) -> None:
-        """Refuse what was not taken."""
+        """Refuse the arguments not taken."""
         for key, name in self._untaken():
             self._add_unknown(key, name, known)
 
@@ -317,7 +317,7 @@ _SCHEDULERS = {
 
 
 def take_scheduler(draft: Draft) -> None:
-    """Put the `scheduler` block, where there is one, in the place of the configuration's section; after the optimizer."""
+    """Replace the configuration's section by the `scheduler` block, if there is one; call it after `take_optimizer`."""
     if not draft.has("scheduler.type"):
         if any(key.startswith("scheduler.params") for key in draft.values):
             draft.problems.add('"scheduler.type" is missing', fix=fragment("scheduler.type", "WarmupLR"))

@@ -1,4 +1,4 @@
-"""The `zero_optimization` block, and which activations are computed again."""
+"""The `zero_optimization` block of a DeepSpeed configuration, and its activation checkpointing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AUTO_RULES = {
 
 
 def take_zero(draft: Draft) -> None:
-    """Put the ZeRO stage, who shards with whom, buckets, overlap and offloading into the plan; after the layout."""
+    """Put ZeRO stage, shard group, buckets, overlap and offloading into the plan; after the layout."""
     stage = draft.get("zero_optimization.stage") or 0
     if stage > 3:
         draft.problems.add(
@@ -55,7 +55,7 @@ def _add_stage_row(draft: Draft, stage: int) -> None:
 
 
 def _elements(draft: Draft, name: str) -> tuple[int, str]:
-    """Return a size in elements, and where it comes from."""
+    """Return a size in elements, and its source."""
     key = f"zero_optimization.{name}"
     given, hidden = draft.get(key), draft.settings.hidden_size
     if given is not None:
@@ -139,7 +139,9 @@ def _switch(overlap: bool) -> str:
 
 
 def _take_whole(draft: Draft, stage: int) -> None:
-    """What ZeRO-3 leaves whole: DeepSpeed looks at each parameter, the plan at each layer, so that no more stays whole."""
+    """Read the size below which ZeRO-3 leaves layers whole. DeepSpeed compares parameters, the plan layers, so no more stay
+    whole.
+    """
     key, limit = (
         "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.stage3_model_persistence_threshold",
@@ -169,7 +171,7 @@ def _take_whole(draft: Draft, stage: int) -> None:
 
 
 def _take_shard(draft: Draft, stage: int) -> None:
-    """HSDP: MiCS shards over some neighbours, and ZeRO++'s hpZ keeps a second copy of the parameters in each such group."""
+    """Read HSDP: MiCS shards over some neighbours; ZeRO++'s hpZ keeps a second copy of the parameters in each such group."""
     mics, hpz = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
     size, second = draft.get(mics), draft.get(hpz)
     if size is not None and size < 1:

@@ -1,4 +1,4 @@
-"""Losses: a sum and a weight, however the batch is cut.
+"""Losses as a sum and a weight, so that any cut of the batch gives one device's loss.
 
 loss         Loss, and how a loss is read
 weights      what a mean counts: samples or labels
@@ -9,7 +9,7 @@ trial_writes parameters that trials have written to
 terms        a micro-batch's loss as a term of the step's
 watch        losses that are a mean no longer
 
-To recognise another kind of mean: `weights.py`, with a trial in `trials.py`.
+To recognise another kind of mean, touch `weights.py`, and add a trial in `trials.py`.
 """
 
 __all__: list[str] = []

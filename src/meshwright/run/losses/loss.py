@@ -1,4 +1,4 @@
-"""Losses with exact weights: a sum and a weight, however the batch is cut."""
+"""Loss as a sum and a weight, exact however the batch is cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossTerm:
-    """What one micro-batch contributes."""
+    """Contribution of one micro-batch."""
 
     value: torch.Tensor
     """The scalar to run backward from."""
@@ -57,10 +57,10 @@ class LossTerm:
 
 
 class LossRule:
-    """Turns what the user's loss returns into a LossTerm.
+    """Converts the results of the user's loss to LossTerms.
 
-    What a mean is taken over is tried out on the first batch (`meshwright.run.losses.settle`); until then, and where that showed
-    nothing, a loss of the user's counts samples, and a model's own counts its labels, shifted where its class says so.
+    Trials on the first batch find what a mean is taken over (`meshwright.run.losses.settle`). Until then, and where they find
+    nothing, a user's loss counts samples. A model's own loss counts labels, shifted where its class says so.
 
     Args:
         loss_fn: ``(outputs, batch)`` -> a scalar mean over the samples, or a Loss; None takes the model's own ``.loss``.
@@ -94,12 +94,12 @@ class LossRule:
         return self._loss_fn is not None
 
     def settle(self, counted: Counted | None, *, guards: Sequence[Guard] = (), reasons: Sequence[str] = ()) -> None:
-        """Take note of what the mean is taken over; None leaves it as it was assumed."""
+        """Set what the mean is taken over; None keeps the assumption."""
         self._counted = counted or self._counted
         self._guards, self.reasons, self.is_settled = tuple(guards), tuple(reasons), True
 
     def find_uneven(self, parts: Sequence[Any]) -> ApplyError | None:
-        """Return the error where the labels of these micro-batches are not such as the weights hold for."""
+        """Return an error if the labels of these micro-batches do not fit the weights found on the first batch."""
         return find_uneven_labels(self._guards, parts, self._splitter) if self._guards else None
 
     def known_weight(self, batch: Any) -> float:
@@ -111,14 +111,14 @@ class LossRule:
         return counted.weigh(batch, self._splitter)
 
     def term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
-        """Return the contribution of a micro-batch whose outputs are there; `weight` is its `known_weight`."""
+        """Return the contribution of a micro-batch with these outputs; `weight` is its `known_weight`."""
         loss = _own_loss(outputs) if self._loss_fn is None else self._loss_fn(outputs, batch)
         if isinstance(loss, Loss):
             return LossTerm(_scalar(loss.sum), _usable(loss.weight), is_mean=False)
         return LossTerm(_scalar(loss), weight, is_mean=True)
 
     def try_term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
-        """Return what `term` does, on trial: a count of calls, say, that loss_fn keeps beside the model is put back."""
+        """Return the result of `term` on trial: state that loss_fn changes, such as a count of calls, is restored."""
         if self._loss_fn is None:
             return self.term(outputs, batch, weight)
         with without_function_modes(), without_dispatch_modes():
@@ -132,7 +132,7 @@ class LossRule:
 
 
 def _usable(weight: float | torch.Tensor) -> float | torch.Tensor:
-    """Return a weight; NaN where it is negative, and infinity where it has a graph: these make the step fail on every rank."""
+    """Return a weight: NaN for a negative one, infinity for one with a graph. Both make the step fail on every rank."""
     if not isinstance(weight, torch.Tensor):
         return weight if weight >= 0 else float("nan")
     if weight.numel() != 1:
@@ -143,7 +143,7 @@ def _usable(weight: float | torch.Tensor) -> float | torch.Tensor:
     if weight.requires_grad:
         return float("inf")
     weight = weight.reshape(())
-    return torch.where(weight >= 0, weight, torch.nan)  # on its device: to read it would wait for the GPU
+    return torch.where(weight >= 0, weight, torch.nan)  # on its device: reading it would wait for the GPU
 
 
 def _own_loss(outputs: Any) -> Any:

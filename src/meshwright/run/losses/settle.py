@@ -1,4 +1,4 @@
-"""What a loss counts, decided once, on the first batch, by all ranks together; a loss that cannot be cut is refused."""
+"""Decision on what a loss counts: made once, on the first batch, by all ranks together. A loss that cannot be cut is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BRANCHES = (
 def settle_loss(
     rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any], *, micro_batches: int | None
 ) -> bool:
-    """Find out what the loss is a mean over, by forwards of the first batch and of parts of it; every rank calls this.
+    """Find what the loss is a mean over, by forwards of the first batch and of parts of it; every rank calls this.
 
     Args:
         rule: The loss; takes note of the answer.
@@ -82,7 +82,7 @@ def settle_loss(
 
 
 class ModelWatch:
-    """Tries the model on parts of a batch again where somebody has changed a number or a flag of one of its modules.
+    """Repeats the trials of the model on parts of a batch after a number or a flag of one of its modules has changed.
 
     Ranks whose forward takes several of them do it together, where any of them has noticed a change.
 
@@ -108,7 +108,7 @@ class ModelWatch:
         return engine.needs_lockstep or engine.copies > 1
 
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
-        """Return the error where the model, as it is now, mixes the samples of this batch; only a changed model is tried."""
+        """Return an error if the model now mixes the samples of this batch; only a changed model is tried."""
         engine = self._engine
         if self.is_joint or not self.has_changed():
             return None
@@ -144,7 +144,7 @@ class ModelWatch:
         )
 
     def has_changed(self) -> bool:
-        """Tell whether a number or a flag of a module is another than when this was asked before."""
+        """Tell whether a number or a flag of a module has changed since the last call."""
         sizes = [len(own) for own, _ in self._slots]
         is_first = not self._slots
         if is_first or sizes != self._sizes:
@@ -178,7 +178,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any]) -> Evidence | None:
-    """Return what this rank's share shows; None where it has no sample."""
+    """Return the evidence of this rank's share; None where it has no sample."""
     share = _enough(parts, splitter)
     module = _uncompiled(engine.module)
 

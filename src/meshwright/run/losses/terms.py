@@ -1,4 +1,4 @@
-"""The loss of one micro-batch as a term of the step's, and what backward is run from so that terms add up to one device's."""
+"""Loss of one micro-batch as a term of the step's, and the root of its backward. Terms add up to one device's loss."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LossTerms:
     """Computes losses of micro-batches.
 
     Args:
-        engine: The strategy.
-        rule: How losses are read.
+        engine: The engine.
+        rule: Reads losses.
         autocast: The dtype that forward runs in, or None for the model's own.
         splitter: Counts and cuts batches.
     """
@@ -46,11 +46,11 @@ class LossTerms:
         """The dtype of forwards and losses."""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context that forward and loss run in."""
+        """Return the context of forward and loss."""
         return self.casts.in_forward()
 
     def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
-        """Return the loss of a micro-batch; None on a stage of a pipeline of which it needs nothing."""
+        """Return the loss of a micro-batch; None on a pipeline stage that it does not need."""
         with self._engine.switch.user_code(), self.autocast():
             outputs = call_model(module, part)
             if self._engine.owes_nothing_to_the_loss:
@@ -82,11 +82,11 @@ class LossTerms:
 
     @staticmethod
     def root(term: LossTerm, agreement: Agreement, *, alone: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return what backward is run from, and the gradient there; None where this micro-batch used frozen parameters only.
+        """Return the root of backward and its gradient; None where this micro-batch used only frozen parameters.
 
         Args:
             term: The loss.
-            agreement: What all ranks bring.
+            agreement: The first exchange of the step.
             alone: Whether it is the only term of the step.
         """
         if not term.value.requires_grad:

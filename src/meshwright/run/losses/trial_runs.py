@@ -24,7 +24,7 @@ _Term = Callable[[Any, Any], LossTerm]
 
 
 def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
-    """Return what trials show that need no other rank.
+    """Return the result of trials that need no other rank.
 
     Args:
         engine: The strategy.
@@ -46,7 +46,7 @@ def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -
 def _run_kept(
     module: nn.Module, device: torch.device, trial: TrialForward, forward: Callable[[Any], Any], term: _Term
 ) -> TrialOutcome:
-    """Run a trial, and put back what its forward has written into parameters whose values are here."""
+    """Run a trial, and restore the parameters with values on this rank that its forward has written."""
     parameters = KeptParameters(module)
     outcome = run_trial(module, device, trial, forward, term)
     return dataclasses.replace(outcome, written=tuple(parameters.restore()))

@@ -1,4 +1,4 @@
-"""Parameters that a forward sets by its batch: parts of the batch would set them otherwise than the whole does."""
+"""Parameters that a forward sets from its batch: parts of the batch would set other values than the whole."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__: list[str] = []
 
 
 def find_dependent(first: Sequence[tuple[str, torch.Tensor]], other: Sequence[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the FQN of a parameter that two forwards set otherwise, or None.
+    """Return the FQN of a parameter that two forwards set to different values, or None.
 
     Args:
-        first: (FQN, value) of what was set by one batch.
-        other: The same of another one.
+        first: (FQN, value) of the parameters set by one batch.
+        other: The same for another batch.
     """
     others = dict(other)
     for name, value in first:
@@ -30,7 +30,7 @@ def find_dependent(first: Sequence[tuple[str, torch.Tensor]], other: Sequence[tu
 
 
 def refusal_of(names: Sequence[tuple[int, str | None]]) -> ApplyError | None:
-    """Return why the batch cannot be cut, where a rank has seen a parameter that is set by it.
+    """Return why the batch cannot be cut, where a rank has found a parameter that the batch sets.
 
     Args:
         names: (rank, FQN or None).

@@ -1,8 +1,8 @@
-"""Trial forwards of the first batch, of its parts, and of copies with ignored labels: what they show of the loss on one rank.
+"""Trial forwards of the first batch, its parts, and copies with ignored labels, and their evidence about the loss on one rank.
 
-A loss that is a mean over n of N items comes back from its parts: sum of n x loss / N. Which items it counts is found by
-trying; labels are set to the ignored value here and there, so that counts differ between parts. Where the model draws random
-numbers or keeps statistics of the batch in training, it is tried in eval mode.
+A mean over n of N items can be computed from parts: sum of n x loss / N. Trials find which items it counts; some labels are set
+to the ignored value, so that counts differ between parts. A model that draws random numbers or keeps batch statistics in training
+is tried in eval mode.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TrialForward:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """What a trial gave."""
+    """Result of a trial."""
 
     value: float = math.nan
     weight: float | None = None
@@ -74,7 +74,7 @@ class TrialOutcome:
 
 @dataclasses.dataclass(kw_only=True)
 class Evidence:
-    """What one rank saw; plain values, for ranks tell each other."""
+    """Findings of one rank; plain values, since ranks exchange them."""
 
     obstacle: str | None = None
     is_sum: bool = False
@@ -100,7 +100,7 @@ _READS = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, T
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which labels cross-entropies ignore, whether classes have weights of their own, and whether Python reads values."""
+    """Records labels that cross-entropies ignore, class weights, and reads of values by Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,12 +126,12 @@ def run_trial(
     forward: Callable[[Any], Any],
     term: Callable[[Any, Any], LossTerm],
 ) -> TrialOutcome:
-    """Return what a forward and its loss give; an exception of theirs is an obstacle, and nothing is left changed.
+    """Return the results of a forward and its loss; an exception in them is an obstacle, and all state is restored.
 
     Args:
         module: The model.
         device: Its device.
-        trial: What to run.
+        trial: The trial.
         forward: batch -> outputs.
         term: (outputs, batch) -> loss.
     """
@@ -177,7 +177,7 @@ def run_trial(
 
 
 def _rows(outputs: Any, counts: Sequence[int]) -> Iterator[Any]:
-    """Yield the outputs of each part, what is not one row a sample being in all of them."""
+    """Yield the outputs of each part; those without one row for each sample are the same in all of them."""
     start = 0
     for count in counts:
         stop = start + count
@@ -190,7 +190,7 @@ def _rows(outputs: Any, counts: Sequence[int]) -> Iterator[Any]:
 
 
 def _eagerly() -> contextlib.AbstractContextManager[Any]:
-    # Other numbers of samples would have torch.compile compile again; to import it takes seconds.
+    # Other batch sizes would make torch.compile compile again; importing it takes seconds.
     is_there = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if is_there else contextlib.nullcontext()
 
@@ -198,7 +198,7 @@ def _eagerly() -> contextlib.AbstractContextManager[Any]:
 def examine(
     share: Any, module: nn.Module, splitter: BatchSplitter, *, splits_by_row: bool
 ) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
-    """Yield trials, take their outcomes, and return what they show.
+    """Yield trials, receive their outcomes, and return the evidence.
 
     Args:
         share: At least two samples.
@@ -263,7 +263,7 @@ def examine(
 def _try_whole(
     share: Any, parts: Sequence[Any]
 ) -> Generator[list[TrialForward], list[TrialOutcome], tuple[TrialOutcome, bool, Evidence | None]]:
-    """Return what the whole share gave, whether in eval mode, and the evidence where nothing else needs to be tried."""
+    """Return the outcome of the whole share, whether it ran in eval mode, and the evidence if no other trial is needed."""
     evaluates = False
     whole = (yield [TrialForward(share, evaluates)])[0]
     if whole.written and len(parts) > 1:
@@ -290,7 +290,7 @@ def _candidates(share: Any, paths: Sequence[Path], ignored: Sequence[int]) -> li
 
 
 def _mask(share: Any, path: Path, labels: torch.Tensor, value: int, counts: Sequence[int]) -> Any:
-    """Return the batch with labels ignored: the first of each row in its first part, the last ones in its second."""
+    """Return the batch with labels ignored: the first of each row in the first part, the last ones in the second."""
     masked = labels.clone()
     first, second = slice(0, counts[0]), slice(counts[0], counts[0] + counts[1])
     if labels.dim() == 1:
@@ -313,7 +313,7 @@ def _fit(
 
 
 def _gap(whole: float, values: Sequence[float], weights: Sequence[float], *, divide: bool = True) -> float:
-    """Return how far the weighted mean (or sum) of the parts is from the whole, relatively; infinite where it is not finite."""
+    """Return the relative distance of the parts' weighted mean (or sum) from the whole; infinite where it is not finite."""
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight > 0]
     total = sum(weight for _, weight in pairs)
     if not total:
@@ -345,5 +345,5 @@ def _describe(whole: TrialOutcome, outcomes: Sequence[TrialOutcome], counts: Seq
 
 
 def second_sample(sample: Any) -> Any:
-    """Return another sample made of one: what has rows is rolled along them by one place, which changes no value."""
+    """Return another sample made from one: its rows are rolled by one place, which changes no value."""
     return map_tensors(sample, lambda t: torch.roll(t, 1, 1) if t.dim() > 1 else t)

@@ -1,9 +1,8 @@
-"""A loss that was a mean over samples on the first batch, and is none on a later one: found before the optimizer steps.
+"""Watch, before the optimizer steps, for a loss that was a mean over samples on the first batch and no longer is.
 
-The loss alone is computed again on the outputs that are there anyway: of all rows and of parts of them, and of one row beside one
-of an earlier batch. That is done in the first steps, at sentinels, and whenever the batch or the loss is of a kind that was not
-seen before: labels with a value that no batch had, a mask that is no longer all true, weights that differ, other sizes, another
-value of something that the loss reads.
+Only the loss is computed again, on the existing outputs: all rows, parts of them, and one row beside one of an earlier batch.
+This happens in the first steps, at sentinels, and whenever the batch or the loss is of a new kind. That may be labels with a new
+value, a mask that is no longer all true, weights that differ, new sizes, or a changed value that the loss reads.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class LossWatch:
     Args:
         rule: The loss, and what it counts.
         splitter: Counts and cuts batches.
-        device: Whose generator the loss may draw from.
+        device: The device whose generator the loss may draw from.
         is_threaded: Whether several threads compute losses at once.
     """
 
@@ -84,7 +83,7 @@ class LossWatch:
         """What was found in the step under way."""
 
     def begin(self, batch: Any, *, is_due: bool) -> None:
-        """Decide whether the losses of this batch are looked at.
+        """Decide whether to check the losses of this batch.
 
         Args:
             batch: This rank's share, or None.
@@ -133,7 +132,7 @@ class LossWatch:
         return not is_known
 
     def _has_changed(self) -> bool:
-        """Tell whether something that the loss reads has another value than in the step before."""
+        """Tell whether a value that the loss reads has changed since the step before."""
         values = [] if self._outside is None else self._outside.plain_values()
         before, self._values = self._values, values
         if values == before:
@@ -147,15 +146,15 @@ class LossWatch:
     # -- the look ---------------------------------------------------------------------------------------------------
 
     def look(self, outputs: Any, part: Any) -> None:
-        """Compare the loss of a micro-batch with the losses of parts of it, where that is wanted; keeps what it finds.
+        """Compare the loss of a micro-batch with the losses of its parts, if this batch is checked; keep what it finds.
 
         Args:
-            outputs: What the model gave for it.
+            outputs: The model's outputs for it.
             part: The micro-batch.
         """
         if not self._wanted or self.failure is not None or self._rule.loss_fn is None:
             return
-        # Not as a part of the forward: stages of a pipeline would send each other what it reads.
+        # Outside the forward, since pipeline stages would send each other the tensors that it reads.
         with warnings.catch_warnings(action="ignore"), without_function_modes(), self._undisturbed():
             try:
                 found = self._compare(outputs, part)
@@ -202,12 +201,12 @@ class LossWatch:
         generators = GeneratorStates(self._device)
         whole = self._value(pair)
         if whole is None or generators.have_moved():
-            self.is_on = False  # it brings its own weight, or is another at each evaluation
+            self.is_on = False  # it has its own weight, or differs at each evaluation
             return None
         sizes = split_sizes(count, 2)
         parts = list(self._cut(pair, sizes))
         values = [self._value(each) for each in parts]
-        # What is not finite is found after the step's sums, and named there.
+        # Values that are not finite are found after the step's sums, and named there.
         if any(value is None or not math.isfinite(value) for value in (whole, *values)):
             return None
         gap = _gap(whole, values, [self._rule.known_weight(each[1]) for each in parts])
@@ -233,7 +232,7 @@ class LossWatch:
             start += size
 
     def _value(self, pair: tuple[Any, Any]) -> float | None:
-        """Return the loss of copies, which a loss may write into; None where it brings its own weight."""
+        """Return the loss of copies, which a loss may write into; None where it has its own weight."""
         grad = torch.is_grad_enabled()
 
         def copy(tensor: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ class LossWatch:
             # No leaf, which a loss may not write into.
             return held.requires_grad_().clone() if grad and held.is_floating_point() else held.clone()
 
-        # Each from the same state: a loss that counts its calls must not count those of a look against each other.
+        # Each evaluation starts from the same state, since a loss may count its calls.
         compute = self._rule.term if self._is_threaded else self._rule.try_term
         term = compute(map_tensors(pair[0], copy), map_tensors(pair[1], lambda t: t.detach().clone()), 1.0)
         return float(term.value.detach()) if term.is_mean else None

@@ -1,4 +1,4 @@
-"""What a mean counts: samples, or labels that are not ignored, with or without the first of each row."""
+"""Items that a mean counts: samples, or labels that are not ignored, with or without the first of each row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
-    """What the mean of a micro-batch is taken over.
+    """The items over which the mean of a micro-batch is taken.
 
     >>> Counted(("labels",), shifted=True).weigh({"labels": torch.tensor([[5, 6, -100]])}, BatchSplitter())
     1.0
@@ -59,7 +59,7 @@ class Counted:
 
 
 def path_text(path: Path) -> str:
-    """Return a path as Python writes it.
+    """Return a path in Python's notation.
 
     >>> path_text((1, "labels"))
     "batch[1]['labels']"
@@ -94,13 +94,13 @@ def tensors_by_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Te
 
 
 def replace_at(batch: Any, path: Path, value: torch.Tensor) -> Any:
-    """Return the batch with another tensor at the path; one that is in the batch twice stays at its other place."""
+    """Return the batch with another tensor at the path; a tensor that occurs twice keeps its other place."""
     places = iter([found for found, _ in tensors_by_path(batch)])
     return map_tensors(batch, lambda tensor: value if next(places) == path else tensor)
 
 
 def label_paths(batch: Any, num_samples: int) -> list[Path]:
-    """Return where a batch holds integer labels, one row a sample: by name, or as the second of a pair."""
+    """Return the paths of integer labels, one row for each sample: by name, or as the second of a pair."""
     found = []
     for path, tensor in tensors_by_path(batch):
         is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
@@ -114,7 +114,7 @@ def _is_label(path: Path) -> bool:
 
 
 def find_uneven_labels(guards: Sequence[Guard], parts: Sequence[Any], splitter: BatchSplitter) -> ApplyError | None:
-    """Return the error where a micro-batch has more or fewer ignored labels than those by which the loss was tried out."""
+    """Return an error where a micro-batch has more or fewer ignored labels than those of the trials."""
     for path, value, each in guards:
         for part in parts:
             labels = tensor_at(part, path)
@@ -124,8 +124,8 @@ def find_uneven_labels(guards: Sequence[Guard], parts: Sequence[Any], splitter: 
             if abs(num_ignored - each * num_samples) > _ROUNDING:
                 return ApplyError(
                     f"{num_ignored} entries of {path_text(path)} in a micro-batch of {num_samples} samples are {value}, "
-                    f"which the loss ignores; in the first batch {each:g} of each sample were, and its mean over samples "
-                    "holds for that alone",
+                    f"which the loss ignores; in the first batch {each:g} of each sample were, and only then is the loss a "
+                    "mean over samples",
                     fix="return meshwright.Loss(sum, weight) from loss_fn, the weight being the labels that count",
                 )
     return None

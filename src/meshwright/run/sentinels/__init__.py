@@ -1,15 +1,17 @@
-"""Sentinels: what ranks must have alike is compared while they train (ADR 0012).
+"""Sentinels: comparison, during training, of what ranks must have alike (ADR 0012).
 
-sentinels     what is compared when, and what a hit does
-circles       ranks that must say the same
+Cheap values are compared in every step, digests of all copies every `sentinel_every` steps.
+
+sentinels     schedule of comparisons, and the effect of a finding
+circles       ranks that must have the same values
 digest        64-bit digests of tensors
-settings      settings that must be alike
+settings      settings that must be equal
 batch_check   different batches on ranks that share layers
 copies_check  copies compared bit by bit
-imprint       sums that show that an entry has changed
+imprint       sums that detect a changed entry
 writes        writes between steps
 
-To compare something more: a saying in `sentinels.py`; a fault of it in `benchmarks/sentinels/faults.py`.
+To compare something more, add a saying in `sentinels.py`, and a fault of it in `benchmarks/sentinels/faults.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Ranks that share layers and were given different batches: which, and in what."""
+"""Check of batches on ranks that share layers, which must be equal; the error names the ranks and the difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, dev
         group: All ranks.
         mesh: Their places.
         batch: This rank's share, or None.
-        device: Where exchanges happen.
+        device: The device of exchanges.
     """
     rows = [[name, str(tuple(t.shape)), str(t.dtype), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
     everyone = group.all_gather_json(None if batch is None else rows, device=device)
@@ -63,7 +63,7 @@ def _first_difference(mine: Any, theirs: Any) -> tuple[str | None, str] | None:
 
 
 def _first_row(group: Communicator, batch: Any, name: str | None, pair: tuple[int, int], device: torch.device) -> str:
-    """Return from which row on two ranks' tensors differ, as text; every rank comes here for the same tensor."""
+    """Return the first row in which two ranks' tensors differ, as text; every rank calls this for the same tensor."""
     tensor = None if name is None or batch is None else dict(named_tensors(batch)).get(name)
     short = tensor is not None and tensor.dim() > 0 and 1 < tensor.shape[0] <= _MOST_ROWS
     found = group.all_gather_json(

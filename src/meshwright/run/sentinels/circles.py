@@ -1,10 +1,9 @@
-"""Circles: ranks that must say the same, and how a sum over all ranks tells whether they do.
+"""Circles: ranks that must have the same values, checked by one sum over all ranks.
 
-Each rank adds its digest times a factor: 1, and for the last rank of its circle minus the number of the others. Where all
-say the same, a circle adds up to nothing; where they say two things, to something else for certain, as every group of ranks
-but all of them has factors that do not cancel. Each circle has a weight of its own, so that batches that two circles have
-exchanged do not cancel either. A digest goes in three parts of 21 bits: over 16,384 ranks each sum stays below 2^50, and
-float64 adds them exactly in any order.
+Each rank adds its digest times a factor: 1, or for the last rank of its circle minus the number of the others. Equal digests add
+up to 0. Two different digests never do, since no proper subset of the factors cancels. Each circle has its own weight, so that
+batches exchanged between two circles do not cancel either. A digest is sent in three parts of 21 bits: over 16,384 ranks each sum
+stays below 2^50, and float64 adds them exactly in any order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _BITS = 21
 
 @dataclasses.dataclass(frozen=True)
 class Circle:
-    """The ranks that must say the same as this one.
+    """The ranks that must have the same values as this one.
 
     Args:
         ranks: Global ranks, ascending; this one among them.
@@ -36,22 +35,22 @@ class Circle:
 
     @classmethod
     def over(cls, mesh: MeshSpec, rank: int, *axes: str) -> Circle:
-        """Return the ranks that differ from this one on these axes alone."""
+        """Return the ranks that differ from this one only on these axes."""
         return cls(mesh.group(*axes, rank=rank), rank)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to differ from."""
+        """Whether this rank is the circle's only one."""
         return len(self.ranks) == 1
 
     def terms(self, digest: int) -> list[float]:
-        """Return what this rank adds to the sum for a digest of 64 bits (the topmost is left out)."""
+        """Return this rank's terms of the sum for a 64-bit digest (the highest bit is left out)."""
         factor = self.factor
         return [float(factor * (digest >> shift & 2**_BITS - 1)) for shift in (0, _BITS, 2 * _BITS)]
 
     @functools.cached_property
     def factor(self) -> int:
-        """What this rank's digests are multiplied by."""
+        """Factor of this rank's digests."""
         weight = 1 + self.ranks[0]
         return -weight * (len(self.ranks) - 1) if self.rank == self.ranks[-1] else weight
 
@@ -67,5 +66,5 @@ class Circle:
 
 
 def circles_of(mesh: MeshSpec, *axes: str) -> list[Circle]:
-    """Return all circles of ranks that differ on these axes alone, for what is said about every one of them."""
+    """Return all circles of ranks that differ only on these axes, to check something in every one of them."""
     return [Circle(ranks, ranks[0]) for ranks in mesh.groups(*axes)]

@@ -1,4 +1,4 @@
-"""What several ranks hold whole, compared bit by bit: by digests, and where these differ tensor by tensor."""
+"""Comparison of copies bit by bit: first by digests, then tensor by tensor where those differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def compare_copies(engine: Engine, optimizer: torch.optim.Optimizer | None) -> list[Finding]:
-    """Return where this rank's parameters, buffers and optimizer state are not those of the ranks that hold copies.
+    """Return the differences of this rank's parameters, buffers and optimizer state from those of other ranks with copies.
 
     Every rank calls it.
     """
@@ -39,7 +39,7 @@ def compare_copies(engine: Engine, optimizer: torch.optim.Optimizer | None) -> l
 def _kept_by(
     optimizer: torch.optim.Optimizer | None, named: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of what an optimizer keeps for these parameters."""
+    """Yield (name, tensor) of an optimizer's state for these parameters."""
     if optimizer is None or not optimizer.state:
         return
     for name, parameter in named:
@@ -50,7 +50,7 @@ def _kept_by(
 
 
 def _is_equal(group: Communicator, digest: int, device: torch.device) -> bool:
-    """Whether all ranks have one digest: the largest and the smallest of its halves are the same."""
+    """Whether all ranks have one digest: the largest and the smallest of its halves are equal."""
     halves = [float(digest >> 32), float(digest & 2**32 - 1)]
     vector = torch.tensor([*halves, *(-half for half in halves)], dtype=torch.float64, device=device)
     group.all_reduce(vector, "max")
@@ -59,11 +59,11 @@ def _is_equal(group: Communicator, digest: int, device: torch.device) -> bool:
 
 
 def _differences(group: Communicator, held: Named, device: torch.device) -> list[Finding]:
-    """Return what differs on this rank; every rank of the group comes here."""
+    """Return this rank's differences; every rank of the group calls it."""
     mine = {name: [f"{digest_tensor(t):x}", f"{digest_of_shape(t):x}"] for name, t in held}
     everyone = group.all_gather_json(mine, device=device)
     odd = [name for name in mine if any(theirs.get(name, mine[name]) != mine[name] for theirs in everyone)]
-    # A name that some ranks lack is no copy there: shards of ranks whose shares are uneven are cut elsewhere.
+    # A name missing on some ranks is not a copy there: with uneven shares, shards have other bounds.
     odd = [name for name in odd if all(name in theirs for theirs in everyone)]
     tensors = dict(held)
     findings = []
@@ -89,9 +89,9 @@ def _differences(group: Communicator, held: Named, device: torch.device) -> list
 
 
 def allowed_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Return by how much what several ranks compute for themselves may differ, relative to the largest entry.
+    """Return the tolerated difference between results that several ranks compute, relative to the largest entry.
 
-    On the host nothing: one kernel on one input gives the same bits. On other devices some kernels add in any order.
+    On the host it is 0: one kernel on one input gives the same bits. On other devices some kernels add in any order.
     """
     if device.type == "cpu" or torch.are_deterministic_algorithms_enabled() or not dtype.is_floating_point:
         return 0.0
@@ -99,12 +99,12 @@ def allowed_difference(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _allowed(group: Communicator, tensor: torch.Tensor) -> float:
-    """Return by how much copies may differ: those of data parallel ranks are made of the same sums."""
+    """Return the tolerated difference of copies: those of data-parallel ranks are made of the same sums."""
     return allowed_difference(tensor.device, tensor.dtype) if group.axis == "tp" else 0.0
 
 
 def _largest_difference(group: Communicator, tensor: torch.Tensor, source: int, device: torch.device) -> float:
-    """Return by how much this rank's values differ from those of the group's rank `source`, relative to the largest entry."""
+    """Return the largest difference of this rank's values from the group's rank `source`, relative to the largest entry."""
     value = tensor.detach()
     flat = (value.to_dense() if value.layout != torch.strided else value).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat

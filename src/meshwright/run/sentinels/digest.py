@@ -1,8 +1,8 @@
-"""64-bit digests of tensors, batches and random states: equal bits give equal numbers on every rank and every kind of device.
+"""Digests of tensors, batches and random states in 64 bits: equal bits give equal digests on every rank and kind of device.
 
-Memory is read as 64-bit words. Each word is mixed with its own upper bits and multiplied by a weight of its place, and all is
-summed modulo 2^64: a flipped bit, two rows in another order, or a tensor with its sign turned give another number. The
-arithmetic is the same in numpy, which is faster on the host, and in torch, which other devices need.
+Memory is read as 64-bit words. Each word is mixed with its own upper bits, multiplied by a weight of its position, and summed
+modulo 2^64. So a flipped bit, swapped rows, or a tensor with its sign changed gives another digest. The arithmetic is the same in
+numpy, which is faster on the host, and in torch, which other devices need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DTYPE_NUMBERS = {
 
 
 def _splitmix(count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return so many 64-bit numbers that look random and are the same everywhere (Steele et al. 2014)."""
+    """Return this many 64-bit pseudo-random numbers, the same everywhere (Steele et al. 2014)."""
     z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -64,7 +64,7 @@ def digest_text(text: str) -> int:
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Return one digest of several tensors in their order; small ones are put together first, which takes fewer calls."""
+    """Return one digest of several tensors in their order; small ones are concatenated first, which takes fewer calls."""
     total = len(tensors)
     for tensor in _joined(tensors):
         total = _follow(total, digest_tensor(tensor))
@@ -72,18 +72,18 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def digest_tensor(tensor: torch.Tensor) -> int:
-    """Return the digest of a tensor's values, all of them; shapes and dtypes are not part of it."""
+    """Return the digest of all values of a tensor; shape and dtype are not part of it."""
     return _digest_bytes(_bytes_of(tensor))
 
 
 def digest_batch(batch: Any, *, whole: bool) -> int:
     """Return the digest of a batch's tensors: shapes, dtypes and values.
 
-    It is quick rather than strong, and another one for tensors on another device: where it differs, `digest_tensor` decides.
+    It is fast rather than strong, and depends on the device; where it differs, `digest_tensor` decides.
 
     Args:
         batch: The batch; None is an empty share.
-        whole: Whether every value is read; else of large tensors the begin, the end and a sample of the rows between.
+        whole: Whether to read every value; else only begin, end and a sample of rows of large tensors.
     """
     if batch is None:
         return 0
@@ -109,7 +109,7 @@ def digest_rows(tensor: torch.Tensor) -> list[int]:
 
 
 def digest_rng(cpu: torch.Tensor, cuda: torch.Tensor | None) -> int:
-    """Return a quick digest of the states of torch's generators."""
+    """Return a fast digest of the states of torch's generators."""
     total = zlib.crc32(cpu.numpy().data)
     return total if cuda is None else _follow(total, zlib.crc32(cuda.numpy().data))
 
@@ -132,7 +132,7 @@ def _follow(total: int, following: int) -> int:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors as bytes: the large ones, and the small ones end to end, device by device."""
+    """Yield the tensors as bytes: large ones alone, small ones concatenated, device by device."""
     small: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided and tensor.nbytes < _SMALL:
@@ -144,7 +144,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as one row of bytes, without a copy where they lie in order."""
+    """Return a tensor's values as one row of bytes, without a copy where they are contiguous."""
     value = tensor.detach()
     parts = _parts_of(value)
     if parts is not None:
@@ -161,7 +161,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _parts_of(value: torch.Tensor) -> list[torch.Tensor] | None:
     """Return the plain tensors that a tensor consists of; None where it is one."""
     flatten = getattr(value, "__tensor_flatten__", None)
-    if flatten is not None:  # what torch asks of subclasses that hold other tensors
+    if flatten is not None:  # torch's protocol for subclasses that wrap tensors
         names, _ = flatten()
         return [getattr(value, name) for name in names]
     if value.is_nested:
@@ -196,7 +196,7 @@ def _quick(tensor: torch.Tensor, *, whole: bool) -> int:
 
 
 def _digest_bytes(row: torch.Tensor) -> int:
-    """Return the digest of a row of bytes: its length, its 64-bit words, and what is left behind the last one."""
+    """Return the digest of a row of bytes: its length, its 64-bit words, and the bytes after the last word."""
     size = row.numel()
     even = size // 8 * 8
     words = _host_words(row[:even]) if row.device.type == "cpu" else _device_words(row[:even])
@@ -231,6 +231,6 @@ def _device_words(row: torch.Tensor) -> int:
         if whole < block.numel():
             sums.append((mixed[whole:] * weights[: block.numel() - whole]).sum().view(1))
     total = 0
-    for value in torch.cat(sums).tolist() if sums else ():  # the one time that the host waits for the device
+    for value in torch.cat(sums).tolist() if sums else ():  # the only wait of the host for the device
         total = _follow(total, value & _MASK)
     return total

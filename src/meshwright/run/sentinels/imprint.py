@@ -1,11 +1,11 @@
-"""An imprint of memory: sums of its rows and columns, which show that one entry has changed since, which one, and from what.
+"""Imprint of memory: sums of its rows and columns, which show a changed entry, its place and its old value.
 
-What only one rank holds has no copy to be compared with. Between the end of a step and the begin of the next one nobody writes to
-it but scripts, whose writes torch counts; what changes without a count is a fault of the memory, or a write to `.data`.
+Tensors that only one rank holds have no copy to compare with. Between two steps only scripts write to them, and torch counts
+those writes. A change without a count is a memory fault, or a write to `.data`.
 
-Memory is read as 64-bit words in rows of one length; kept are the sum of each row and of each column, modulo 2^64. One changed
-word moves one row and one column by the same number: so a single change is told from several, its place is known, and the old
-word is the new one minus that number. Two sums of plain words are read at the speed of the memory.
+Memory is read as 64-bit words in rows of one length; the imprint keeps the sum of each row and of each column, modulo 2^64. One
+changed word moves one row and one column by the same number. That distinguishes a single change from several, gives its place,
+and gives the old word: the new one minus that number. Both sums are computed at memory speed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A tensor whose bits are others than before.
+    """A tensor whose bits have changed.
 
     Args:
         name: Its name.
-        place: The one entry that has changed, counted in memory order; None where there are several [count].
-        before: That entry as it was.
-        now: As it is.
-        relative: By how much it has changed, relative to the tensor's largest other entry; NaN where there are several.
+        place: Index of the changed entry, in memory order; None where there are several [count].
+        before: Its old value.
+        now: Its new value.
+        relative: Its change relative to the tensor's largest other entry; NaN where there are several.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """What has changed, in words."""
+        """The change, in words."""
         if self.place is None:
             return "its values changed"
         if math.isnan(self.relative):
@@ -57,7 +57,7 @@ class Change:
 
 
 class _MemoryRow:
-    """Tensors of one dtype and device whose memory is read one after the other."""
+    """Tensors of one dtype and device whose memory is read in sequence."""
 
     def __init__(self, named: Named) -> None:
         self.named = named
@@ -70,9 +70,9 @@ class _MemoryRow:
         return (values[0] if len(values) == 1 else torch.cat(values)).view(torch.uint8)
 
     def changes(self) -> Iterator[Change]:
-        """Yield what has changed since and was not counted by torch."""
+        """Yield the changes since that torch has not counted."""
         if any(tensor.data_ptr() != place for (_, tensor), place in zip(self.named, self.places, strict=True)):
-            return  # replaced as a whole: by a script
+            return  # replaced by a script
         row = self._bytes()
         moved = [now - then for now, then in zip(_sums_of(row), self.sums, strict=True)]
         rows, columns = ([(place, by) for place, by in enumerate(sums.tolist()) if by] for sums in moved)
@@ -90,7 +90,7 @@ class _MemoryRow:
 
 
 class Imprint:
-    """What tensors were when this was made.
+    """The imprint of some tensors.
 
     Args:
         named: (name, tensor); each contiguous, and in memory of its own.
@@ -107,7 +107,7 @@ class Imprint:
         self._rows += [_MemoryRow(members) for members in small.values()]
 
     def changes(self) -> list[Change]:
-        """Return what has other bits than when this was made, though torch has counted no write to it."""
+        """Return the tensors whose bits have changed since, though torch has counted no write."""
         return [change for row in self._rows for change in row.changes()]
 
 
@@ -123,14 +123,14 @@ def _sums_of(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _entry(name: str, tensor: torch.Tensor, word: torch.Tensor, moved: int, offset: int) -> Change | None:
-    """Return which entry of a tensor the changed word is; None where it is none of this tensor's.
+    """Return the entry of a tensor to which the changed word belongs; None where it is not in this tensor.
 
     Args:
         name: The tensor's name.
         tensor: The tensor.
-        word: The word as it is, as bytes.
-        moved: What it has moved by, modulo 2^64.
-        offset: Where the tensor begins, from the word's begin [bytes].
+        word: The word's present value, as bytes.
+        moved: Its change, modulo 2^64.
+        offset: Begin of the tensor, relative to the word's [bytes].
     """
     padded = torch.zeros(_WORD, dtype=torch.uint8)
     padded[: word.numel()] = word.cpu()
@@ -149,7 +149,7 @@ def _entry(name: str, tensor: torch.Tensor, word: torch.Tensor, moved: int, offs
 
 
 def change_of(name: str, now: torch.Tensor, before: torch.Tensor) -> Change | None:
-    """Return how a tensor has changed, by a copy from before; None where its bits are the same."""
+    """Return the change of a tensor since a copy of it was made; None where its bits are the same."""
     size = now.element_size()
     odd = (now.view(torch.uint8) != before.view(torch.uint8)).view(-1, size).any(1).nonzero().view(-1).tolist()
     if len(odd) != 1 or not now.is_floating_point():

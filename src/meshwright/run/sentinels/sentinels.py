@@ -1,11 +1,11 @@
-"""Sentinels: what ranks must have alike is compared while they train, and parts of a strategy with one device.
+"""Sentinels: comparison, during training, of what ranks must have alike, and of parts of a strategy with one device.
 
     every step, in the agreement that the ranks make anyway     the batch of ranks that share layers, their generators,
                                                                 learning rates, the last step's loss and norm, and which
                                                                 parameters were written to since
     every `sentinel_every` steps, before forward                digests of all that several ranks hold whole: parameters,
-                                                                buffers, what the optimizer keeps; all settings; and what
-                                                                one rank holds, as it was when the step before ended
+                                                                buffers, optimizer state; all settings; and what one rank
+                                                                holds, against its state at the end of the last step
     ... around forward and backward                             one part of the strategy, in turn, beside one device
     ... before the optimizer                                    the loss and the norm of this very step
 
@@ -47,15 +47,15 @@ _LOG = logging.getLogger("meshwright")
 
 
 class Sentinels:
-    """What watches the steps of one applied model.
+    """The sentinels of one applied model.
 
     Args:
-        engine: The strategy.
-        optimizer: What updates the parameters, or None.
+        engine: The engine.
+        optimizer: The optimizer, or None.
         place: The ranks' mesh, and this rank.
-        every: Steps between two sentinels; 0 turns all of this off but the generators of ranks that share layers [count].
+        every: Steps between two sentinels; at 0 only the generators of ranks that share layers are compared [count].
         on_finding: "stop" raises CorruptionError, "warn" logs a line for each finding and goes on.
-        rows: Gives the settings that may change between steps.
+        rows: Returns the settings that may change between steps.
     """
 
     def __init__(
@@ -89,45 +89,45 @@ class Sentinels:
         self._found: list[str] = []
         self._has_warned_of_draws = False
         self._autocast = ""
-        # To read their states takes longer than torch's: only where the model's code can draw from them.
+        # Reading their states takes longer than torch's, so only where the model's code can draw from them.
         self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
         self.recompute: Recompute | None = None
         """The layers that run again in backward, which are inspected as well."""
 
     @property
     def is_watching(self) -> bool:
-        """Whether there are other ranks to compare with, and it is wanted."""
+        """Whether there are other ranks to compare with, and comparison is enabled."""
         return self._every > 0 and not self._everyone.is_alone
 
     @property
     def is_due(self) -> bool:
-        """Whether the step under way is one at which everything is compared."""
+        """Whether everything is compared in the present step."""
         return self.is_watching and self._step % self._every == 0
 
     @property
     def is_turn(self) -> bool:
-        """Whether this step is one of those at which something is looked at again, be there other ranks or not."""
+        """Whether the present step repeats an inspection, with other ranks or without."""
         return self._every > 0 and self._step % self._every == 0
 
     @property
     def needs_agreement_first(self) -> bool:
-        """Whether the ranks must have agreed before forward begins: another batch would have them wait for each other in it."""
+        """Whether ranks must agree before forward begins: with different batches they would wait for each other inside it."""
         return not self._sharing.is_alone or self.is_due
 
     # -- the agreement ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Take note that a step begins."""
+        """Begin a step."""
         self._step += 1
         self._part = None
         self._found = []
 
     def sayings(self, batch: Any, autocast: torch.dtype | None = None) -> list[Saying]:
-        """Return what ranks must say alike about a batch and about themselves; topics in one order on every rank.
+        """Return the values of a batch and of the rank that ranks must have alike; topics in one order on every rank.
 
         Args:
             batch: This rank's share.
-            autocast: What forwards are cast to; None for the model's own dtype.
+            autocast: The dtype of forwards; None for the model's own.
         """
         self._autocast = repr(autocast)
         found: list[Saying] = []
@@ -144,7 +144,7 @@ class Sentinels:
         if not self._holding.is_alone:
             names = [*self._watch.written(), *self._watch.changed()]
             found.append(Saying("written", self._holding, digest_text(",".join(names))))
-        else:  # what nobody else holds changes on one rank alone where a script changes it, too: `compare` tells
+        else:  # a script, too, changes state without copies on one rank only: `compare` decides
             found.append(Saying("written", self._everyone, digest_text(",".join(self._watch.changed()))))
         common = digest_text(settings.learning_rates(self._optimizer) + self._autocast)
         if self._compares_outcome:
@@ -155,11 +155,11 @@ class Sentinels:
         return found
 
     def explain(self, topics: Sequence[str]) -> None:
-        """Find out in what the ranks differ; called on every rank.
+        """Find the difference between the ranks and raise; called on every rank.
 
         Raises:
             ApplyError: Batches or settings differ.
-            CorruptionError: Something else does.
+            CorruptionError: Something else differs.
         """
         engine = self._engine
         if "batch" in topics:
@@ -168,11 +168,9 @@ class Sentinels:
             rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
             settings.raise_different(engine.everyone, rows, engine.device)
             findings = self._compare_outcome(*self._outcome, step=self._step - 1)
-            self._report(
-                [*compare_copies(engine, self._optimizer), *findings]
-            )  # what the loss was computed with says more
+            self._report([*compare_copies(engine, self._optimizer), *findings])  # the loss function's settings say more
             self._compares_outcome = (
-                False  # at sentinels alone from here: known to differ in the order of additions, or told
+                False  # compared only at sentinels from here on: it differs by the order of additions, or was reported
             )
         if "written" in topics:
             self._report(self._watch.compare(engine.everyone, self._mesh))
@@ -182,7 +180,7 @@ class Sentinels:
             self._draw_python_together()
 
     def _draw_together(self) -> None:
-        """Have ranks that share layers go on with the random numbers of the first of them."""
+        """Set the generators of ranks that share layers to those of the first of them."""
         engine = self._engine
         state = RandomState.read(engine.device)
         parts = [state.cpu] if state.cuda is None else [state.cpu, state.cuda]
@@ -200,7 +198,7 @@ class Sentinels:
         RandomState(cpu, None if state.cuda is None else cuda).restore(engine.device)
 
     def _draw_python_together(self) -> None:
-        """Have ranks that share a batch go on with Python's and NumPy's random numbers of the first of them."""
+        """Set Python's and NumPy's generators of ranks that share a batch to those of the first of them."""
         told = self._engine.everyone.all_gather_json(PythonState().to_json(), device=self._engine.device)
         leader, own = self._sharing.ranks[0], told[self._sharing.rank]
         if not self._has_warned_of_draws and told[leader] != own:
@@ -215,7 +213,7 @@ class Sentinels:
     # -- a sentinel -------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Where a sentinel is due: compare settings and state, and have a part inspected in the forward that follows.
+        """Compare settings and state if a sentinel is due, and start the inspection of a part in the next forward.
 
         Raises:
             ApplyError: Settings differ.
@@ -234,7 +232,7 @@ class Sentinels:
         self._num_inspections += 1
 
     def end_backward(self, loss: float, norm: float) -> None:
-        """Before the optimizer: report what the inspection has found, and compare this step's loss and norm.
+        """Report the inspection's findings before the optimizer, and compare this step's loss and norm.
 
         Raises:
             CorruptionError: There is a finding.
@@ -246,7 +244,7 @@ class Sentinels:
         self._report([*findings, *self._compare_outcome(loss, norm, step=self._step)])
 
     def end_step(self, loss: float, norm: float) -> list[str]:
-        """Take note of how a step ended; return what was found in it, one text for each finding."""
+        """Record the end of a step; return its findings as texts."""
         if self.is_watching:
             self._outcome = (loss, norm)
             self._watch.note(keeps_imprint=(self._step + 1) % self._every == 0)
@@ -255,14 +253,14 @@ class Sentinels:
 
     @property
     def _roundings(self) -> float:
-        """What a few roundings move a loss by, relative; in the coarsest dtype of the parameters."""
+        """Relative change of a loss by a few roundings, in the coarsest dtype of the parameters."""
         if self._engine.copies == 1:
             return 0.0
         dtypes = [parameter.dtype for parameter in self._engine.parameters if parameter.is_floating_point()]
         return 64 * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def _compare_outcome(self, loss: float, norm: float, *, step: int) -> list[Finding]:
-        """Return a finding where this rank's loss or norm is not that of the first rank; every rank calls it."""
+        """Return a finding where this rank's loss or norm differs from the first rank's; every rank calls it."""
         engine = self._engine
         mine = torch.tensor([loss, norm], dtype=torch.float64, device=engine.device)
         first = engine.everyone.all_gather(mine)[0].tolist()
@@ -279,7 +277,7 @@ class Sentinels:
     # -- findings ---------------------------------------------------------------------------------------------------
 
     def _report(self, findings: Sequence[Finding]) -> None:
-        """Tell every rank what any rank has found; every rank calls it.
+        """Tell every rank the findings of all ranks; every rank calls it.
 
         Raises:
             CorruptionError: Something was found, and `on_finding` is "stop".
@@ -304,7 +302,8 @@ class Sentinels:
                 rank=rank,
                 step=self._step,
                 part=finding.part,
-                fix="start again from a checkpoint of before, and run `meshwright verify` on the plan; on_finding='warn' goes on",
+                fix="restart from a checkpoint from before this step, and run `meshwright verify` on the plan; on_finding='warn' "
+                "continues",
             )
         self._found += texts
         if everyone.group_rank == 0:
@@ -313,7 +312,7 @@ class Sentinels:
 
 
 def check_sentinels(every: Any, on_finding: Any) -> None:
-    """Raise ConfigError for options that make no sense."""
+    """Raise ConfigError for invalid options."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
         raise ConfigError(
             f"sentinel_every must be a number of steps, or 0, it is {every!r}",
@@ -330,10 +329,10 @@ def make_sentinels(
     loss_fn: Callable[[Any, Any], Any] | None,
     options: Mapping[str, Any],
 ) -> Sentinels:
-    """Compare the ranks' settings, and return what watches the steps.
+    """Compare the ranks' settings, and return the sentinels.
 
     Args:
-        engine: The strategy, before it has been given the optimizer.
+        engine: The engine, before it has adopted the optimizer.
         place: The ranks' mesh, and this rank.
         optimizer: The optimizer, as it was built.
         loss_fn: As for `apply_plan`.

@@ -1,7 +1,8 @@
-"""Settings that every rank must have alike: compared before the first step, and those that may change again later.
+"""Settings that all ranks must have alike, compared before the first step; those that may change are compared again later.
 
-What decides the numbers and is no tensor: options of the optimizer, the loss function, clipping, seeds, classes and plain
-attributes of the modules, torch's own switches. Each becomes a row (name, value as text), so that a difference has a name.
+They are all inputs that decide the numbers and are not tensors: options of the optimizer, the loss function, clipping, seeds,
+classes and plain attributes of the modules, torch's own switches. Each becomes a row (name, value as text), so that a difference
+has a name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MOST = 1000
 
 
 def text_of(value: Any, depth: int = 0) -> str | None:
-    """Return a value as text that is equal on two ranks where the value is; None for what cannot be compared so."""
+    """Return a value as text that is equal on two ranks where the value is; None for a value without such a text."""
     if isinstance(value, str) and _OF_A_PLACE.fullmatch(value):
         return None
     if isinstance(value, enum.Enum):
@@ -79,7 +80,7 @@ def _text_of_callable(value: Any, depth: int) -> str | None:
 
 
 def _text_of_code(function: types.FunctionType, depth: int) -> str:
-    """Return a digest of what a function does: its code, its defaults, and the plain values that it closes over."""
+    """Return a digest of a function: its code, its defaults, and the plain values in its closure."""
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -110,7 +111,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def of_modules(module: nn.Module) -> Rows:
-    """Return the classes of all modules and their plain attributes, before a strategy has changed any."""
+    """Return the classes of all modules and their plain attributes, before an engine has changed any."""
     own = set(vars(nn.Module()))
     rows: Rows = []
     for name, child in module.named_modules():
@@ -125,12 +126,12 @@ def of_modules(module: nn.Module) -> Rows:
 
 
 def of_modes(module: nn.Module) -> Rows:
-    """Return which modules train and which evaluate."""
+    """Return the mode (training or eval) of each module."""
     return [(f"whether module '{name}' trains", repr(child.training)) for name, child in module.named_modules()]
 
 
 def _is_address(key: str, value: Any) -> bool:
-    """Whether a private attribute looks like an `id`, as torch.compile keeps on what it wraps."""
+    """Whether a private attribute looks like an `id`, as torch.compile keeps on the modules it wraps."""
     return key.startswith("_") and type(value) is int and value >= _FIRST_ADDRESS
 
 
@@ -138,7 +139,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
     """Return an optimizer's class and options, and which parameters it has.
 
     Args:
-        optimizer: The optimizer, before a strategy has given it pieces.
+        optimizer: The optimizer, before an engine has given it pieces.
         names: id of a parameter -> its FQN.
     """
     rows: Rows = [("the optimizer's class", "none" if optimizer is None else _name(type(optimizer)))]
@@ -161,7 +162,7 @@ def of_options(optimizer: torch.optim.Optimizer | None) -> Rows:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the learning rates as text; those that lie on another device than the host are left out."""
+    """Return the learning rates as text; those on another device than the host are left out."""
     groups = [] if optimizer is None else optimizer.param_groups
     rates = [group.get("lr") for group in groups]
     on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
@@ -190,12 +191,12 @@ def of_torch(device: torch.device) -> Rows:
 
 
 def of_loss(loss_fn: Callable[[Any, Any], Any] | None) -> Rows:
-    """Return what the loss is computed by."""
+    """Return the settings of the loss."""
     return [("the loss function", "the model's own loss" if loss_fn is None else text_of(loss_fn) or _name(loss_fn))]
 
 
 def require_equal_settings(group: Communicator, rows: Rows, device: torch.device) -> None:
-    """Refuse to go on where ranks have other settings.
+    """Refuse to continue where ranks have different settings.
 
     Args:
         group: All ranks.

@@ -1,8 +1,8 @@
-"""Writes between steps: to a parameter on one rank, and not on others that hold it, or the rest of it, as well.
+"""Writes between steps to a parameter on one rank, and not on the others that hold it or the rest of it.
 
-torch counts the writes to a tensor, so that those cost a look at a number. What it does not count (a write to `.data`, a fault of
-the memory) shows in copies, which sentinels compare. Of what has no copy a part is looked at in each step, in turn, and before a
-sentinel all of it, what the optimizer keeps included (`imprint.py`).
+torch counts the writes to a tensor, so a check costs one comparison of numbers. A change without a count (a write to `.data`,
+a memory fault) shows in copies, which sentinels compare. Tensors without a copy are checked in turn, a part in each step. Before
+a sentinel all of them are checked, with the optimizer's state (`imprint.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WINDOW_BYTES = 2**14
 
 
 class StateWatch:
-    """A rank's parameters as they were when the last step ended.
+    """A rank's parameters at the end of the last step.
 
     Args:
-        engine: The strategy.
-        optimizer: What updates the parameters, or None.
+        engine: The engine.
+        optimizer: The optimizer, or None.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
@@ -60,9 +60,9 @@ class StateWatch:
         self._windows = list(_windows(on_host))
 
     def _alone(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, values) of what no other rank holds for longer than a step, as far as it lies in memory in one piece.
+        """Yield (name, values) of contiguous tensors that no other rank holds for longer than a step.
 
-        Under ZeRO copies get the owner's values after each step, so that what one of them was in between is seen here alone.
+        Under ZeRO copies get the owner's values after each step, so only this check sees a change in between.
         """
         has_pieces = _PIECES in self._names
         held = [] if has_pieces else [named for group, named in self._engine.copies_of_state() if group.size > 1]
@@ -76,7 +76,7 @@ class StateWatch:
                 yield name, tensor
 
     def _kept_alone(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, values) of what `_alone` gives, of what the optimizer keeps for what it updates, and of buffers."""
+        """Yield (name, values) of `_alone`, of the optimizer's state for the parameters it updates, and of buffers."""
         yield from self._alone()
         copied = {
             _place(tensor) for group, named in self._engine.copies_of_state() if group.size > 1 for _, tensor in named
@@ -92,10 +92,10 @@ class StateWatch:
                 yield name, buffer
 
     def note(self, *, keeps_imprint: bool = False) -> None:
-        """Take note of everything at the end of a step.
+        """Record everything at the end of a step.
 
         Args:
-            keeps_imprint: Whether all that has no copy is looked at before the next step.
+            keeps_imprint: Whether all tensors without a copy are checked before the next step.
         """
         if not self._tensors:
             self._find()
@@ -109,7 +109,7 @@ class StateWatch:
         return torch.cat([part for _, part in self._windows[self._turn]])
 
     def written(self) -> list[str]:
-        """Return the FQNs of the parameters that were written to since the last step ended; one word for all pieces of them."""
+        """Return the FQNs of the parameters written since the last step ended; one entry stands for all their pieces."""
         return self._written(self._names)
 
     def _written(self, names: list[str]) -> list[str]:
@@ -120,7 +120,7 @@ class StateWatch:
         return list(dict.fromkeys(name for name, tensor, version in changed if tensor._version != version))
 
     def changed(self) -> list[str]:
-        """Return the FQNs of what has other bits than when the last step ended, of what was looked at."""
+        """Return the FQNs of checked tensors whose bits have changed since the last step ended."""
         return [change.name for change in self._changes()]
 
     def _changes(self) -> list[Change]:
@@ -139,7 +139,7 @@ class StateWatch:
         return list({c.name: c if names.count(c.name) == 1 else Change(c.name) for c in found}.values())
 
     def compare(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
-        """Return what was written to on this rank and not on all that hold it as well; every rank calls it.
+        """Return the writes on this rank that other holders do not have; every rank calls it.
 
         Args:
             group: All ranks.
@@ -148,13 +148,13 @@ class StateWatch:
         written, labels = self.written(), self._written(self._labels)
         looked_at = self._changes()
         changes = [change for change in looked_at if change.name not in labels]
-        # Pieces lie in one memory, for which torch counts the writes together: which of them it was shows in the bits.
+        # Pieces share one memory, whose writes torch counts together; the bits show which piece was written.
         seen = [change.name for change in looked_at if change.name in labels]
         mine = [written, (seen or labels)[0] if written == [_PIECES] else None, len(changes)]
         everyone = group.all_gather_json(mine, device=self._engine.device)
         findings = []
         for circle in circles_of(mesh, "dp", "cp", "tp"):
-            # Ranks cut elsewhere have pieces of other parameters: there it counts alone whether they were written to.
+            # Ranks with other bounds have pieces of other parameters; only whether they were written is compared.
             for name in dict.fromkeys(name for rank in circle.ranks for name in everyone[rank][0]):
                 wrote = [rank for rank in circle.ranks if name in everyone[rank][0]]
                 if len(wrote) < len(circle.ranks) and group.rank == wrote[0]:
@@ -164,7 +164,7 @@ class StateWatch:
         return findings or self._hidden(changes, sum(num for _, _, num in everyone), mesh)
 
     def compare_imprint(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
-        """Return what has changed since the last step ended, though torch counted no write; every rank calls it.
+        """Return changes since the last step ended for which torch has counted no write; every rank calls it.
 
         Args:
             group: All ranks.
@@ -177,14 +177,14 @@ class StateWatch:
         return self._hidden(changes, int(count.item()), mesh)
 
     def _hidden(self, changes: list[Change], num_of_all: int, mesh: MeshSpec) -> list[Finding]:
-        """Return a finding where one tensor of one rank has changed behind torch's back.
+        """Return a finding where one tensor of one rank has changed without a counted write.
 
         Args:
-            changes: Those of this rank.
-            num_of_all: Those of all ranks together [count].
+            changes: The changes on this rank.
+            num_of_all: Changes on all ranks together [count].
             mesh: The ranks' places.
         """
-        # Who clamps `.data` on every rank changes many tensors on many ranks: a fault is one tensor on one rank. Where no
+        # A script that clamps `.data` changes many tensors on many ranks; a fault is one tensor on one rank. Where no
         # other rank has a part of it, a script changes one tensor on one rank as well; a fault changes one entry.
         if not changes or num_of_all > 1:
             return []
@@ -209,7 +209,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _windows(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield lists of (name, part), each of one dtype and together not above a window's size."""
+    """Yield lists of (name, part), each of one dtype and in total no larger than a window."""
     kinds: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     for name, values in named:
         kinds.setdefault(values.dtype, []).append((name, values))

@@ -1,4 +1,6 @@
-"""The configuration of a training run. Never imports torch: every mistake is found before a rank starts.
+"""Configuration of a training run. It never imports torch: every mistake is found before a rank starts.
+
+A TOML file and overrides are read into frozen sections, which travel to the ranks as JSON.
 
 types      sections and keys
 load       TOML and overrides, read and checked
@@ -6,7 +8,7 @@ checks     rules beyond types
 imports    callables named in a configuration
 deepspeed  a DeepSpeed configuration beside the training's own
 
-To add a key: a field in `types.py`, its rule in `checks.py`.
+To add a key, add a field in `types.py`, and its rule in `checks.py`.
 """
 
 __all__: list[str] = []

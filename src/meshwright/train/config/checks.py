@@ -1,4 +1,4 @@
-"""What a configuration must satisfy beyond its types. Never imports torch, nor the user's code."""
+"""Checks of a configuration beyond its types. They import neither torch nor the user's code."""
 
 from __future__ import annotations
 

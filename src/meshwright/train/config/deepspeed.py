@@ -1,7 +1,7 @@
-"""Where a DeepSpeed configuration meets the training's own: what "auto" may take, who wins, and the table for people.
+"""DeepSpeed configuration merged into the training's own: values for "auto", precedence, and the table of keys.
 
-Of a key that both say, the DeepSpeed file's value holds, since it was asked for: the table names what it replaces. Only `--set`
-says as much; where the two disagree that is an error.
+If both set a key, the DeepSpeed file's value holds, since the user asked for that file; the table names the replaced value. Only
+`--set` has the same rank, and a contradiction with it is an error.
 """
 
 from __future__ import annotations

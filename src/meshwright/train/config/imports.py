@@ -1,7 +1,7 @@
 """Callables named in a configuration: found in the source without importing it, and imported in the ranks.
 
-Looking instead of importing keeps the launching process free of torch and of the user's code, and still says before
-any rank starts that a name is misspelt.
+Searching the source instead of importing it keeps the launching process free of torch and of the user's code. A misspelt name is
+still reported before any rank starts.
 """
 
 from __future__ import annotations

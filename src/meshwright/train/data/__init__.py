@@ -1,12 +1,14 @@
-"""Samples: where they come from, in which order, and who reads them.
+"""Samples: their sources, their order, and their loading.
+
+The order depends on seed and epoch alone, so a run can continue under another plan with the same samples.
 
 sources  data sources and held-out parts
-order    which samples make up which batch (pure functions)
+order    samples of each batch (pure functions)
 loader   make_loader: each rank's share of each batch
 streams  iterable datasets and ready-made batches
 fetch    reading at once, in a thread, or in workers
 
-To add a source: `sources.py`.
+To add a source, touch `sources.py`.
 """
 
 __all__: list[str] = []

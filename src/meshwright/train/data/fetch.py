@@ -1,6 +1,6 @@
-"""Reading samples: at once, ahead of time in a thread, or in torch's worker processes; with or without random numbers.
+"""Reading of samples: at once, ahead in a thread, or in torch's worker processes; with or without random numbers.
 
-What reads ahead ends with the iterator that it reads for: when that is exhausted, closed, or garbage collected.
+A thread or worker that reads ahead ends with its iterator: when that is exhausted, closed, or garbage collected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.train.data.order import mix
 
 __all__: list[str] = []
 
-# Third words of seeds, so that no two things that draw get the same numbers.
+# Third words of seeds, so that no two users of random numbers get the same ones.
 _OF_SAMPLES, OF_COLLATE, _OF_WORKERS, OF_STREAM = 1, 2, 3, 4
 
 
@@ -29,10 +29,10 @@ Share = tuple[int, list[int]]
 
 
 class SampleReader(Dataset[Any]):
-    """Reads shares of batches by the samples' indices, and says which sample it was where one fails.
+    """Reads shares of batches by the samples' indices, and names the sample if one fails.
 
-    What samples draw does not depend on the rank or the worker that reads them, and what `collate` draws depends on the place
-    of the share alone: ranks that share layers get the same batch, whatever is read ahead.
+    A sample's random numbers do not depend on the rank or the worker that reads it. Those of `collate` depend only on the share's
+    position. So ranks that share layers get the same batch, whatever is read ahead.
 
     Args:
         dataset: The user's dataset.
@@ -62,11 +62,11 @@ class SampleReader(Dataset[Any]):
         return not self.seeds_collate and not draws_random_numbers(self.dataset)
 
     def __getitem__(self, share: Share) -> Any:
-        """Return the batch of these samples, or None. The caller's random state is as it was afterwards."""
+        """Return the batch of these samples, or None. The caller's random state is restored."""
         start, indices = share
         if not indices:
             return None
-        # Samples that nobody seeds go on drawing from the generators as they are: put back, each batch would draw the same.
+        # Unseeded samples continue with the generators as they are: if restored, each batch would draw the same.
         with isolated_rng() if self.seeds_samples else contextlib.nullcontext():
             samples = [self._sample(index) for index in indices]
             return seeded_collate(self.collate, samples, mix(*self.key, OF_COLLATE, start))
@@ -115,7 +115,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def isolated_rng() -> Generator[None]:
-    """Put the random state of torch's CPU generator, numpy and random back afterwards."""
+    """Restore the random state of torch's CPU generator, numpy and random after the context."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -135,7 +135,7 @@ def read_batches(
         shares: The shares; an empty one yields None.
         num_workers: Worker processes; 0: this process.
         prefetch: Batches read ahead by a thread, or by each worker; 0: none.
-        rank: This rank's number among those with other shares; what workers draw unseeded differs by it.
+        rank: This rank's number among those with other shares; unseeded draws of workers differ by it.
     """
     if num_workers > 0:
         return _read_in_workers(reader, shares, num_workers, prefetch, rank)
@@ -172,7 +172,7 @@ def until_closed(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def worker_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """Return what a DataLoader seeds its workers by, other numbers in each epoch; the model's generator is left alone."""
+    """Return the generator from which a DataLoader seeds its workers, different in each epoch; the model's is left alone."""
     return torch.Generator().manual_seed(mix(seed, epoch, _OF_WORKERS, rank))
 
 
@@ -183,8 +183,8 @@ def _as_it_is(batch: Any) -> Any:
 def read_ahead(source: Iterator[Any], depth: int) -> Generator[Any]:
     """Yield what the source yields, up to `depth` items being read ahead by a thread.
 
-    An exception of the source is raised here, in its place. The thread ends before this generator's `close` returns;
-    where the source is stuck, it is waited for.
+    An exception of the source is raised here, at its position. The thread ends before this generator's `close` returns, which
+    waits for a source that is stuck.
     """
     ahead = _Ahead(source, depth)
     thread = threading.Thread(target=ahead.run, name="meshwright-prefetch", daemon=True)

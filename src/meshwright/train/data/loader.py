@@ -1,4 +1,4 @@
-"""make_loader: every rank's share of every global batch, in an order that depends on the seed and on nothing else.
+"""make_loader: every rank's share of every global batch, in an order that depends only on the seed.
 
                       epoch's order = f(seed, epoch)
     global batch 0          global batch 1          ...   last one, perhaps smaller
@@ -26,11 +26,11 @@ STATE_VERSION = 1
 
 
 class LoadsFor(Protocol):
-    """What a loader needs to know of a model."""
+    """The attributes of a model that a loader reads."""
 
     @property
     def plan(self) -> Plan:
-        """How the model is laid over devices."""
+        """The model's plan."""
         ...
 
     @property
@@ -138,7 +138,7 @@ def make_loader(
 
 
 def default_global_batch_size(plan: Plan) -> int:
-    """Return the samples of one step where nobody says how many [count]."""
+    """Return the default number of samples in one step [count]."""
     return (plan.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE) * plan.micro_batches * plan.dp
 
 
@@ -269,7 +269,7 @@ class IndexedLoader:
         )
         try:
             for (num_samples, _), batch in zip(shares, batches, strict=True):
-                # Counted before it is handed out: whoever asks for the state next has trained on it.
+                # Counted before it is handed out: code that asks for the state next has trained on it.
                 self._batch += 1
                 self._samples += num_samples
                 yield batch

@@ -1,4 +1,4 @@
-"""Which samples make up which batch: pure functions of a seed, an epoch and a position."""
+"""Order of samples: the samples of each batch as pure functions of a seed, an epoch and a position."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rank_shares(
 ) -> Iterator[tuple[int, tuple[int, list[int]]]]:
     """Yield, for each global batch from sample `start` on, its size and this rank's share.
 
-    A share is where it begins in the order, and its sample indices, perhaps none.
+    A share is its begin in the order, and its sample indices, perhaps none.
     """
     for begin in range(start, order.numel(), global_batch_size):
         batch = order[begin : begin + global_batch_size]

@@ -1,7 +1,7 @@
-"""Data sources: what they hold, and which part of it is held out.
+"""Data sources: their samples, and the part that is held out.
 
-A map-style dataset has `__len__` and `__getitem__(index) -> (inputs, targets)`. Datasets whose samples are the same
-whenever they are read say so with `deterministic_samples = True`; then no random state is prepared for them.
+A map-style dataset has `__len__` and `__getitem__(index) -> (inputs, targets)`. A dataset whose samples are always the same
+says so with `deterministic_samples = True`; then no random state is prepared for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 Split = Literal["train", "eval"]
 
-# Tests repeat themselves, and what stands in site-packages differs from machine to machine.
+# Tests repeat themselves, and the contents of site-packages differ between machines.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -101,7 +101,7 @@ def load_data(config: TrainConfig, split: Split) -> Any:
 
 
 def make_collate(config: TrainConfig) -> Callable[[Sequence[Any]], Any] | None:
-    """Return how samples become a batch where the default would not do."""
+    """Return the function that makes a batch of samples, where torch's default would not do."""
     if config.model.target.startswith("hf:") and config.data.source in ("python-stdlib", "files"):
         return collate_for_causal_lm
     return None
@@ -117,7 +117,7 @@ collate_for_causal_lm.__dict__["deterministic_samples"] = True  # it draws nothi
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
-    """Return the standard library's source files, sorted by their path in it, without tests and what is installed."""
+    """Return the standard library's source files, sorted by their path in it, without tests and installed packages."""
     root = root or Path(sysconfig.get_path("stdlib"))
     files = [path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())

@@ -1,4 +1,4 @@
-"""Batches that come one after the other: iterable datasets, ready-made batches, and what each rank brings by itself."""
+"""Streams of batches: iterable datasets, ready-made batches, and batches that each rank brings itself."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _END = object()  # None is a batch: an empty share
 
 
 class EachOnce(IterableDataset[Any]):
-    """A stream that gives each sample once, however many workers read it: each gives every so many.
+    """A stream that gives each sample once, however many workers read it: worker i of n gives every n-th.
 
-    A dataset that asks `torch.utils.data.get_worker_info` for its own part, before its first sample, is left to that.
+    A dataset that calls `torch.utils.data.get_worker_info` before its first sample divides itself, and is left to that.
 
     Args:
         stream: The user's stream.
@@ -65,7 +65,7 @@ class EachOnce(IterableDataset[Any]):
 
 
 class _WorkerInfoWatch:
-    """Stands for a worker's info and notes whether anyone wanted to know which worker this is."""
+    """Replaces a worker's info, and records whether code asked for the worker's number."""
 
     def __init__(self, info: Any) -> None:
         self._info = info
@@ -205,7 +205,7 @@ class StreamLoader:
             yield seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
 
     def _at_once(self, source: Iterable[Any], size: int) -> Iterator[list[Any]]:
-        """Yield the items of the source, `size` at once; what it draws is the same on all ranks, unless it is a rank's own.
+        """Yield the items of the source, `size` at once; its draws are the same on all ranks, unless it is a rank's own.
 
         A sampler that shuffles by torch's generator, for example, would have another order on each rank.
         """

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline has is given to all of them: outputs, values, gradients, buffers."""
+"""Broadcasts over the ranks of one pipeline: outputs, values, gradients and buffers that only some of them hold."""
 
 from __future__ import annotations
 
@@ -18,43 +18,45 @@ __all__: list[str] = []
 
 
 class Collector:
-    """Gives every rank of a pipeline what some of them hold. Every rank calls the same, in the same order.
+    """Gives every rank of a pipeline what some of them hold. Every rank makes the same calls in the same order.
 
     Args:
-        pipe: The ranks of the pipeline.
+        pp_group: The ranks of the pipeline.
         device: This rank's device.
-        places: FQN -> the pipe's ranks that hold the parameter.
+        places: FQN -> the pipeline's ranks that hold the parameter.
     """
 
-    def __init__(self, pipe: Communicator, device: torch.device, places: Mapping[str, list[int]]) -> None:
-        self._pipe = pipe
+    def __init__(self, pp_group: Communicator, device: torch.device, places: Mapping[str, list[int]]) -> None:
+        self._group = pp_group
         self._device = device
         self._places = places
 
     def tensor(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of the pipe's rank `source`; elsewhere one, fake perhaps, of the same shape and dtype is given."""
-        if source == self._pipe.group_rank:
+        """Broadcast a tensor from the pipeline's rank `source`; the other ranks pass one (fake, perhaps) of the same shape and
+        dtype.
+        """
+        if source == self._group.group_rank:
             result = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
             result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
         if result.numel():
-            self._pipe.broadcast(result.view(-1).view(torch.uint8), source)
+            self._group.broadcast(result.view(-1).view(torch.uint8), source)
         return result
 
     def told(self, value: Any) -> list[Any]:
-        """Return what each rank of the pipe says, in their order; JSON must be able to hold it."""
-        return self._pipe.all_gather_json(value, device=self._device)
+        """Return a JSON value from each rank of the pipeline, in their order."""
+        return self._group.all_gather_json(value, device=self._device)
 
     @contextlib.contextmanager
     def together(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Raise on every rank what is raised inside on any.
+        """Raise an exception of any rank on every rank.
 
         Args:
             tell: Wakes the ranks that wait for this one.
 
         Raises:
             ApplyError: Another rank has failed.
-            Exception: What this one has raised.
+            Exception: This rank's own failure.
         """
         error: Exception | None = None
         try:
@@ -77,17 +79,17 @@ class Collector:
         if error is not None and not is_told:
             raise error
         place, (_, name, text, fix) = min(told, key=lambda found: (found[1][0], found[0]))
-        raise ApplyError(f"rank {self._pipe.ranks[place]} cannot go on: {name}: {text}", fix=fix) from error
+        raise ApplyError(f"rank {self._group.ranks[place]} cannot go on: {name}: {text}", fix=fix) from error
 
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
     ) -> Any:
-        """Return what a forward gave, with the tensors that some stage computed on every rank.
+        """Return a forward's outputs on every rank, with the tensors that only some stage computed.
 
         Args:
             found: What it gave on the stages of this rank.
             home_of: Tensor -> the stage that computes it.
-            rank_of_stage: Stage -> the pipe's rank that holds it.
+            rank_of_stage: Stage -> the pipeline's rank that holds it.
         """
         own = {index: list(tensors_in(tree)) for index, tree in found.items()}
         anyone, tree = next(iter(found.items()))
@@ -107,9 +109,9 @@ class Collector:
     def gradients(
         self, parameters: Mapping[str, nn.Parameter], own: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor | None]:
-        """Return the whole model's gradients by FQN, where `own` are those of this rank; None where there is none."""
+        """Return the whole model's gradients by FQN; `own` are this rank's, and None stands for a missing one."""
         there = [name for name, gradient in own.items() if gradient is not None]
-        everywhere = [set(names) for names in self._pipe.all_gather_json(there, device=self._device)]
+        everywhere = [set(names) for names in self._group.all_gather_json(there, device=self._device)]
         found: dict[str, Tensor | None] = {}
         for name, parameter in parameters.items():
             source = self._places[name][0]

@@ -1,4 +1,4 @@
-"""Copies of a model that were made before it was cut: their parameters do not pair with those that a rank holds afterwards."""
+"""Copies of a model made before it was cut, such as averages; their parameters no longer pair with a rank's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 class EarlyCopies:
-    """The copies of a model that are made from now on, until it is cut.
+    """Copies of a model made between now and its cut.
 
     An average of such a copy pairs its parameters with the model's in their order, which is right for a whole model alone.
     It refuses to take values at any other time: in its own call, which all ranks make, and not where one of them meets a
@@ -50,7 +50,7 @@ class EarlyCopies:
             module.__class__ = type(original.__name__, (original,), members)
 
     def end(self) -> None:
-        """Notice no more: the model is about to be cut."""
+        """Stop recording copies: the model is about to be cut."""
         self._module.__class__ = self._original
         theirs = sys.modules.get("torch.optim.swa_utils")
         copies = [found for reference in self._made if (found := reference()) is not None]

@@ -1,4 +1,4 @@
-"""Parameters of other stages leave the module, and come back."""
+"""Parameters of other stages, removed from the module at the cut and restored when it is whole or closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class Holding:
-    """The parameters of a module of which this rank holds a part.
+    """The parameters of a module of which this rank holds only some.
 
     What it does not hold stops being a parameter of its module, so that engines, optimizers and `named_parameters()` see this
     rank's part alone. It stays where it was as a plain attribute without values: code between the layers may ask for a weight's
@@ -82,7 +82,7 @@ class Holding:
                     slot.attributes.pop(name, None)
 
     def on_state(self, state: str) -> None:
-        """List the whole model's parameters where user code runs between steps: it may count them, or freeze some by place.
+        """List the whole model's parameters while user code runs between steps: it may count them, or freeze some by position.
 
         What is not held stands there without values (`held_parts`), in the order of one device.
         """
@@ -93,16 +93,18 @@ class Holding:
                 self._take_out()
 
     def held_values(self, parts: Sequence[tuple[Tensor, ShardFacts]]) -> dict[str, str]:
-        """Return FQN -> what this rank has of a parameter that it holds, where that is not everything, for other stages."""
+        """Return, for the other stages, the shard or term that this rank holds of each of its parameters, by FQN; whole ones
+        are left out.
+        """
         known = {id(tensor): facts.values for tensor, facts in parts if facts.values != "whole"}
         return {name: known[id(p)] for name, p in self.all.items() if name not in self.absent and id(p) in known}
 
     def learn(self, told: Sequence[Mapping[str, str]]) -> None:
-        """Take note of what the ranks of other stages have of their parameters, as their `held_values` say."""
+        """Record what the ranks of other stages hold of their parameters, from their `held_values`."""
         self._elsewhere = {name: values for states in told for name, values in states.items()}
 
     def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
-        """Return the parameters of other stages, and what is known of them."""
+        """Return the parameters of other stages with what is known of them."""
         return [
             (
                 parameter,
@@ -121,14 +123,14 @@ class Holding:
         ]
 
     def set_trainable(self, states: Mapping[str, bool]) -> None:
-        """Have `requires_grad` of the parameters that this rank does not hold as the ranks have it that do."""
+        """Set `requires_grad` of the parameters that this rank does not hold as the ranks that hold them report it."""
         for name, parameter in self.absent.items():
             parameter.requires_grad_(states.get(name, parameter.requires_grad))
             mark(parameter, StageValue(None, None, None, StandIn(Meta.of(parameter))))
 
     @contextlib.contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have the module whole inside, with these values for what this rank does not hold."""
+        """Make the module whole inside the context, with these values for the parameters that this rank does not hold."""
         kept = {name: parameter.data for name, parameter in self.absent.items()}
         for name, parameter in self.absent.items():
             parameter.data = values[name]
@@ -143,7 +145,7 @@ class Holding:
                 parameter.data = kept[name]
 
     def close(self) -> None:
-        """Make all parameters parameters again; those of other stages read as NaN."""
+        """Register all parameters again; those of other stages are filled with NaN."""
         self._put_back()
         self._show_as_attributes(shown=False)
         for parameter in self.absent.values():
@@ -152,7 +154,7 @@ class Holding:
 
 
 class _ModuleParameters:
-    """The parameters of one module, of which some are not held: all of them, and this rank's alone.
+    """The parameters of one module, in two dicts: all of them, and those that this rank holds.
 
     Args:
         owner: The module.
@@ -169,7 +171,7 @@ class _ModuleParameters:
         self.seen = dict(self.all)
 
     def take_over_in_own(self) -> None:
-        """Have what the user has replaced or added among all parameters stand in this rank's own: the model's guard sees it."""
+        """Copy parameters that the user replaced or added into this rank's own dict, where the model's guard sees them."""
         self.own.update({name: now for name, now in self.all.items() if self.seen.get(name, self) is not now})
 
 
@@ -178,7 +180,7 @@ def _ids(found: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def keep_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Take from an optimizer what other ranks update."""
+    """Remove from an optimizer the parameters that other ranks update."""
     held = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

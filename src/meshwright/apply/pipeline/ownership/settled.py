@@ -1,4 +1,4 @@
-"""Buffers between two forwards: each has memory, also where another stage computes it."""
+"""Memory of buffers between two forwards: a buffer that another stage computes is given real memory again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 class Buffers:
-    """The buffers of a model. Where they lie is looked for again only when a module inside was replaced.
+    """The buffers of a model. They are looked up again only after a module inside was replaced.
 
     Args:
         module: The model.
@@ -22,7 +22,7 @@ class Buffers:
         self._owners: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
     def settle(self) -> None:
-        """Have real memory behind every buffer: one that another stage computes is a stand-in until the next forward."""
+        """Give every buffer real memory; one that another stage computes is a stand-in until the next forward."""
         if not self._owners or [None for owner, children in self._owners if owner._modules != children]:
             self._owners = [(owner, dict(owner._modules)) for owner in self._module.modules()]
         for owner, _ in self._owners:

@@ -1,4 +1,4 @@
-"""What layers change outside of their modules and share with others: a global counter, a generator; stages would part over it."""
+"""State outside modules that a layer changes and others use, such as a global counter or a generator. Stages cannot share it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class SharedState:
         self._changes: dict[str, dict[Any, str]] = {}
 
     def begin(self, name: str, unit: nn.Module) -> Elsewhere:
-        """Return what a unit's code can reach before its call."""
+        """Return the state that a unit's code can reach before its call."""
         if name not in self._outside:
             self._outside[name] = Outside(unit)
         return self._outside[name].take(with_attributes=False)
 
     def end(self, name: str, before: Elsewhere) -> None:
-        """Take note of what the call has changed."""
+        """Record what the call has changed."""
         changes = before.changed()
         if changes:
             self._changes.setdefault(name, {}).update(changes)
 
     def texts(self) -> Iterator[str]:
-        """Yield what a unit changes and others, or the code between them, use."""
+        """Yield a text for each state that a unit changes and other units, or the code between them, use."""
         if not self._changes:
             return
         around = [type(child).forward for _, child in modules_around(self._module, self._units)]

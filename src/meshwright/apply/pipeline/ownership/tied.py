@@ -1,4 +1,4 @@
-"""Parameters that several stages use: equal copies, whose gradients are added up."""
+"""Tied parameters, used by several stages: each stage holds an equal copy, and the copies' gradients are summed."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class TiedGradients:
         make_group: Callable[[Sequence[int]], Communicator],
         rank: int,
     ) -> Self:
-        """Return those of a pipeline, with a group for each set of ranks; every rank calls it.
+        """Return the tied parameters of one pipeline, with a group for each set of ranks; every rank calls it.
 
         Args:
-            places: FQN -> the pipe's ranks that hold the parameter.
+            places: FQN -> the pipeline's ranks that hold the parameter.
             parameters: FQN -> parameter, of the whole model.
-            make_group: (places on the pipe) -> the group of the ranks there.
+            make_group: (places in the pipeline) -> the group of the ranks there.
             rank: This process's global rank.
         """
         tied = {name: tuple(held) for name, held in places.items() if len(held) > 1}
@@ -58,7 +58,7 @@ class TiedGradients:
         return cls({name: (groups[held], parameters[name]) for name, held in tied.items()}, rank)
 
     def copies(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:
-        """Return (ranks, [(FQN, parameter)]) of what is held whole on several ranks."""
+        """Return (ranks, [(FQN, parameter)]) of the parameters of which several ranks hold a full copy."""
         found: list[tuple[Communicator, list[tuple[str, torch.Tensor]]]] = []
         for group, parameters in self._own.items():
             named = zip(self._own_names[group], parameters, strict=True)
@@ -66,6 +66,6 @@ class TiedGradients:
         return found
 
     def sum(self) -> None:
-        """Give every copy the sum of all copies' gradients; a copy that none has used keeps none."""
+        """Sum the gradients of all copies into each copy; a parameter that no copy has used keeps `grad=None`."""
         for group, parameters in self._own.items():
             sum_gradients(parameters, group)

@@ -1,4 +1,4 @@
-"""Buffers on every rank of a pipeline: each as that stage has it which writes it last."""
+"""Buffers on every rank of a pipeline, each with the values of the stage that writes it last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 
 class Homes:
-    """Which stage computes each buffer of the model's own forward, alike on all ranks that share a batch.
+    """The stage that computes each buffer of the code between layers, agreed on by all ranks that share a batch.
 
     A rank whose share is empty runs no forward, and would take its buffers for what every stage has.
 
@@ -41,7 +41,7 @@ class Homes:
         self._slots = [(child, key) for child in around for key in child._buffers] if group.size > 1 else []
 
     def agree(self) -> None:
-        """Take over what other ranks know. All ranks of the group come here."""
+        """Merge what all ranks of the group know; every rank of the group calls it."""
         if not self._slots:
             return
         buffers = [child._buffers.get(key) for child, key in self._slots]
@@ -65,13 +65,13 @@ def spread_buffers(
     rank_of_stage: Callable[[int], int],
     own: Collection[int],
 ) -> None:
-    """Give every rank the buffers of the model's own forward, and those of units.
+    """Broadcast the buffers of the code between layers, and those of units, to every rank.
 
     Args:
         module: The model.
         stage_map: Which stage runs what.
         collector: Gives all ranks what one has.
-        rank_of_stage: Stage -> the pipe's rank that holds it.
+        rank_of_stage: Stage -> the pipeline's rank that holds it.
         own: The stages of this rank.
     """
     around = dict(modules_around(module, tuple(stage_map.calls)))
@@ -85,7 +85,7 @@ def spread_buffers(
 
 
 def _places(child: nn.Module) -> dict[str, list[Any]]:
-    """Return key -> [stage, shape, dtype] of each buffer that the code between layers has written, where a stage computes it."""
+    """Return key -> [stage, shape, dtype] of each buffer that the code between layers has written and a stage computes."""
     found: dict[str, list[Any]] = {}
     for key, buffer in child._buffers.items():
         value = None if buffer is None else value_of(buffer)
@@ -101,13 +101,13 @@ def _spread_own(
     rank_of_stage: Callable[[int], int],
     own: Collection[int],
 ) -> None:
-    """Spread the buffers that the code between layers writes, where a stage computes them; of others every rank has its own."""
+    """Broadcast the buffers of the code between layers that one stage computes; of all others every rank has its own."""
     for key in dict.fromkeys(key for theirs in everyone for key in theirs):
         home = max(theirs[key][0] for theirs in everyone if key in theirs)
         source = rank_of_stage(home)
         if key not in everyone[source]:
             raise ApplyError(
-                f"buffer '{key}' of {type(child).__name__} was changed between steps on some ranks of a pipeline alone",
+                f"buffer '{key}' of {type(child).__name__} was changed between steps only on some ranks of a pipeline",
                 fix="change buffers on every rank alike, or inside `with model.whole_parameters():`",
             )
         _, shape, dtype = everyone[source][key]
@@ -129,7 +129,7 @@ def _spread_own(
 def _spread_of_units(
     module: nn.Module, sources: Mapping[str, int], collector: Collector, everyone: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give every rank the buffers of units as the rank has them that runs the unit: a cache may have grown there alone."""
+    """Broadcast the buffers of units from the rank that runs the unit: a cache may have grown there alone."""
     own = {name: _describe(module.get_submodule(name)) for name in sources}
     for name, source in sources.items():
         unit = module.get_submodule(name)
@@ -146,7 +146,7 @@ def _spread_of_units(
 
 
 def _describe(unit: nn.Module) -> dict[str, list[Any]]:
-    """Return path -> [shape, dtype, whether a state dict has it] of each buffer that has entries, each once."""
+    """Return path -> [shape, dtype, whether it is persistent] of each buffer with entries, each once."""
     persistent = {name for name, _ in persistent_buffers(unit)}
     return {
         name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), name in persistent]

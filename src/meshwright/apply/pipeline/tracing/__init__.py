@@ -1,14 +1,16 @@
-"""The trace of one plain forward, from which stages are cut.
+"""Trace of one plain forward, from which the stages of a pipeline are cut.
 
-observation        the forward, watched
-call_trace         calls of layers in order: cost, parameters, what they read and leave
-functions          what functions between layers do to their arguments
-scene              what a call can write into beside its results
+One rank runs the first batch on the plain model and records the calls of layers, their cost and what passes between them.
+
+observation        the traced forward
+call_trace         calls of layers in order: cost, parameters, reads and writes
+functions          torch functions between layers: which of their arguments they write
+scene              containers, objects and attributes that a call can write into
 memory             memory that several tensors share
 shared_attributes  attributes that a layer changes and other code uses
-stage_map          which stage runs which call and holds which parameter
+stage_map          the stage of each call, the stages of each parameter
 
-To watch something more: `observation.py`, a field in `call_trace.py`, its use in `stage_map.py`.
+To record something more, touch `observation.py`, add a field in `call_trace.py` and use it in `stage_map.py`.
 """
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Which calls a forward makes, in which order, what each costs and which parameters it uses.
+"""Calls of a traced forward in their order, with the cost, the parameters, the reads and the writes of each.
 
-The calls of units, in the order in which they run, are the chain that is cut into stages. Any forward has such an order, and
-no tensor is used before it is computed; so whatever jumps over stages, jumps forward.
+The sequence of unit calls is the chain that is cut into stages. Every forward has such a sequence, and no tensor is used before
+it is computed; so a connection that skips stages always skips forward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class UnitCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A forward as a chain of calls.
+    """A forward as a sequence of unit calls.
 
     Args:
         calls: The calls of units, in the order in which they ran.
-        units: Names of the modules whose calls are dealt out.
+        units: Names of the modules whose calls are assigned to stages.
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
         draws: Whether the code between the units drew random numbers.
         reads: What the model's code between the units read of a tensor that a unit computes, as text.
@@ -92,26 +92,26 @@ class Flow:
         return cls(calls=calls, idle=idle, bonds=bonds, **texts, **slots, **flags)
 
     def refuse(self) -> None:
-        """Refuse a forward that cannot be cut.
+        """Raise if the forward cannot be cut into stages.
 
         Raises:
-            ApplyError: Its code between the units reads numbers, or tensors come out of units in ways that cannot be followed.
+            ApplyError: Code between the units reads values, or tensors leave units in ways that cannot be followed.
         """
         if self.reads:
             raise ApplyError(
-                f"the forward reads numbers between its layers: {'; '.join(self.reads[:3])}; every stage would need them before "
+                f"the forward reads values between its layers: {'; '.join(self.reads[:3])}; every stage would need them before "
                 "they are computed",
-                fix="decide by the inputs, or inside a layer; or use pp=1",
+                fix="let the inputs alone decide, or move the code into a layer; or use pp=1",
             )
         if self.leaks:
             raise ApplyError(
-                f"a tensor leaves its layer beside the layer's results: {'; '.join(self.leaks[:3])}; other stages would "
-                "not find it",
+                f"a tensor leaves its layer otherwise than as a result: {'; '.join(self.leaks[:3])}; other stages would "
+                "not have it",
                 fix="return it from the layer, or keep it as an attribute of a module that only that layer writes; or use pp=1",
             )
         if self.shared:
             raise ApplyError(
-                f"{'; '.join(self.shared[:3])}: each stage runs its own layers alone, and would see other values",
+                f"{'; '.join(self.shared[:3])}: each stage runs only its own layers, and would see other values",
                 fix="keep it as an attribute of the layer that changes it; or use pp=1",
             )
 
@@ -131,7 +131,7 @@ def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, n
 
 
 def call_costs(module: nn.Module, flow: Flow) -> list[float]:
-    """Return what each call costs in a step [FLOPs]; a parameter counts where it is first used."""
+    """Return the cost of each call in a step [FLOPs]; a parameter counts at its first use."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     counted: set[str] = set()
     costs = []

@@ -1,4 +1,4 @@
-"""What the functions that code between layers calls do to their arguments: only look at them, or write over them."""
+"""Torch functions called between layers: those that only read metadata, and those that write into an argument."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _AUGMENTED = frozenset(
 
 
 def writes_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a function writes over; None for one that makes a new tensor."""
+    """Return the tensor that a function writes into; None where it only makes new ones."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     name = getattr(func, "__name__", "")
@@ -122,10 +122,10 @@ DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor
 
 
 def refuse_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a backward in the code between layers, unless all that it goes through is on one stage.
+    """Refuse a backward in the code between layers, unless everything it runs through is on one stage.
 
     Raises:
-        ApplyError: It would have to go through several stages.
+        ApplyError: It would run through several stages.
     """
     found = differentiated_by(func, args, kwargs)
     homes = {value.home for value in values_in(args[0] if args else kwargs)}

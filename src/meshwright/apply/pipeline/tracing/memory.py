@@ -1,7 +1,7 @@
-"""Memory that several tensors of a forward share: what one of them is written over with, the others have, too.
+"""Memory that several tensors of a forward share, so that a write into one of them changes the others.
 
-On one device it is so by itself. Between stages tensors are copies: code that writes over a tensor of which another stage has a
-copy under another name, and uses that one afterwards, is refused.
+On one device this is automatic. Between stages tensors are copies. So code is refused that writes into a tensor and then uses an
+alias of which another stage holds a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class Memory:
-    """What is known of one forward's memory on a stage.
+    """Shared memory of one forward's tensors, as one stage knows it.
 
     Args:
         stage: The stage.
@@ -33,25 +33,25 @@ class Memory:
         self._moved: set[int] = set()
 
     def note_copy(self, value: StageValue) -> None:
-        """Take note that another stage has the same values."""
+        """Record that another stage holds a copy of these values."""
         self._copies.append(value)
 
     def note_written(self, value: StageValue) -> None:
-        """Take note that this stage has written over a tensor: copies of others with the same memory are old."""
+        """Record that this stage wrote into a tensor: copies of its aliases on other stages are stale."""
         place = _place_of(value.real)
         for other in self._copies:
             if other is not value and place and _place_of(other.real) == place:
                 other.is_stale = self.is_touched = True
 
     def note_moved(self, tensor: Tensor) -> None:
-        """Take note that another stage has written over its copy of a tensor of this one, which stays as it was."""
+        """Record that another stage wrote into its copy of a tensor of this stage; this stage's own is unchanged."""
         place = _place_of(tensor)
         if place:
             self._moved.add(place)
             self.is_touched = True
 
     def refuse_stale(self, values: Sequence[StageValue]) -> None:
-        """Refuse code that uses what is not up to date.
+        """Refuse code that uses a stale copy.
 
         Raises:
             ApplyError: It does.
@@ -60,8 +60,8 @@ class Memory:
             is_old = value.home == self._stage and self._moved and _place_of(value.real) in self._moved
             if value.is_stale or is_old:
                 raise ApplyError(
-                    f"the code between the layers writes over a tensor in place and then uses another one, of shape "
-                    f"{list(value.any.shape)}, that shares its memory, and stages other than stage {self._stage} have it, too",
+                    f"code between the layers writes into a tensor and then uses another one, of shape {list(value.any.shape)}, "
+                    f"that shares its memory; other stages than stage {self._stage} have a copy, which the write does not reach",
                     fix="write y = y + x in place of y += x, or clone() before; or use pp=1",
                 )
 

@@ -1,4 +1,4 @@
-"""One plain forward, watched: what its calls are, and what passes between them beside arguments and results."""
+"""Observation of one plain forward: its calls, and what passes between them beside arguments and results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MADE = "_meshwright_made"
 def observe(
     module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str] = ()
 ) -> Flow:
-    """Run a model once, or a few times until its units are small enough for this many stages.
+    """Run a model once, or a few times until its units are small enough for this number of stages.
 
     Args:
         module: The plain model.
@@ -64,16 +64,16 @@ def observe(
 def observe_undisturbed(
     module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str], on_copy: bool
 ) -> Flow:
-    """Observe a model, and leave it as it was: its buffers, and what its forward counts or collects in attributes.
+    """Observe a model and restore it: its buffers, and counts and lists that its forward changes in attributes.
 
     Args:
         module: The plain model.
         run: Runs it and its loss on a small batch.
         num_stages: Stages that it will be cut into [count].
         closed: Modules that stay in one piece.
-        on_copy: Whether a copy runs, whose parameters are others.
+        on_copy: Whether to run a copy of the model, with parameters of its own.
     """
-    # No rank may be ahead of the others.
+    # The ranks that do not observe run no forward, so the observing one must end with the same buffers and attributes.
     buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
     try:
@@ -92,7 +92,7 @@ def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Seq
 
 
 class _ForwardObserver(TorchFunctionMode):
-    """A forward of the whole model, watched: homes are places in the order of calls."""
+    """An observed forward of the whole model; a tensor's home is the position of its call in the sequence."""
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _ForwardObserver(TorchFunctionMode):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Notice the calls of units inside; what hooks of the user's own do belongs to the unit."""
+        """Watch the calls of units inside the context; a user's hooks belong to their unit."""
         handles: list[Any] = []
         units = {
             id(unit): (name, unit) for name in reversed(self._units) for unit in [self._module.get_submodule(name)]
@@ -147,7 +147,7 @@ class _ForwardObserver(TorchFunctionMode):
 
     @contextlib.contextmanager
     def in_hook(self) -> Iterator[None]:
-        """Run a user's hook inside: the numbers that it reads decide nothing."""
+        """Run a user's hook inside the context: values that it reads decide nothing."""
         was_in_model, self._is_in_model = self._is_in_model, False
         try:
             yield
@@ -155,7 +155,7 @@ class _ForwardObserver(TorchFunctionMode):
             self._is_in_model = was_in_model
 
     def _note_draws(self) -> None:
-        """Take note whether random numbers were drawn since a unit returned."""
+        """Record whether random numbers were drawn since a unit returned."""
         self._draws = self._draws or not torch.equal(torch.get_rng_state(), self._random_state)
         self._note_python_draws("")
 
@@ -183,8 +183,8 @@ class _ForwardObserver(TorchFunctionMode):
             if any(id(p) not in self._names for p in parameters):
                 raise ApplyError(
                     f"layer '{name}' runs with other parameters than its own (functional_call, or an inner step of training), "
-                    "which stages of a pipeline do not have",
-                    fix="use pp=1 (dp, zero and tp take it)",
+                    "and a pipeline stage holds only its own layers' parameters",
+                    fix="use pp=1 (dp, zero and tp allow it)",
                 )
             own = {self._names[id(p)] for p in parameters}
             self._used.append(own | self._parameters_in((args, kwargs)))
@@ -232,7 +232,7 @@ class _ForwardObserver(TorchFunctionMode):
             return map_results(outputs, lambda tensor: self._mark(tensor.view_as(tensor), place))
 
     def _note_left(self, call: dict[str, Any], place: int) -> None:
-        """Take note of the tensors that a call has left in attributes, and in what it was given."""
+        """Record the tensors that a call has left in attributes and in its arguments."""
         scene: Scene = call.pop("scene")
         old = {id(tensor) for tensor, _ in call["given"]}
         for path, kind, key, value in scene.changes():
@@ -292,7 +292,7 @@ class _ForwardObserver(TorchFunctionMode):
             if is_number and self._is_in_model and not any(True for _ in tensors_in(result)):
                 self._reads.append(f"{getattr(func, '__name__', func)}() of a tensor of '{self._calls[home]['unit']}'")
         for tensor in tensors_in((result, target)):
-            self._alive.append(tensor)  # an id is only worth something while its tensor lives
+            self._alive.append(tensor)  # an id identifies a tensor only while the tensor lives
             if home is not None:
                 self._mark(tensor, home)
             elif names and value_of(tensor) is None:
@@ -306,7 +306,7 @@ class _ForwardObserver(TorchFunctionMode):
         of_outputs.update(id(tensor) for tensor in tensors_in(results))
 
     def _watch_unit(self, place: int, given: Any, result: Any) -> None:
-        """Find tensors of other calls that a unit uses without being given them."""
+        """Find tensors of other calls that a unit uses without receiving them as arguments."""
         for tensor in tensors_in(given):
             if id(tensor) in self._in_objects:
                 self._opens.add(self._calls[place]["unit"])
@@ -338,7 +338,7 @@ class _ForwardObserver(TorchFunctionMode):
         self._leaks.append(f"layer '{unit}' uses one of another layer that it is not given")
 
     def _watch_between(self, func: Callable[..., Any], given: Any) -> None:
-        """Find tensors of units that come to the code between them by other ways than results and attributes."""
+        """Find tensors of units that reach the code between them otherwise than by results and attributes."""
         for tensor in tensors_in(given):
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
             if made is not None and made[0] is self and (known is None or known.owner is not self):
@@ -349,7 +349,7 @@ class _ForwardObserver(TorchFunctionMode):
                 self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
 
     def flow(self) -> Flow:
-        """Return what was seen."""
+        """Return the trace."""
         if self._running is not None:
             raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
         calls = tuple(

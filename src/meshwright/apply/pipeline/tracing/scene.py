@@ -1,7 +1,7 @@
-"""What a call can write into beside its results: containers and objects among its arguments, and attributes of modules.
+"""Places that a call can write into beside its results: containers and objects among its arguments, and module attributes.
 
-A layer may append to a list that it is given, write into a state object, or keep an auxiliary loss as an attribute. The stage
-that runs the layer gets all that by itself; the others repeat what a run without numbers did.
+A layer may append to a list that it is given, write into a state object, or keep an auxiliary loss as an attribute. On the stage
+that runs the layer this happens by itself. The other stages repeat the writes that a run on fake tensors has made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DEPTH = 6
 
 
 def fields_of(item: Any) -> dict[str, Any] | None:
-    """Return the attributes of a plain object that a forward hands on; None where it has none."""
+    """Return the attributes of a plain object that a forward passes on; None where it has none."""
     if isinstance(item, _OPAQUE):
         return None
     found = getattr(item, VARS, None)
@@ -45,7 +45,7 @@ def fields_of(item: Any) -> dict[str, Any] | None:
 
 
 class Places:
-    """The lists and dicts, objects' attributes among them, that are reachable from some roots.
+    """The lists, dicts and attribute dicts of objects that are reachable from some roots.
 
     Args:
         roots: (name, object) of the arguments; (name, attributes) of modules.
@@ -80,7 +80,7 @@ class Places:
 
 
 def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
-    """Return what a call can write into through its arguments; usually they are tensors alone, and there is nothing.
+    """Return the places that a call can write into through its arguments; usually these are tensors alone, and there is none.
 
     Args:
         args: The call's arguments.
@@ -94,9 +94,9 @@ def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool
 
 
 def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """Return the tensors that a call is given, each once; None where anything else is given that may hold tensors.
+    """Return the tensors among a call's arguments, each once; None where another argument may hold tensors.
 
-    Most calls of layers are of that kind, and each step has many: nothing is to be looked into then.
+    Most calls of layers have tensors only, and there are many in a step, so this is the fast path.
     """
     found: list[Tensor] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
@@ -108,7 +108,7 @@ def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
 
 
 def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Path, Any]]:
-    """Return what code of these modules can write into: their attributes, and what is in those."""
+    """Return the places that code of these modules can write into: their attributes, and the containers in those."""
     roots = [(("module", name), _AttributesOf(module)) for name, module in modules]
     found: list[tuple[Path, Any]] = []
     for name, attributes in roots:
@@ -133,7 +133,7 @@ def _copy(place: Any) -> Any:
 
 
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[tuple[Path, Any]]) -> list[Tensor]:
-    """Return the tensors that a call is given, in an order that is the same on all stages."""
+    """Return the tensors among a call's arguments, in an order that is the same on all stages."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _is_module(path: Path) -> bool:
 
 
 def substitute(places: Sequence[tuple[Path, Any]], function: Callable[[Tensor], Any]) -> None:
-    """Replace the tensors in these places, in place: whoever holds the containers sees it."""
+    """Replace the tensors in these places in place: every holder of a container sees it."""
     for path, place in places:
         for key, item in _items(place):
             if _is_module(path) and (isinstance(item, nn.Parameter) or (len(path) == 1 and key in OF_TORCH)):
@@ -176,7 +176,7 @@ def substitute(places: Sequence[tuple[Path, Any]], function: Callable[[Tensor], 
 def substitute_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[Tensor], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with other tensors; what lies in lists, dicts and objects is replaced by `substitute`."""
+    """Return the arguments with other tensors; those in lists, dicts and objects are replaced by `substitute`."""
 
     def new(item: Any) -> Any:
         if isinstance(item, (Tensor, tuple)):
@@ -201,7 +201,7 @@ class Effect:
 
 
 class Scene:
-    """The places of a call, as they were before it.
+    """The places of a call as they were before it.
 
     Args:
         args: The call's arguments.
@@ -224,7 +224,7 @@ class Scene:
         self._start = [_copy(place) for _, place in self._places]
 
     def restore(self) -> None:
-        """Have everything as it was before."""
+        """Restore everything as it was before the call."""
         for (_, place), before in zip(self._places, self._before, strict=True):
             if isinstance(place, list):
                 if len(place) != len(before) or any(a is not b for a, b in zip(place, before, strict=True)):
@@ -255,10 +255,10 @@ class Scene:
         return found
 
     def effects(self, encode: Callable[[Any], Any]) -> list[Effect]:
-        """Return what was written, as far as other stages must repeat it: of modules' attributes that which holds tensors.
+        """Return the writes that other stages must repeat; of module attributes only those that hold tensors.
 
         Args:
-            encode: Gives what is remembered of a value.
+            encode: Encodes a value without its tensors.
         """
         found = []
         for path, kind, key, value in self.changes():
@@ -268,7 +268,7 @@ class Scene:
 
     @property
     def own(self) -> dict[int, Path]:
-        """Id of a list, a dict or an object's attributes among the arguments -> its path."""
+        """Return the path of each container among the arguments, by the id of the list, dict or attribute dict."""
         return {id(place): path for path, place in self._of_call}
 
 

@@ -1,7 +1,7 @@
-"""Attributes without tensors that a layer changes and other code uses: a count of calls in a common object, a list that grows.
+"""Attributes without tensors that a layer changes and other code uses, such as a call count in a common object or a list.
 
-Only the stage that runs a layer sees such a change. Layers that use one another's are kept on one stage; code between the
-layers runs on every stage, and is refused. What code uses is read off its functions: names that they load, of what they reach.
+Only the stage that runs a layer sees such a change. Layers that use each other's attributes are kept on one stage. Code between
+the layers runs on every stage, and is refused. Uses are read off the functions: the names they load, of the objects they reach.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_FUNCTIONS = 3000
 
 
 class SharedAttributes:
-    """What units change in attributes, and who else uses it.
+    """Attributes that units change, and their other users.
 
     Args:
         module: The model.
@@ -58,7 +58,7 @@ class SharedAttributes:
         return tuple(sorted(self._changes))
 
     def note(self, unit: str, path: Path, key: Any) -> None:
-        """Take note that a unit has changed an entry of a place among attributes: an object's attributes, or a container."""
+        """Record that a unit has changed an entry of an object's attributes or of a container among attributes."""
         place = resolve(path, (), {}, self._module.get_submodule)
         names = [str(part) for part in path[1:] if part != VARS]
         is_attributes = len(path) == 1 or path[-1] == VARS
@@ -69,7 +69,7 @@ class SharedAttributes:
         self._changes.setdefault(unit, {})[id(place), str(key) if is_attributes else None] = text
 
     def bonds(self) -> dict[str, tuple[str, ...]]:
-        """Return what layers change and others use, as text -> the units, which belong to one stage."""
+        """Return each attribute that one unit changes and others use, as text -> the units, which must share a stage."""
         if not self._changes:
             return {}
         uses = {unit: _AttributeUses(self._module.get_submodule(unit)) for unit in self._units}
@@ -82,7 +82,7 @@ class SharedAttributes:
         return found
 
     def texts(self) -> Iterator[str]:
-        """Yield what a unit changes and the code between the units uses."""
+        """Yield a text for each attribute that a unit changes and the code between the units uses."""
         if not self._changes:
             return
         around = [child for _, child in modules_around(self._module, self._units)]
@@ -94,7 +94,7 @@ class SharedAttributes:
 
 
 class _AttributeUses:
-    """What the code of some modules can reach, and the names that it loads.
+    """Objects that the code of some modules can reach, and the names that it loads.
 
     Args:
         module: Where it begins.
@@ -113,7 +113,7 @@ class _AttributeUses:
         self._code = _AttributeNames(held, list(module.modules()) if own is None else own)
 
     def includes(self, change: tuple[int, str | None]) -> bool:
-        """Tell whether this code uses an entry of a place; of a container none in particular, but by its name."""
+        """Tell whether this code uses an entry of a place; a container counts as a whole, by its name."""
         place, key = change
         if place not in self._names_of:
             return False
@@ -145,7 +145,7 @@ class _AttributeUses:
 
 
 def _inside(item: Any) -> list[tuple[str, Any]] | None:
-    """Return what a module, an object or a container holds, by attribute; None of what holds nothing."""
+    """Return the contents of a module, object or container, by attribute; None for anything else."""
     if isinstance(item, nn.Module):
         return [*((key, value) for key, value in vars(item).items() if key not in OF_TORCH), *item._modules.items()]
     if isinstance(item, functools.partial):
@@ -157,7 +157,7 @@ def _inside(item: Any) -> list[tuple[str, Any]] | None:
 
 
 class _AttributeNames:
-    """The names that the forwards of modules load, with the functions that these call.
+    """The attribute names that the forwards of modules load, with those of the functions they call.
 
     Args:
         held: Attribute's name -> classes of what lies there, whose methods may be called.
@@ -177,7 +177,7 @@ class _AttributeNames:
             if _is_followed(base):
                 for name, value in vars(base).items():
                     self._methods.setdefault(name, []).append((value, base))
-        # Nobody names these where they are called: who loads the object may call them.
+        # Operators and protocols call these without their names: code that loads the object may call them.
         self._unnamed = {name: [entry for kind in found for entry in _unnamed(kind)] for name, found in held.items()}
         for module in modules:
             self._todo += _unnamed(type(module))
@@ -228,7 +228,7 @@ _GLOBAL, _SELF, _ANY = "global", "self", "any"
 
 
 def _loaded(code: types.CodeType, *, is_outer: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the names that code loads, and of what; its texts are among them, which `getattr` may take."""
+    """Yield the names that code loads, and of what; its string constants count, since `getattr` may take them."""
     first = code.co_varnames[0] if is_outer and code.co_argcount else None
     before: Any = None
     for step in dis.get_instructions(code):

@@ -1,4 +1,4 @@
-"""Which stage runs which call and holds which parameter."""
+"""Map of stages: the stage that runs each call, and the stages that hold each parameter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMap:
-    """A forward dealt out to stages.
+    """A forward whose calls are assigned to stages.
 
     Args:
         num_stages: Stages [count].
-        calls: Unit's name -> the stage of its first, second, ... call; one that was not called lies with its neighbour.
+        calls: Unit's name -> the stage of its first, second, ... call; a unit without calls goes to its neighbour's stage.
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
@@ -83,7 +83,7 @@ class StageMap:
 
     @property
     def stages(self) -> dict[str, int]:
-        """Unit's name -> stage of its first call: what a plan says."""
+        """Unit's name -> stage of its first call, as written in a plan."""
         return {name: stages[0] for name, stages in self.calls.items()}
 
 
@@ -110,7 +110,7 @@ def _holds_tensors(module: nn.Module) -> bool:
 
 
 def _fix_for(num_pieces: int, rank_of_stage: Sequence[int]) -> str:
-    """Return what can be done with fewer pieces than stages; a schedule may want several stages a rank."""
+    """Return the fix for fewer pieces than stages; a schedule may want several stages a rank."""
     num_ranks = len(set(rank_of_stage))
     virtual = len(rank_of_stage) // num_ranks
     if num_pieces < 2:
@@ -127,7 +127,7 @@ def cut(
     given: Mapping[str, int],
     together: Sequence[set[str]] = (),
 ) -> StageMap:
-    """Deal the calls out to stages such that the busiest rank has as little to do as can be.
+    """Assign the calls to stages such that the busiest rank has as little work as possible.
 
     Args:
         module: The plain model.
@@ -151,9 +151,9 @@ def cut(
     blocks = _blocks(module, flow, [*together, *map(set, flow.bonds.values())])
     if len(blocks) < num_stages:
         raise ApplyError(
-            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages: layers that keep buffers or "
-            "counts and are called several times stay on one stage with all between their calls, since these follow one another; "
-            f"so do layers that tensor parallelism cuts together{_texts_of(flow.bonds)}",
+            f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages (rule: a layer with buffers or "
+            "counts that is called several times stays on one stage with all calls in between, and so do layers that tensor "
+            f"parallelism cuts together){_texts_of(flow.bonds)}",
             fix=_fix_for(len(blocks), rank_of_stage),
         )
     wishes = [next((w for p in block if (w := _wish(calls[p].unit, given)) is not None), None) for block in blocks]
@@ -194,7 +194,7 @@ def cut(
 
 
 def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list[list[int]]:
-    """Return the calls, by place, in runs that stay on one stage."""
+    """Group the calls, by position, into runs that stay on one stage."""
     last_call = {call.unit: place for place, call in enumerate(flow.calls)}
     blocks: list[list[int]] = []
     end = -1
@@ -223,7 +223,8 @@ def _refuse_unknown(flow: Flow, given: Mapping[str, int]) -> None:
     for name in given:
         if not any(unit == name or unit.startswith(f"{name}.") for unit in flow.units):
             raise ApplyError(
-                f"the plan puts '{name}' on a stage, and the model cannot be cut there{did_you_mean(name, flow.units)}",
+                f"the plan assigns '{name}' to a stage, and it is not a layer at which this model can be cut"
+                f"{did_you_mean(name, flow.units)}",
                 fix=f"use names among {', '.join(flow.units[:8])}",
             )
 

@@ -1,21 +1,23 @@
-"""One stage's forward of one micro-batch: calls of other stages stand still, their tensors are stand-ins.
+"""Walk of one stage: its run of the user's whole forward on one micro-batch.
 
-stage_forward    the forward
-bookkeeping      where tensors are computed, what was sent and received
-stand_ins        stand-ins for tensors that are computed elsewhere
-unit_hooks       calls of layers, on their way to the forward
+Calls of other stages are skipped, and their results are stand-ins: tensors with a description and no values.
+
+stage_forward    the walk
+bookkeeping      the stage that computes each tensor, and sends and receives
+stand_ins        stand-ins for tensors of other stages
+unit_hooks       dispatch of layer calls to the walk
 user_hooks       users' hooks on layers
 shapes           output shapes of other stages' calls, cached per call
-without_numbers  code run on fake tensors, or on zeros where it needs numbers
-remembered       a call of another stage: its results and what it wrote
-written          what a layer leaves, on the stage that runs it
+without_numbers  code run on fake tensors, or on zeros where it needs values
+remembered       a call of another stage: its results and its writes
+written          tensors that a layer leaves beside its results
 own_state        state of the code between layers, on a rank with several stages
 draws            random numbers that several stages draw
-path_hash        the way that a forward takes, as a number
+path_hash        hash of a forward's path, compared between stages
 received         a tensor from another stage, as an autograd leaf
 own_values       test of which tensors a stage computes, for those who look on
 
-To let code between layers do more: `stage_forward.py`, with a test in `tests/parity/test_never_wrong_pipeline.py`.
+To let code between layers do more, touch `stage_forward.py`, with a test in `tests/parity/test_never_wrong_pipeline.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Where the tensors of one forward are computed, and what has been sent and received of them on one stage."""
+"""Bookkeeping of one stage's forward: the stage that computes each tensor, and the tensors sent and received."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 
 class Mail(Protocol):
-    """How a stage sends and receives."""
+    """Transfers between stages, as the bookkeeping uses them."""
 
     def send(self, tensor: Tensor, stage: int) -> None:
         """Send a tensor to another stage."""
@@ -38,16 +38,16 @@ class Mail(Protocol):
         ...
 
     def flush(self) -> None:
-        """Return when what was sent has left, and may be written over."""
+        """Wait until sent tensors have left and may be written over."""
         ...
 
 
 class Bookkeeping(TorchFunctionMode):
-    """What a stage knows of the tensors of one forward.
+    """Records of one forward's tensors on a stage.
 
     Args:
         stage: The stage.
-        mail: How to reach the other stages.
+        mail: Transfers to and from the other stages.
         module: The model.
     """
 
@@ -63,11 +63,11 @@ class Bookkeeping(TorchFunctionMode):
         self._memory = Memory(stage)
 
     def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageValue]:
-        """Return the values of this forward, and those of parameters that are not here."""
+        """Return the values of this forward, and those of parameters that other stages hold."""
         return self._known_here(values_in(*args, kwargs) if kwargs else values_in(*args))
 
     def _values_of(self, tensors: list[Tensor]) -> list[StageValue]:
-        """Return `_own_values` of tensors."""
+        """Return `_own_values` of these tensors."""
         return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
 
     def _known_here(self, found: list[StageValue]) -> list[StageValue]:
@@ -83,7 +83,7 @@ class Bookkeeping(TorchFunctionMode):
         return isinstance(value.owner, Bookkeeping) and value.owner._module is self._module
 
     def _adopt(self, value: StageValue) -> StageValue:
-        """Take over a tensor that was kept since an earlier batch; it is computed, and held, where it was."""
+        """Take over a tensor kept from an earlier batch; its stage and its holder stay the same."""
         if value.heir is not None and value.heir.owner is self:
             return value.heir
         is_here = value.home == self.stage and value.real is not None
@@ -98,12 +98,12 @@ class Bookkeeping(TorchFunctionMode):
         return heir
 
     def real(self, value: StageValue) -> Tensor:
-        """Return a value's tensor, which is received where another stage computes it."""
+        """Return the tensor of a value; one of another stage is received."""
         if value.real is None:
             if value.home is None or value.stand_in is None:
                 raise ApplyError(
-                    f"stage {self.stage} needs a parameter that it does not hold: the forward took another way than with "
-                    "the batch by which the stages were cut",
+                    f"stage {self.stage} needs a parameter that another stage holds: the forward took another path than the "
+                    "traced one, from which the stages were cut (rule: a parameter is used by the layers of the traced forward)",
                     fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
                 )
             meta = Meta.of(value.stand_in)
@@ -132,13 +132,13 @@ class Bookkeeping(TorchFunctionMode):
                 value.sent_to.add(stage)
                 tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    # Where the gradient goes is kept, not the tensor: it may be written over, and be another's result then.
+                    # The gradient edge is kept, not the tensor: a write in place would make the tensor another node's result.
                     self.sent.append((get_gradient_edge(tensor), Meta.of(tensor), stage))
                 self._mail.send(tensor.detach(), stage)
                 self._memory.note_copy(value)
 
     def _note_written(self, target: Tensor, home: int | None) -> None:
-        """Take note that this stage has written over a tensor."""
+        """Record that this stage has written into a tensor."""
         known = value_of(target)
         if known is None or known.owner is not self:
             known = StageValue(self, home, target, None)
@@ -149,7 +149,7 @@ class Bookkeeping(TorchFunctionMode):
             self._memory.note_written(known)
 
     def _write_remote(self, target: Tensor, meta: Meta, home: int | None) -> None:
-        """Take note that another stage has written over a tensor."""
+        """Record that another stage has written into a tensor."""
         value = value_of(target)
         if value is None or value.owner is not self:
             value = StageValue(self, home, None, None)
@@ -160,7 +160,7 @@ class Bookkeeping(TorchFunctionMode):
 
 
 class _ForwardElsewhere(Bookkeeping):
-    """Stands for a forward of the same model that another rank has run."""
+    """Placeholder for a forward of the same model that another rank has run."""
 
     def __init__(self, module: nn.Module) -> None:
         TorchFunctionMode.__init__(self)
@@ -168,5 +168,5 @@ class _ForwardElsewhere(Bookkeeping):
 
 
 def mark_home(tensor: Tensor, home: int, module: nn.Module) -> None:
-    """Note which stage computes a tensor of a model's, as another rank's forward has found."""
+    """Mark a tensor of the model with the stage that computes it, as another rank's forward has found."""
     mark(tensor, StageValue(_ForwardElsewhere(module), home, tensor, None))

@@ -1,4 +1,4 @@
-"""Random numbers of a forward that several stages walk: drawn between layers, they must be the same on all of them."""
+"""Random numbers of a forward that several stages run: draws between layers must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Draws:
-    """What a forward draws from.
+    """Streams of random numbers of a forward.
 
-    Of torch's generators there is one stream for the code between layers, equal on all stages, and a rank's own for its layers.
-    Of Python's and NumPy's global ones there is the single stream of one device, since each stage draws what the others draw:
-    the code between layers runs on all of them, and layers of other stages that draw run without numbers, at each call.
+    Torch's generators have one stream for the code between layers, equal on all stages, and a rank's own stream for its layers.
+    Python's and NumPy's global generators keep the single stream of one device, since each stage draws what the others draw. Code
+    between layers runs on all stages, and other stages' layers that draw are run on fake tensors at each call.
 
     Args:
-        seed: Equal on all ranks of a pipeline, another for another share of the batch.
-        device: Whose generator layers may draw from, beside the CPU's.
-        apart: Whether the code between layers is known to draw from torch's; else its draws are noticed one by one.
+        seed: Equal on all ranks of a pipeline, different for each share of the batch.
+        device: The device whose generator layers may draw from, beside the CPU's.
+        apart: Whether the code between layers is known to draw from torch's generators; else draws are noticed one by one.
         python: Whether the model may draw from Python's or NumPy's.
     """
 
@@ -41,27 +41,27 @@ class Draws:
         self._common: Any = None
 
     def begin_step(self) -> None:
-        """Take another seed for what is drawn between layers, and have all stages begin where Python's generators stand."""
+        """Take a new seed for the draws between layers, and start all stages at the same state of Python's generators."""
         self._python_at = {None: read_python()} if self.python else {}
         self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
 
     def begin_forward(self) -> None:
-        """Take the seed that the next step will take, for a forward that must not change what training draws."""
+        """Take the seed of the next step, for a forward that must not change what training draws."""
         state = self._generator.get_state()
         self.begin_step()
         self._generator.set_state(state)
 
     def between_layers(self, micro_batch: int, stage: int) -> contextlib.AbstractContextManager[None]:
-        """Draw from the common stream of a micro-batch inside, in a forward of one stage."""
+        """Draw from the common stream of a micro-batch inside the context, in a forward of one stage."""
         self._micro_batch, self._common = micro_batch, None
         return self._between_layers(stage) if self.apart or self.python else _NOTHING
 
     def inside_layer(self) -> contextlib.AbstractContextManager[None]:
-        """Draw from this rank's own stream inside, which a forward that is under way has put aside."""
+        """Draw from this rank's own stream inside the context, and return to the common one after it."""
         return _NOTHING if self._own is None or not self.apart else self._inside_layer(self._own)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function between layers that draws, where nobody knew that it would: from the common stream."""
+        """Run a function between layers that draws unexpectedly, from the common stream."""
         if self.apart or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         own = self._read_torch()
@@ -126,13 +126,13 @@ def set_python(states: tuple[Any, Any]) -> None:
 
 
 def python_place() -> tuple[int, int]:
-    """Return how far Python's and NumPy's global generators are in the numbers that they make at a time."""
+    """Return the positions of Python's and NumPy's global generators in their current blocks of numbers."""
     python, numpy = read_python()
     return python[1][-1], numpy[2]
 
 
 def python_moved(before: tuple[Any, Any]) -> bool:
-    """Tell whether Python's or NumPy's generator has drawn since `read_python` gave this."""
+    """Tell whether Python's or NumPy's generator has drawn since `read_python` returned this."""
     now = read_python()
     (_, keys, place, *_), (_, old_keys, old_place, *_) = now[1], before[1]
     return now[0] != before[0] or place != old_place or not np.array_equal(keys, old_keys)

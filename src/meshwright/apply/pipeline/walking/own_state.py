@@ -1,4 +1,4 @@
-"""State of the code between layers, on a rank with several stages: each of them walks the whole forward, and has its own."""
+"""State of the code between layers, one copy for each stage of a rank: each of them runs the whole forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 @dataclasses.dataclass(slots=True)
 class _StageState:
-    """What one stage has on one module: attributes, and buffers, by name."""
+    """One stage's state of one module: attributes and buffers, by name."""
 
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
@@ -33,10 +33,10 @@ class _StageState:
 
 
 class OwnState:
-    """Buffers and plain attributes of the modules around the layers, once for each stage of a rank.
+    """Buffers and plain attributes of the modules outside units, one copy for each stage of a rank.
 
-    A counter that the model's forward raises would be raised once for each stage otherwise. Between steps the modules show, of
-    each buffer, the one of the stage that computes it; what others change then holds for all stages.
+    Without it a counter in the model's forward would count once for each stage. Between steps each module shows the buffer of the
+    stage that computes it; a change made from outside then applies to all stages.
 
     Args:
         modules: The modules whose forward every stage runs.
@@ -51,14 +51,14 @@ class OwnState:
         self._left: list[tuple[_StageState, dict[str, Any]]] | None = None
 
     def begin_step(self) -> None:
-        """Give all stages what somebody else has changed since the last step."""
+        """Give all stages the changes made from outside since the last step."""
         if self._left is not None:
             for module, (state, marks), *kept in zip(self._modules, self._left, *self._kept.values(), strict=True):
                 self._take_over(_read(module), state, marks, kept)
         self._left = None
 
     def end_step(self) -> None:
-        """Have what each stage computes in force, and take note of it."""
+        """Install the buffers of the stages that compute them, and record them to notice later changes."""
         if self._current is not None:
             self._kept[self._current] = [_read(module) for module in self._modules]
             self._current = None
@@ -69,7 +69,7 @@ class OwnState:
             self._left = [(state, _marks(state)) for state in map(_read, self._modules)]
 
     def _of_home(self, place: int, key: str, present: Tensor | None) -> Tensor | None:
-        """Return the buffer that the stage has which computes it; another's where that stage is not here."""
+        """Return the buffer of the stage that computes it; another stage's where that one is not on this rank."""
         for stage, states in self._kept.items():
             buffer = states[place].buffers.get(key)
             value = None if buffer is None else value_of(buffer)
@@ -90,7 +90,7 @@ class OwnState:
                     _replace(state.buffers, key, buffer)
 
     def enter(self, stage: int) -> None:
-        """Have the state of a stage in force; one that has none yet begins with a copy of what is there."""
+        """Install the state of a stage; one without a state begins with a copy of the current one."""
         if self._current == stage:
             return
         if not self._kept:
@@ -122,9 +122,9 @@ def _marks(state: _StageState) -> dict[str, Any]:
 
 
 def _mark(value: Any) -> Any:
-    """Return what is another after a change of a value, or of what a container holds.
+    """Return a mark that differs after a change of a value, or of a container's contents.
 
-    The value is part of it, so that no later one gets its address.
+    The mark holds the value, so that no later object gets its address.
     """
     if isinstance(value, Tensor):
         return _Same(value), 0 if value.is_inference() else value._version
@@ -134,7 +134,7 @@ def _mark(value: Any) -> Any:
 
 
 class _Same:
-    """Equal to what holds the very same object."""
+    """Compares equal only to a holder of the very same object."""
 
     __slots__ = ("_item",)
 
@@ -167,7 +167,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def _replace(buffers: dict[str, Tensor | None], key: str, new: Tensor | None) -> None:
-    """Give a stage a buffer's new values; where other stages compute it, it stays the tensor of which that is known."""
+    """Give a stage a buffer's new values; where another stage computes it, the tensor object, and what is known of it, stays."""
     old = buffers.get(key)
     if old is new:
         return

@@ -1,4 +1,4 @@
-"""Whether a tensor that is seen in a stage's forward is one that this stage computes."""
+"""Test of whether a tensor in a stage's forward is one that this stage computes."""
 
 from __future__ import annotations
 

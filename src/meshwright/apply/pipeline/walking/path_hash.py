@@ -1,4 +1,4 @@
-"""The way that a forward takes, as a number: equal on all stages, or they would wait for each other in vain."""
+"""Hash of a forward's path. Stages compare it, since on different paths they would wait for each other forever."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MASK = 2**63 - 1
 
 
 class Way:
-    """What a stage has seen of a forward: calls of layers, and where the tensors between them are computed.
+    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them.
 
     Args:
-        micro_batch: Which one.
+        micro_batch: The micro-batch.
         is_training: The model's mode.
     """
 
@@ -36,16 +36,16 @@ class Way:
 
     @property
     def digest(self) -> int:
-        """The whole way so far."""
+        """The digest of the path so far."""
         return self._hash
 
     @property
     def note_digest(self) -> int:
-        """The digest as a note carries it."""
+        """The digest in the form that a note carries."""
         return self._hash & _MASK
 
     def call(self, number: int, stage: int, values: Iterable[StageValue]) -> None:
-        """Take note of a call of a layer on a stage, which is given these."""
+        """Record a layer's call on a stage, with its arguments."""
         if self.is_over or self.in_hook:
             return
         self.num_calls += 1
@@ -54,12 +54,12 @@ class Way:
         self._hash = hash((self._hash, number, stage, *crossing))
 
     def draw(self, *places: int) -> None:
-        """Take note of where generators stand that all stages draw from alike."""
+        """Record the positions of generators from which all stages draw alike."""
         if not (self.is_over or self.in_hook):
             self._hash = hash((self._hash, *places))
 
     def between(self, home: int | None, values: Iterable[StageValue]) -> None:
-        """Take note of code between layers, which runs on a stage or, None, on all."""
+        """Record code between layers, which runs on one stage or (None) on all."""
         if home is None or self.is_over or self.in_hook:
             return
         crossing = [_facts(value) for value in values if value.home != home and value.home is not None]

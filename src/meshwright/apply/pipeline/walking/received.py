@@ -1,4 +1,4 @@
-"""A tensor that came from another stage: autograd ends at a leaf, and the code that gets it may write over it."""
+"""Received tensors: autograd ends at a leaf, and the code that uses the tensor may write into it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 class _Arrival(torch.autograd.Function):
-    """What has come, as a result of its leaf: no leaf itself, no view, and without a copy."""
+    """Turns a leaf into a tensor that is neither leaf nor view, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:  # noqa: ARG004 - autograd goes through it
@@ -26,7 +26,7 @@ class _Arrival(torch.autograd.Function):
 
 
 def with_leaf(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (leaf, tensor) for what has come: the leaf collects the gradient, the tensor is for the code of this stage."""
+    """Return (leaf, tensor) for a received tensor: the leaf collects the gradient, this stage's code uses the tensor."""
     if data.layout == torch.strided:
         leaf = data.requires_grad_()
         return leaf, without_view(leaf, leaf.shape)  # in C++: each micro-batch comes here, and so does its backward

@@ -1,4 +1,4 @@
-"""What is remembered of a call that another stage runs: its results and what it wrote, with descriptions in place of tensors."""
+"""Record of a call that another stage runs: its results and writes, with descriptions in place of tensors."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _DEPTH = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Old:
-    """In place of a tensor that the call was given: which one, in the order of `tensors_of_call`."""
+    """Stands for a tensor argument: its position in the order of `tensors_of_call`."""
 
     place: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """In place of a container or an object that the call was given."""
+    """Stands for a container or an object among the arguments."""
 
     path: Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """In place of an object that the call made."""
+    """Stands for an object that the call made."""
 
     shell: Any
     attributes: dict[str, Any]
 
 
 class Encoder:
-    """Makes what is remembered of values.
+    """Encodes values of a call without their tensors.
 
     Args:
-        olds: id of a tensor that the call was given -> its place among them.
-        places: id of a container or of an object's attributes that it was given -> its path.
+        olds: id of a tensor argument -> its position among them.
+        places: id of a container, or of an object's attribute dict, among the arguments -> its path.
     """
 
     def __init__(self, olds: Mapping[int, int], places: Mapping[int, Path]) -> None:
@@ -56,11 +56,11 @@ class Encoder:
         self._metas: dict[int, Meta] = {}
 
     def results(self, tree: Any) -> Any:
-        """Encode a call's results: one that the call was given is a tensor of its own."""
+        """Encode a call's results; an argument among them becomes a tensor of its own."""
         return self._encode(tree, _DEPTH, knows_olds=False)
 
     def written(self, tree: Any) -> Any:
-        """Encode what the call wrote somewhere: a tensor that it was given is that very one."""
+        """Encode a value that the call wrote somewhere; an argument stays that very tensor."""
         return self._encode(tree, _DEPTH, knows_olds=True)
 
     def _encode(self, tree: Any, depth: int, *, knows_olds: bool) -> Any:
@@ -100,12 +100,12 @@ def _of_mapping(example: dict[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 class Known:
-    """Results of a call and what it wrote, with a description in place of each tensor.
+    """Results and writes of a call, with a description in place of each tensor.
 
     Args:
-        results: What it returned.
-        effects: What it wrote into places.
-        writes: (place of a tensor that it was given, its description now) of those that it wrote over.
+        results: Its results.
+        effects: Its writes into places.
+        writes: (position of a tensor argument, its new description) of those written in place.
     """
 
     __slots__ = ("effects", "results", "writes")
@@ -118,14 +118,14 @@ class Known:
         self.writes = writes
 
     def make(self, tensor_of: Callable[[Meta], Tensor]) -> Any:
-        """Return the results with tensors made of their descriptions, in containers of their own."""
+        """Return the results with tensors made from their descriptions, in containers of their own."""
         if type(self.results) is Meta:
             return tensor_of(self.results)
         return _Decoder(tensor_of, [], (), {}).decode(self.results)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the call gave one tensor and wrote nothing."""
+        """Whether the call returned one tensor and wrote nothing."""
         return type(self.results) is Meta and not self.effects and not self.writes
 
     def repeat(
@@ -135,12 +135,12 @@ class Known:
         call: tuple[tuple[Any, ...], dict[str, Any]],
         module_of: Callable[[str], nn.Module],
     ) -> Any:
-        """Write what the call wrote, and return its results.
+        """Repeat the call's writes and return its results.
 
         Args:
-            tensor_of: Makes a tensor of a description.
-            given: The tensors that the call is given.
-            call: Its arguments.
+            tensor_of: Makes a tensor from a description.
+            given: The tensor arguments.
+            call: All arguments.
             module_of: Name -> module.
         """
         decoder = _Decoder(tensor_of, given, *call)
@@ -164,7 +164,7 @@ class _Decoder:
         self._made: dict[int, Tensor] = {}
 
     def decode(self, tree: Any) -> Any:
-        """Return what was encoded, with tensors."""
+        """Decode a value, with tensors."""
         if isinstance(tree, Meta):
             found = self._made.get(id(tree))
             if found is None:
@@ -195,7 +195,7 @@ class _Decoder:
         return tree
 
     def _object_at(self, path: Path) -> Any:
-        """Return what the call was given at a path; of an object's attributes the object."""
+        """Return the argument at a path; for an attribute dict its object."""
         if path[-1] == VARS:
             path = path[:-1]
         first, *rest = path

@@ -1,4 +1,4 @@
-"""Shapes of what calls give that other stages run, found by running them without numbers, once for each kind of call."""
+"""Output shapes of layers that run on other stages, inferred with fake tensors and cached per call signature."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _MOST_KINDS = 4096
 
 
 class Shapes:
-    """Results of calls, without their values.
+    """Descriptions of the results of calls, without values.
 
-    A call whose code needs numbers is run for real, on zeros in place of what other stages compute: masks and lengths that come
-    of the inputs alone are what they are. The numbers of these decide shapes then, and are part of what is remembered.
+    A call whose code needs values runs on zeros in place of other stages' tensors; masks and lengths that come from the inputs
+    alone keep their values. These values can decide shapes, so they are part of the call's signature.
 
     Args:
-        twins: Unit's name -> a copy without values that is run in its place: the unit itself may be cut, and exchange.
-        scope: Unit's name -> (name, module) whose attributes a call of it may write, beside the unit's own.
-        drawing: Units that may draw from Python's or NumPy's global generator: each call of them is run, for what it draws.
+        twins: Unit's name -> a copy without values that runs in its place: the unit itself may be cut, and exchange.
+        scope: Unit's name -> (name, module) whose attributes a call may write, beside the unit's own.
+        drawing: Units that may draw from Python's or NumPy's global generator: each of their calls runs, for its draws.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Shapes:
         self._needs_numbers: set[Any] = set()
 
     def forget(self, trainable: Mapping[str, bool]) -> None:
-        """Forget everything that was found: `requires_grad` of parameters, by FQN, is another now."""
+        """Drop all cached results: `requires_grad` of parameters has changed to these values, by FQN."""
         self._known.clear()
         for name, twin in self._twins.items():
             for own, parameter in twin.named_parameters():
@@ -72,13 +72,13 @@ class Shapes:
                 parameter.requires_grad_(trainable.get(fqn, parameter.requires_grad))
 
     def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
-        """Return what is known of such a call of a unit, without running anything."""
+        """Return the cached results of such a call of a unit, or None, without running anything."""
         return None if name in self._drawing else self._look_up(self._key_of_unit(name, module, args, kwargs))
 
     def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Known:
-        """Run a call of a unit on tensors without values, or on zeros where its code needs numbers, and remember what it gave."""
+        """Run a unit's call on fake tensors, or on zeros where its code needs values, and cache the result."""
         key = self._key_of_unit(name, module, args, kwargs)
         twin = self._twins.get(name)
         scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
@@ -142,7 +142,7 @@ class Shapes:
 
 
 def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
-    """Return a copy of each unit whose parameters are zeros without memory."""
+    """Return a copy of each unit whose parameters are zeros without memory of their own."""
 
     def empty(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
@@ -154,7 +154,7 @@ def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # The unit's own hooks have run, and made its arguments what they are; what they compute of parameters is on the unit alone.
+    # The unit's own hooks have already run on these arguments; what they compute from parameters is on the unit alone.
     for hook in twin._forward_pre_hooks.values():
         if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm and pruning of old
             hook(twin, args)
@@ -163,10 +163,10 @@ def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _own_buffers(module: nn.Module) -> Iterator[None]:
-    """Have a module run on copies of its buffers.
+    """Run a module on copies of its buffers inside the context.
 
-    Running statistics count their batches, fake or not. They are not even written back: a backward of the same rank's own may
-    still need them untouched.
+    Running statistics count their batches even on fake tensors. The buffers are not written and restored either: a backward on
+    this rank may still need them untouched.
     """
     buffers = [(owner, name, getattr(owner, name)) for owner, name in buffer_slots(module)]
     for owner, name, tensor in buffers:
@@ -180,7 +180,7 @@ def _own_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _laid_out(module: nn.Module) -> Iterator[None]:
-    """Have parameters that are absent here, one number for all entries, lie in memory as any do: some kernels insist on that."""
+    """Give absent parameters, one number for all entries, real memory inside the context: some kernels require it."""
     own = itertools.chain.from_iterable(
         vars(child).values() for child in module.modules()
     )  # `Holding` keeps them there
@@ -206,7 +206,7 @@ def _run_watched(
     module: nn.Module,
     make: Callable[[Meta], Tensor],
 ) -> Known:
-    """Run a call on what `make` gives for other stages' tensors, and leave everything as it was."""
+    """Run a call with `make` applied to other stages' tensors, and restore everything it changed."""
     made: dict[int, Tensor] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -243,7 +243,9 @@ _SMALL = 4096
 
 
 def describe_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Tensor]]:
-    """Return `describe` of each argument, and the integer tensors among them that every stage has: lengths, offsets."""
+    """Return `describe` of each argument, and the integer tensors among them that every stage has, such as lengths and
+    offsets.
+    """
     parts: list[Any] = []
     integers: list[Tensor] = []
     for item in args:
@@ -271,11 +273,11 @@ def _is_exact(dtype: torch.dtype) -> bool:
 
 
 def numbers_of(found: Sequence[Tensor], most: int) -> tuple[Any, ...] | None:
-    """Return the numbers in tensors of integers; None where they are too many.
+    """Return the values of integer tensors; None where they are too many.
 
     Args:
         found: The tensors.
-        most: Tensors of more elements are left out where this is 1: what is no single number decides no size by itself.
+        most: Largest number of elements a tensor may have; at 1, larger ones are left out: only a single number decides a size.
     """
     if most == 1:
         return tuple([_numbers_in(tensor) for tensor in found if tensor.numel() == 1])

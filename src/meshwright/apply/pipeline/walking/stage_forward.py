@@ -1,13 +1,13 @@
-"""One stage's forward of one micro-batch: the user's own forward, in which the other stages' part stands still.
+"""Walk of one stage: the user's whole forward of one micro-batch, in which other stages' layers are skipped.
 
-Every stage runs the whole forward on the same inputs. A *unit* is a module whose calls are dealt out to stages; what the user's
-code does between units is *glue*. A call of a unit that belongs to another stage is not run, and gives stand-ins. Glue runs
-on the latest stage that computes one of its tensors; what comes of the inputs alone (masks, positions) every stage computes
-for itself. Where something of this stage needs a tensor of another, it is received; where something of another stage needs
-a tensor of this one, it is sent. As all stages see the same calls in the same order, sender and receiver agree without a word.
+Every stage runs the whole forward on the same inputs. A *unit* is a module whose calls are assigned to stages; the user's code
+between units is *glue*. A call of another stage's unit is skipped and returns stand-ins. Glue runs on the latest stage that
+computes one of its tensors; tensors that depend on the inputs alone (masks, positions) are computed by every stage. A tensor
+of another stage is received where this stage uses it, and a tensor of this stage is sent where another one uses it. All stages
+see the same calls in the same order, so sender and receiver agree without a message.
 
-So masks, keyword arguments, skip connections over several stages, tensors in dataclasses, other shapes in each micro-batch
-and branches that the inputs decide need nothing of their own.
+Therefore these need no code of their own: masks, keyword arguments, skip connections over several stages, tensors in dataclasses,
+shapes that change between micro-batches, and branches that the inputs decide.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ __all__: list[str] = []
 
 
 class StageForward(Bookkeeping):
-    """A stage's forward of one micro-batch, under way. The forward runs inside.
+    """A walk: one stage's forward of one micro-batch, which runs inside this context.
 
     Args:
         stage: The stage.
-        stage_map: Which stage runs what.
-        shapes: What calls give, of which only the shapes are wanted.
-        mail: How to reach the other stages.
-        draws: What layers draw from, apart from the code between them.
+        stage_map: The stage of each call.
+        shapes: Output shapes of other stages' calls.
+        mail: Transfers to and from the other stages.
+        draws: Random numbers: layers draw from a stream of their own.
         module: The model.
-        way: Where the forward's way is noted.
+        way: Record of the forward's path.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class StageForward(Bookkeeping):
     ) -> None:
         super().__init__(stage, mail, module)
         self.outputs: Any = None
-        """What the model has returned, once it has; after that the loss is computed."""
+        """The model's outputs, once it has returned; the loss is computed after that."""
         self._stage_map = stage_map
         self._shapes = shapes
         self._draws = draws
         self._way = way
         self._calls: dict[str, int] = {}
         self.is_paused = False
-        self._checkpoints = 0  # of the user's own, around what runs now
+        self._checkpoints = 0  # depth of the user's own torch.utils.checkpoint around the running code
         self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
 
     def __enter__(self) -> StageForward:
@@ -86,12 +86,12 @@ class StageForward(Bookkeeping):
         self._plain_checkpoints.__exit__()
 
     def _note_checkpoint(self, enters: bool) -> None:
-        # What it would run again are calls of several stages; each unit of this stage inside is checkpointed by itself.
+        # The user's checkpoint would repeat calls of several stages; each unit of this stage is checkpointed by itself.
         self._checkpoints += 1 if enters else -1
 
     @contextlib.contextmanager
     def in_hook(self) -> Iterator[None]:
-        """Run a user's hook inside: on one rank alone, maybe."""
+        """Run a user's hook inside the context; it may run on one rank only."""
         self._way.in_hook += 1
         try:
             yield
@@ -99,11 +99,11 @@ class StageForward(Bookkeeping):
             self._way.in_hook -= 1
 
     def paused(self) -> _Paused:
-        """Run what is inside as if nobody watched."""
+        """Run the code inside the context unwatched."""
         return _Paused(self)
 
     def pause(self) -> bool:
-        """Stop to watch; tell whether this mode was the one on top."""
+        """Stop watching; tell whether this function mode was the one on top."""
         self.is_paused = True
         if current_function_mode() is not self:
             return False  # the user's own mode is, and must stay
@@ -121,7 +121,7 @@ class StageForward(Bookkeeping):
     def call_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run one call of a unit, or stand in for it."""
+        """Run one call of a unit on its stage, or return stand-ins for it on the others."""
         with without_function_modes():  # what is done here with tensors is not the user's code
             taken = self._stage_map.takes.get(name)
             given = None if taken else plain_tensors(args, kwargs)
@@ -164,7 +164,7 @@ class StageForward(Bookkeeping):
     def _look_into(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
-        """Return what a call can write into, and the tensors that it is given there and elsewhere."""
+        """Return the places that a call can write into, and the tensors among its arguments and in those places."""
         places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
         taken = self._stage_map.takes.get(name)
         if taken:
@@ -187,13 +187,13 @@ class StageForward(Bookkeeping):
         versions: list[int],
         call: tuple[tuple[Any, ...], dict[str, Any]] | None,
     ) -> Any:
-        """Return the results of a call on this stage, with what is known of them; so with what the call wrote beside them.
+        """Mark the results of a call on this stage, and the tensors that it wrote elsewhere, as this stage's; return the results.
 
         Args:
             name: The unit.
-            outputs: What it returned.
-            given: The tensors that it was given.
-            versions: What their versions were before.
+            outputs: Its results.
+            given: Its tensor arguments.
+            versions: Their versions before the call.
             call: Its arguments, where there is more than tensors in them.
         """
         now = _versions_of(given)
@@ -215,7 +215,7 @@ class StageForward(Bookkeeping):
         return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
 
     def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Give stand-ins for the results of a call that another stage runs, and write what it writes."""
+        """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
         if known.is_plain:
             return self._stand_in(known, stage)
         with without_function_modes():
@@ -234,20 +234,20 @@ class StageForward(Bookkeeping):
         return known.repeat(make, given, call, self._module.get_submodule)
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
-        """Mark a result of a layer; one that was there before, an input or a buffer, gets a name of its own."""
+        """Mark a layer's result; an existing tensor (an input, a buffer) is marked through a view of it."""
         if tensor.grad_fn is None or id(tensor) in given or value_of(tensor) is not None:
             is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
             tensor = tensor.view_as(tensor) if is_plain else tensor
         return self._mark_own(tensor)
 
     def _place_of_call(self, name: str, module: nn.Module, values: list[StageValue]) -> int:
-        """Return the stage of the next call of a unit, which takes these."""
+        """Return the stage of a unit's next call, which takes these values."""
         before = self._calls.get(name, 0)
         self._calls[name] = before + 1
         return self._stage_map.place_of_call(name, before, module, [value.home for value in values])
 
     def end_model(self, outputs: Any) -> None:
-        """Take note of what the model has returned; now comes the loss."""
+        """Record the model's outputs; the loss comes next."""
         self.outputs = outputs
         if self._draws.python:
             self._way.draw(*python_place())

@@ -1,8 +1,7 @@
-"""Tensors of a forward that is spread over stages: where each is computed, and what stands for it elsewhere.
+"""Stand-ins for tensors of other stages, and the record of the stage that computes each tensor.
 
-On the stage that computes it a value is a plain tensor. Every other stage has a `StandIn` for it: shape, dtype, device and
-whether it needs a gradient are right, and there is nothing in it. Which stage computes it is the same everywhere, since every
-stage runs the same forward.
+On the stage that computes it, a value is a plain tensor. Every other stage has a `StandIn`: its shape, dtype, device and
+`requires_grad` are right, and it has no values. All stages record the same home for a tensor, since they run the same forward.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _ATTRIBUTE = "_meshwright_value"
 
 
 class StageValue:
-    """What is known of one tensor of a forward.
+    """Record of one tensor of a forward.
 
     Args:
         owner: The forward that it belongs to.
-        home: The stage that computes it; None where it is made of parameters and inputs alone, on the stages that hold those.
-        real: The tensor, where it is here.
-        stand_in: What the user's code holds in its place, where it is not; it may have been received since.
+        home: The stage that computes it; None where it depends on parameters and inputs alone, on the stages that hold those.
+        real: The tensor, if this stage has it.
+        stand_in: The stand-in that the user's code holds, if this stage does not compute it; it may have been received since.
     """
 
     __slots__ = ("heir", "home", "is_stale", "owner", "real", "sent_to", "stand_in")
@@ -57,7 +56,7 @@ class StageValue:
 
     @property
     def any(self) -> Tensor:
-        """A tensor of its shape and dtype."""
+        """The tensor or its stand-in: right in shape and dtype."""
         found = self.real if self.real is not None else self.stand_in
         if found is None:
             raise AttributeError("a value without a tensor")
@@ -65,30 +64,30 @@ class StageValue:
 
 
 def value_of(tensor: Tensor) -> StageValue | None:
-    """Return what is known of a tensor; None for one that every stage has."""
+    """Return the record of a tensor; None for one that every stage has."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def mark(tensor: Tensor, value: StageValue) -> Tensor:
-    """Note what is known of a tensor."""
+    """Attach a record to a tensor."""
     setattr(tensor, _ATTRIBUTE, value)
     return tensor
 
 
 def unmark(tensor: Tensor) -> None:
-    """Forget what is known of a tensor."""
+    """Remove the record of a tensor."""
     delattr(tensor, _ATTRIBUTE)
 
 
 def values_in(*trees: Any) -> list[StageValue]:
-    """Return what is known of the tensors inside of lists, tuples, mappings, slices and dataclasses."""
+    """Return the records of the tensors in lists, tuples, mappings, slices and dataclasses."""
     found: list[StageValue] = []
     _find_values(trees, found)
     return found
 
 
 def _find_values(items: Iterable[Any], found: list[StageValue]) -> None:
-    # Called for everything that the code between layers hands over: the common kinds come first, and at once.
+    # Called for every argument of the code between layers: the common types come first.
     for item in items:
         if isinstance(item, Tensor):
             value = getattr(item, _ATTRIBUTE, None)
@@ -125,7 +124,7 @@ def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meta:
-    """What a tensor without values is made from."""
+    """Description of a tensor: all but its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -145,9 +144,9 @@ class Meta:
 
 
 class StandIn(WrapperTensor):
-    """A tensor with a description and no values: what the user's code holds of a tensor that another stage computes.
+    """A tensor without values, which the user's code holds in place of another stage's tensor.
 
-    A forward that is under way is told of every torch function that takes one, so none of torch's operators ever gets one.
+    The walk under way intercepts every torch function that takes one, so torch's operators never receive one.
     """
 
     meta: Meta
@@ -169,13 +168,13 @@ class StandIn(WrapperTensor):
 
 
 class StrayValueError(ApplyError):
-    """Code that torch functions are not told of was given a tensor that another stage computes."""
+    """Code outside torch's function dispatch was given a tensor that another stage computes."""
 
     def __init__(self, place: str) -> None:
         super().__init__(
-            f"{place} was given a tensor that another stage computes, and its way cannot be followed: it passed through "
-            "code that torch functions are not told of, or was kept from an earlier batch",
-            fix="keep such code inside of a layer, or use pp=1",
+            f"{place} was given a tensor that another pipeline stage computes, so its values are not on this rank: code that "
+            "torch functions do not see has used it (a C++ extension, for example), or it was kept from an earlier batch",
+            fix="move such code into a layer, or use pp=1",
         )
 
 
@@ -183,9 +182,9 @@ FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def make_fake(meta: Meta) -> Tensor:
-    """Return a tensor of this description on which torch's functions can be run, to see what description their results have.
+    """Return a fake tensor of this description; torch functions run on it give the descriptions of their results.
 
-    It is no leaf where it requires a gradient: code may write over it.
+    It is not a leaf where it requires a gradient, since code may write into it.
     """
     with FAKE_MODE:
         tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
@@ -196,7 +195,7 @@ def make_fake(meta: Meta) -> Tensor:
 
 
 def describe_tensor(tensor: Tensor, value: StageValue | None) -> tuple[Any, ...]:
-    """Return `describe` of a tensor of which this is known."""
+    """Return `describe` of a tensor with this record."""
     if value is not None:
         tensor = value.any
     if isinstance(tensor, StandIn):
@@ -206,7 +205,7 @@ def describe_tensor(tensor: Tensor, value: StageValue | None) -> tuple[Any, ...]
 
 
 def describe(tree: Any) -> Any:
-    """Return something hashable that is equal for two trees of arguments from which a function makes results of equal shapes."""
+    """Return a hashable key, equal for two argument trees from which a function makes results of equal shapes."""
     if isinstance(tree, Tensor):
         return describe_tensor(tree, value_of(tree))
     kind = type(tree)
@@ -227,7 +226,7 @@ _NUMBERS = (numbers.Number, np.generic, enum.Enum, str, range, frozenset)
 
 
 def _describe_object(item: Any) -> Any:
-    """Return what tells apart two objects of one class: their value, or the plain attributes that they have."""
+    """Return what distinguishes two objects of one class: their value, or their plain attributes."""
     if isinstance(item, _NUMBERS):
         return item
     if isinstance(item, (np.ndarray, set)):

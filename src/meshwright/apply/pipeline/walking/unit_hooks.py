@@ -1,4 +1,4 @@
-"""Calls of units, and of the model, come by the forward that is under way."""
+"""Interception of unit calls, and of the model's, by the walk under way on this rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Forward = Callable[..., Any]
 
 
 class UnderWay:
-    """The forward that is under way on this rank, if any."""
+    """The walk under way on this rank, if any."""
 
     __slots__ = ("walk",)
 
@@ -33,7 +33,7 @@ class UnderWay:
 
     @property
     def watched(self) -> StageForward | None:
-        """The forward that is under way, while code between layers runs."""
+        """The walk under way, while code between layers runs."""
         walk = self.walk
         return None if walk is None or walk.is_paused else walk
 
@@ -47,7 +47,7 @@ def refuse_compiled(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if type(child).__name__ == "OptimizedModule" or getattr(child, "_compiled_call_impl", None) is not None:
             raise ApplyError(
-                f"'{name or 'the model'}' is compiled, and a pipeline follows the calls of the layers inside",
+                f"'{name or 'the model'}' is compiled, and a pipeline has to follow the calls of the layers inside",
                 fix="apply the plan to the model before torch.compile, or use pp=1",
             )
 
@@ -58,20 +58,20 @@ def refuse_functional_call(error: Exception) -> Exception:
     if not says_not_assigned(error):
         return error
     return ApplyError(
-        "a layer of another stage was to run with other parameters than its own (functional_call, or an assignment to one): "
-        "stages of a pipeline hold their own layers' parameters alone",
-        fix="use pp=1 (dp, zero and tp take it)",
+        "a layer of another stage was called with other parameters than its own (functional_call, or an assignment to one): "
+        "a pipeline stage holds only its own layers' parameters",
+        fix="use pp=1 (dp, zero and tp allow it)",
     )
 
 
 class Interception:
-    """Modules whose forward is another while a stage walks.
+    """Modules whose forward is replaced while a stage walks.
 
     Args:
         module: The model.
-        units: Names of the modules whose calls are dealt out; of one with several names the first counts.
-        around: The modules that are no part of a unit.
-        under_way: Where the stages say which forward is under way.
+        units: Names of the modules whose calls are assigned to stages; of several names of a module the first counts.
+        around: The modules outside all units.
+        under_way: The walk under way.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Interception:
         self._set(changed=True)
 
     def _class_of(self, original: type[nn.Module], forward: Forward | None) -> type[nn.Module]:
-        """Return a subclass with another forward, whose hooks are guarded and whose parameters are there for who asks."""
+        """Return a subclass with another forward, guarded hooks and, for code that asks, the parameters of other stages."""
         under_way, plain_call = self._under_way, original.__call__
 
         def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class Interception:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Have the modules their own inside."""
+        """Give the modules their own classes inside the context."""
         self._set(changed=False)
         try:
             yield
@@ -188,7 +188,7 @@ class Interception:
             self._set(changed=True)
 
     def close(self) -> None:
-        """Give the modules their own classes and hooks back."""
+        """Restore the modules' own classes and hooks."""
         self._set(changed=False)
         release_hooks(child for child, _, _ in self._classes)
 
@@ -196,7 +196,7 @@ class Interception:
 def _all_parameters(
     module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a module's parameters, those that other stages hold among them: their dtype and device can be asked for."""
+    """Yield a module's parameters, those of other stages too: code may ask for their dtype and device."""
     seen: set[int] = set()
     for name, child in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         absent = [(key, item) for key, item in vars(child).items() if isinstance(item, nn.Parameter)]

@@ -1,4 +1,4 @@
-"""Users' hooks on layers: each runs where the tensors are that it reads, and what it reads decides nothing elsewhere."""
+"""Users' hooks on layers: each runs on the stage that has the tensors it reads, and must not steer the forward."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__: list[str] = []
 
 
 class Watcher(Protocol):
-    """What follows a forward."""
+    """A forward that is traced or walked."""
 
     def in_hook(self) -> contextlib.AbstractContextManager[None]:
-        """Run a hook inside: what it does is no part of the forward's way."""
+        """Run a hook inside the context: it is not part of the forward's path."""
         ...
 
 
 class GuardedHook:
-    """A hook that is given up where it reads a number that another stage has: it runs to its end on that stage.
+    """A user's hook, abandoned where it reads a value of another stage; that stage runs it to its end.
 
     Args:
         hook: The user's.
-        watcher: Gives what follows the forward that is under way, if any.
+        watcher: Returns the forward under way, if any.
     """
 
     def __init__(self, hook: Callable[..., Any], watcher: Callable[[], Watcher | None]) -> None:
@@ -50,7 +50,7 @@ class GuardedHook:
 
 
 def guard_hooks(module: nn.Module, watcher: Callable[[], Watcher | None]) -> None:
-    """Guard the hooks that a module has by now."""
+    """Guard the hooks that a module has now."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in hooks.items():
             if type(hook) is not GuardedHook:
@@ -58,7 +58,7 @@ def guard_hooks(module: nn.Module, watcher: Callable[[], Watcher | None]) -> Non
 
 
 def with_backward_hooks(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a module's forward with its backward hooks around it, as `nn.Module.__call__` has them."""
+    """Return a module's forward with its backward hooks around it, as `nn.Module.__call__` runs them."""
 
     def hooked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hooks, _ = module._get_backward_hooks()
@@ -69,7 +69,7 @@ def with_backward_hooks(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_backward_hooks(module: nn.Module, *, is_unit: bool) -> None:
-    """Refuse backward hooks that cannot run on one stage, where a gradient is to come by.
+    """Refuse backward hooks that cannot run on one stage, where gradients are enabled.
 
     Raises:
         ApplyError: The module calls layers of several stages, or its hooks cannot be run around its own code alone.
@@ -81,18 +81,18 @@ def refuse_backward_hooks(module: nn.Module, *, is_unit: bool) -> None:
     elif module._forward_hooks:
         why = "it has a forward hook, too, whose result the backward hook would see first"
     elif module._backward_hooks and not module._is_full_backward_hook:
-        why = "it is not a full one (register_backward_hook), and sees one operation of the layer's"
+        why = "it is not a full one (register_backward_hook), so it sees only one operation of the layer"
     else:
         return
     raise ApplyError(
         f"a {type(module).__name__} of the pipeline has a backward hook, and {why}",
         fix="use register_full_backward_hook on the layers inside, on those without a forward hook; or hook tensors in a "
-        "layer's forward; or use pp=1 (dp and zero take it)",
+        "layer's forward; or use pp=1 (dp and zero allow it)",
     )
 
 
 def release_hooks(modules: Iterable[nn.Module]) -> None:
-    """Give modules their own hooks back."""
+    """Restore the modules' own hooks."""
     for module in modules:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in hooks.items():

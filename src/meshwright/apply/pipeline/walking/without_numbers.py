@@ -1,4 +1,4 @@
-"""Code that is given tensors of other stages: it runs on tensors without values, or on zeros where it needs numbers."""
+"""Code that takes tensors of other stages, run on fake tensors, or on zeros where it needs values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__: list[str] = []
 
 
 class ReadsValueError(ApplyError):
-    """Code between the layers looks at a number that another stage computes."""
+    """Code between the layers reads a value that another stage computes."""
 
 
 class NeedsNumbersError(Exception):
-    """A call cannot be run without numbers."""
+    """A call cannot run on fake tensors."""
 
 
 def find_of_function(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None
 ) -> tuple[Any, bool]:
-    """Return the results of a torch function, and whether they follow the numbers that it is given."""
+    """Return the results of a torch function, and whether it needed values."""
     if func is torch.autograd.grad:
         return _like_inputs(*args, **kwargs), False
     try:
@@ -38,22 +38,22 @@ def find_of_function(
     except NeedsNumbersError as error:
         results = run_plain(func, *_with_stand_ins((args, kwargs), zeros_like_meta))
         sizes = [tensor.shape for tensor in tensors_in(results)]
-        # Sizes that follow numbers of another stage are other ones where the numbers are: `torch.where(chosen == 3)`.
+        # Sizes that depend on another stage's values would be wrong here: `torch.where(chosen == 3)`.
         if sizes and all(_sizes_with(make, func, args, kwargs) in (None, sizes) for make in (_ones, _ramp)):
             return results, True
-        whose = "a parameter, or on what is made of one, that other stages hold"
+        whose = "a parameter that other stages hold, or on a tensor made from one"
         whose = whose if home is None else f"a tensor that stage {home} computes"
         raise ReadsValueError(
-            f"the code between the layers calls {getattr(func, '__name__', func)}() on {whose}, and every stage would need its "
-            f"numbers ({str(error).splitlines()[0]})",
-            fix="decide by the inputs, or inside a layer; or use pp=1",
+            f"code between the layers calls {getattr(func, '__name__', func)}() on {whose}, and every stage would need its "
+            f"values ({str(error).splitlines()[0]})",
+            fix="let the inputs alone decide, or move the code into a layer; or use pp=1",
         ) from error
 
 
 def _sizes_with(
     make: Callable[[Meta], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Size] | None:
-    """Return the sizes of results where other stages' tensors hold what `make` gives, or None where that cannot be."""
+    """Return the sizes of the results where `make` fills other stages' tensors, or None where the function raises."""
     try:
         return [tensor.shape for tensor in tensors_in(run_plain(func, *_with_stand_ins((args, kwargs), make)))]
     except (RuntimeError, IndexError, ValueError):
@@ -61,7 +61,7 @@ def _sizes_with(
 
 
 def _with_stand_ins(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
-    """Replace the tensors that some stage computes."""
+    """Replace the tensors that have a record."""
 
     def stand_in(tensor: Tensor) -> Tensor:
         value = value_of(tensor)
@@ -75,7 +75,7 @@ _FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging a call that fails on fake tensors: it is run on zeros then."""
+    """Silence torch's log of a call that fails on fake tensors: the call then runs on zeros."""
     was_disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
     try:
         yield
@@ -102,7 +102,7 @@ def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _like_inputs(_outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> tuple[Tensor, ...]:
-    """Return what torch.autograd.grad does: a gradient for each input."""
+    """Return the shapes of torch.autograd.grad's results: a gradient for each input."""
     found = []
     for tensor in tensors_in(inputs):
         meta = Meta.of(tensor if (value := value_of(tensor)) is None else value.any)

@@ -1,4 +1,4 @@
-"""What a layer leaves beside its results, on the stage that runs it: tensors in containers, objects and attributes."""
+"""Tensors that a layer leaves beside its results, on the stage that runs it: in containers, objects and attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Slot = tuple[str, str]
 
 
 def written_tensors(places: Sequence[tuple[Path, Any]], model: nn.Module, leaves: Sequence[Slot]) -> Iterator[Tensor]:
-    """Yield the tensors in what a call was given to write into, and in the attributes that it is known to write."""
+    """Yield the tensors in the places that a call could write into, and in the attributes that it is known to write."""
     if places:
         yield from tensors_of_call((), {}, places)
     for module, attribute in leaves:
@@ -31,7 +31,7 @@ def written_tensors(places: Sequence[tuple[Path, Any]], model: nn.Module, leaves
 
 
 def places_of_slots(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[Path, Any]]:
-    """Return what is in these attributes as places that can be written: a dict of the attribute alone, and what is below."""
+    """Return these attributes as places that can be written: a dict of the attribute alone, and the containers below it."""
     found: list[tuple[Path, Any]] = []
     for module, attribute in slots:
         attributes = vars(model.get_submodule(module))
@@ -44,7 +44,7 @@ def places_of_slots(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[Path,
 
 
 class _WrittenAttribute(dict[str, Any]):
-    """One attribute of a module, written through."""
+    """One attribute of a module, as a dict that writes through."""
 
     def __init__(self, attributes: dict[str, Any], name: str) -> None:
         super().__init__({name: attributes[name]})
@@ -56,7 +56,7 @@ class _WrittenAttribute(dict[str, Any]):
 
 
 def refuse_unseen(unit: str, effects: Sequence[Effect], leaves: Sequence[Slot]) -> None:
-    """Refuse a call that leaves tensors in attributes in which the first batch's calls left none.
+    """Refuse a call that leaves tensors in attributes where the first batch's calls left none.
 
     Raises:
         ApplyError: It does.
@@ -69,18 +69,18 @@ def refuse_unseen(unit: str, effects: Sequence[Effect], leaves: Sequence[Slot]) 
         if (first[1], attribute) not in leaves:
             raise ApplyError(
                 f"layer '{unit}' leaves a tensor in the attribute '{attribute}' of '{first[1] or 'the model itself'}', which it "
-                "did not with the first batch; other stages would not find it",
+                "did not do with the first batch; other stages would not have it",
                 fix="pass an example_batch= to apply_plan with which it does so, return the tensor, or use pp=1",
             )
 
 
 def map_results(outputs: Any, function: Callable[[Tensor], Tensor], held: Collection[int] = ()) -> Any:
-    """Return a layer's results with a function applied to each tensor; those in attributes of objects are replaced there.
+    """Return a layer's results with a function applied to each tensor; those in objects' attributes are replaced in place.
 
     Args:
         outputs: The results.
-        function: What to do with each tensor, once.
-        held: Ids of lists, dicts and objects' attributes that the layer was given: they stay as they are.
+        function: Applied to each tensor, once.
+        held: Ids of lists, dicts and attribute dicts among the layer's arguments: they stay as they are.
     """
     if isinstance(outputs, Tensor):
         return function(outputs)

@@ -1,13 +1,15 @@
-"""Guards of a proof: when one fails, the part is proven again by all ranks, or runs whole.
+"""Guards of proofs: the conditions under which a part was proven, checked at each of its calls.
 
-part_guard   the guard of one part: calls that are proven, and the proof of a new one
+Where a guard fails, all ranks prove the part again, or run it whole.
+
+part_guard   the guard of one part: its proven calls, and the proof of a new one
 signatures   structure of modules and signature of calls, as values
 described    attributes and arguments, as values that compare equal where code does the same
 ambient      gradient mode, autocast, default dtype
-asked        numbers that code reads from its tensors
-asked_sizes  sizes whose value code takes
+asked        values that code reads from its tensors
+asked_sizes  sizes that code reads as numbers
 
-To guard something more: `signatures.py` for modules and calls, `ambient.py` for what surrounds them.
+To guard something more, touch `signatures.py` for modules and calls, `ambient.py` for modes around them.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What surrounds a call and can decide its code: gradient and inference modes, autocast, the default dtype; of this thread."""
+"""Modes around a call that can decide its code: gradients, inference, autocast and the default dtype of this thread."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Ambient = tuple[Any, ...]
 
 
 def current_ambient() -> Ambient:
-    """Return what surrounds this call."""
+    """Return the modes around this call."""
     autocast = tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _KINDS)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
 
 
 def with_gradients(ambient: Ambient, wanted: bool) -> Ambient:
-    """Return the same where gradients are on or off, and inference mode is not."""
+    """Return the same modes with gradients on or off, and without inference mode."""
     return wanted, False, *ambient[2:]
 
 
 @contextlib.contextmanager
 def surrounded_by(ambient: Ambient, *, gradients: bool | None = None) -> Iterator[None]:
-    """Run as if this surrounded the calls inside; another thread starts with none of it.
+    """Run the calls inside the context under these modes; another thread starts without any.
 
     Args:
-        ambient: What there is to be.
-        gradients: Whether they are on, whatever the ambient says; None is as it says.
+        ambient: The modes.
+        gradients: Whether gradients are on, in place of the ambient's setting; None keeps that.
     """
     wants_gradients, is_inference, _, autocast = ambient
     with contextlib.ExitStack() as stack:
@@ -48,7 +48,7 @@ def surrounded_by(ambient: Ambient, *, gradients: bool | None = None) -> Iterato
 
 @contextlib.contextmanager
 def _autocast(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
-    # Not torch.autocast: it warns, and does nothing, where there is no such device, and proofs run on the CPU.
+    # Not torch.autocast, which only warns where the device is missing, and proofs run on the CPU.
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, dtype is not None)
     torch.set_autocast_dtype(kind, dtype or before[1])

@@ -1,13 +1,13 @@
-"""What code asks of its tensors beside computing with them: then a proof says nothing about other sizes, or other numbers.
+"""Sizes and values that a part's code reads from its tensors, beyond computing with them. They limit what its proof covers.
 
-Sizes of arguments are followed into every number that follows from them, and it is noticed where code takes such a number for
-anything but the size of a tensor (`asked_sizes.py`). Runs with one size changed show which sizes inside follow from it: those
-that change; heads, their width or a vocabulary do not. A size that cannot be changed alone, and one that changes which functions
-are called, counts as asked for.
+*Sizes.* Sizes of arguments are followed into every number that derives from them. `asked_sizes.py` notices where code uses such a
+number for anything but the size of a tensor. Runs with one size changed show which inner sizes derive from it: those that change;
+heads, their width or a vocabulary do not. A size counts as read if it cannot be changed alone, or if changing it changes the
+called functions.
 
-Numbers are followed that code reads (`item()`, `bool()`, `int()`) of arguments that need no gradient and of buffers, and of what
-is computed of those alone: a flag, a counter, a mask's `all()`. What is made of sizes alone (`arange(x.shape[1])`) counts for
-the sizes.
+*Values.* Reads by code (`item()`, `bool()`, `int()`) are followed for arguments without gradient, for buffers, and for tensors
+computed from those alone: a flag, a counter, a mask's `all()`. Tensors made from sizes alone (`arange(x.shape[1])`) count as
+sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Run = Callable[[nn.Module, Any, TorchFunctionMode], list[Tensor]]
 
 
 class _Watched(TorchFunctionMode):
-    """Writes down, while code runs inside, each function and the sizes and counts that it gives."""
+    """Records each function called inside the context, and the sizes and counts that it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ def _sizes_given(func: Callable[..., Any], result: Any) -> tuple[int, ...]:
 
 
 class Asked(_Watched):
-    """Notices, while code runs inside, what it asks for.
+    """Records the sizes and values that code reads inside the context.
 
     Args:
         module: The module that runs.
-        arguments: What it is called with.
-        origins: For each function that is called, and each size that it gives, the sizes of arguments that it follows from; None
-            where that is not known, and equal sizes are taken for the same.
+        arguments: Its arguments.
+        origins: For each called function, and each size that it returns, the argument sizes from which that derives; None where
+            that is not known, and equal sizes are taken for the same.
         expected: The functions that are called.
     """
 
@@ -117,7 +117,7 @@ class Asked(_Watched):
         """By id: the sizes that a tensor's numbers follow from, and whose numbers, as in `values`."""
 
     def ask_for_all(self) -> None:
-        """Take note that nothing is known: every size and number counts."""
+        """Count every size and value as read, since nothing is known."""
         self.sizes |= self._given
         self.values = 2
 
@@ -139,7 +139,7 @@ class Asked(_Watched):
         return result
 
     def _origins_of_last(self) -> list[frozenset[int]]:
-        """Return what each size follows from that the last function gave."""
+        """Return the origins of each size that the last function returned."""
         place = len(self.events) - 1
         func, sizes = self.events[place]
         if self._origins is None:
@@ -158,7 +158,7 @@ class Asked(_Watched):
         return type(result)([mark(*pair) for pair in zip(result, origins, strict=True)])
 
     def _follow(self, func: Callable[..., Any], given: Any, result: Any) -> None:
-        """Follow what is computed of followed tensors, or of sizes, alone."""
+        """Follow tensors computed from followed tensors, or from sizes, alone."""
         name = name_of(func)
         tensors = list(tensors_in(given))
         if name.removesuffix("_like") in _DRAWN:
@@ -172,16 +172,16 @@ class Asked(_Watched):
                 return
         origins = origins_in(given).union(*(sizes for sizes, _ in told))
         for tensor in tensors_in(result):
-            self._alive.append(tensor)  # an id is only worth something while its tensor lives
+            self._alive.append(tensor)  # an id identifies a tensor only while the tensor lives
             self._followed[id(tensor)] = origins, max([0, *(values for _, values in told)])
 
 
 def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> Asked:
-    """Return what the code of a call asks for.
+    """Return the sizes and values that the code of a call reads.
 
     Args:
-        run: Runs a module with its (args, kwargs) inside of a mode, and returns its tensors.
-        fresh: Gives a copy of the module, and of what it is called with.
+        run: Runs a module with its (args, kwargs) inside a mode, and returns its tensors.
+        fresh: Returns a copy of the module, and of its arguments.
     """
     module, inputs = fresh()
     expected, sizes, origins = _follow_sizes(run, fresh)
@@ -197,12 +197,12 @@ def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> Asked:
 def _follow_sizes(
     run: Run, fresh: Callable[[], tuple[nn.Module, Any]]
 ) -> tuple[list[Event], set[int], list[list[frozenset[int]]] | None]:
-    """Return the functions that are called, the sizes that count anyhow, and what each size inside follows from."""
+    """Return the called functions, the sizes that count in any case, and the origins of each inner size."""
     expected = _events(run, *fresh()) or []
     module, inputs = fresh()
     drawn = _events(run, module, map_call(inputs, _other_numbers))
     if drawn is None or [func for func, _ in drawn] != [func for func, _ in expected]:
-        return expected, set(), None  # which functions are called depends on numbers
+        return expected, set(), None  # the called functions depend on values
     found: list[list[frozenset[int]]] = [[frozenset() for _ in sizes] for _, sizes in expected]
     counts: set[int] = set()
     own = sorted(size for size in sizes_of(inputs) if size > 1)
@@ -219,7 +219,7 @@ def _follow_sizes(
 
 
 def _with_another(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int) -> list[Event] | None:
-    """Return what is called where a size of the arguments is another: twice as large, or else less by one."""
+    """Return the functions called with one argument size changed: twice as large, or else smaller by one."""
     for other in (2 * size, size - 1):
         module, inputs = fresh()
         events = _events(run, module, map_call(inputs, lambda tensor, other=other: _resized(tensor, size, other)))
@@ -246,7 +246,7 @@ def _resized(tensor: Tensor, size: int, other: int) -> Tensor:
 
 
 def _other_numbers(tensor: Tensor) -> Tensor:
-    """Return another activation; masks and ids stay as they are."""
+    """Return another activation; masks and ids stay."""
     if not tensor.requires_grad:
         return tensor
     generator = torch.Generator().manual_seed(tensor.numel())

@@ -1,9 +1,10 @@
-"""Integers that are sizes of tensors, and tell where code takes their value for anything but the size of another tensor.
+"""Integers that stand for sizes of tensors, and report where code uses their value for anything but another tensor's size.
 
-A torch function may take such a size, and arithmetic with whole numbers gives another one. Everything else needs its value: a
-comparison, `float()`, `range()`, the index of a list, the key of a dict, a division, a format, any function that is written in C.
-A subclass of int cannot tell: C code reads the value of one without a call. So this is a subclass of torch.SymInt, which torch's
-functions take, and which says to Python's `isinstance` that it is an int.
+A torch function may take such a size, and integer arithmetic returns another one. Every other use needs the value: a comparison,
+`float()`, `range()`, a list index, a dict key, a division, a format, any function written in C.
+
+A subclass of int cannot report that, since C code reads its value without a call. So this is a subclass of torch.SymInt, which
+torch functions take, and which claims to be an int in Python's `isinstance`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SHAPE_LIBRARIES = (f"{os.sep}einops{os.sep}",)
 
 
 class _Node:
-    """What torch asks of a torch.SymInt's number, where no TorchFunctionMode has replaced it by an int."""
+    """The methods that torch calls on a torch.SymInt's node, where no TorchFunctionMode has replaced it by an int."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -52,10 +53,10 @@ class AskedSize(torch.SymInt):
     """A size of a tensor.
 
     Args:
-        value: It.
-        origins: The sizes of arguments that it follows from.
-        told: Called with them where code takes the value.
-        is_own: Whether it is one of them itself, and no number computed of it.
+        value: The size.
+        origins: The argument sizes from which it derives.
+        told: Called with them where code uses the value.
+        is_own: Whether it is an argument's size itself, not a number computed from one.
     """
 
     __class__: Any = property(lambda _: int)  # for isinstance(); type() tells the truth
@@ -99,7 +100,7 @@ class AskedSize(torch.SymInt):
         return result
 
     def _is_decided(self, other: Any, function: Callable[[Any, Any], bool]) -> bool:
-        """Tell whether all sizes compare so that have the same signature: from 2 on, and equal where these are equal."""
+        """Tell whether all sizes with the same signature compare like this: from 2 on, and equal where these are equal."""
         if not self._is_own or self._value < 2:
             return False
         is_equality = function in (operator.eq, operator.ne)
@@ -195,7 +196,7 @@ _give_operators()
 
 
 def _is_general(frame: FrameType | None) -> bool:
-    """Tell whether code takes a value that is made for every size: torch's own, and that of libraries for shapes."""
+    """Tell whether the code that uses a value works for every size: torch's own, and that of libraries for shapes."""
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
@@ -203,7 +204,7 @@ def _is_general(frame: FrameType | None) -> bool:
 
 
 def plain_sizes(tree: Any) -> Any:
-    """Return a torch function's arguments with ints for sizes."""
+    """Return a torch function's arguments with plain ints for sizes."""
     kind = type(tree)
     if kind is AskedSize:
         return tree._value
@@ -219,7 +220,7 @@ def plain_sizes(tree: Any) -> Any:
 
 
 def origins_in(tree: Any) -> frozenset[int]:
-    """Return the sizes of arguments that those in a torch function's arguments follow from."""
+    """Return the origins of the sizes among a torch function's arguments."""
     kind = type(tree)
     if kind is AskedSize:
         return tree._origins

@@ -1,7 +1,7 @@
-"""Values that stand for attributes and arguments: equal where the code that uses them would do the same, in every process.
+"""Descriptions of attributes and arguments: equal, in every process, where the code that uses them would do the same.
 
-Numbers and texts stand for themselves, functions for their name, code, defaults and what they close over, objects for their class
-and attributes, tensors for dtype and shape. What none of this fits is described by its pickle, else by its class alone: *opaque*.
+Numbers and texts describe themselves. A function is described by its name, code, defaults and closure, an object by its class and
+attributes, a tensor by dtype and shape. Any other value is described by its pickle, else by its class alone: *opaque*.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def digest(value: Any) -> str:
 
 
 def class_name(value: Any) -> str:
-    """Return the name of an object's class; classes of ours, made around a user's, have the user's name."""
+    """Return the name of an object's class; a class of ours around a user's has the user's name."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -51,7 +51,7 @@ def _names_of_slots(kind: type) -> tuple[str, ...]:
 
 
 def items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Yield (key, value) of what a container or object holds; None where it is not known to hold anything."""
+    """Yield (key, value) of the contents of a container or object; None where none are known."""
     if isinstance(value, Mapping):
         return iter(value.items())
     if isinstance(value, (list, tuple, collections.deque)):
@@ -81,7 +81,7 @@ class Describer:
         self._alive: list[Any] = []
 
     def describe(self, value: Any, depth: int = DEPTH) -> Any:
-        """Return what stands for a value."""
+        """Return the description of a value."""
         if isinstance(value, enum.Enum):
             return type(value).__qualname__, value.name
         if isinstance(value, PLAIN):
@@ -93,7 +93,7 @@ class Describer:
         if id(value) in self._seen:
             return "again", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
-        self._alive.append(value)  # an id is only worth something while its object lives
+        self._alive.append(value)  # an id identifies an object only while the object lives
         if depth == 0:
             return "deep", class_name(value)
         if isinstance(value, nn.Module):
@@ -127,7 +127,7 @@ class Describer:
 
 
 def contents_of(cell: types.CellType) -> Any:
-    """Return what a function closes over; None where that is not set."""
+    """Return the content of a closure's cell; None where it is not set."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -137,7 +137,7 @@ def contents_of(cell: types.CellType) -> Any:
 def _code(code: types.CodeType) -> str:
     found = hashlib.sha256(code.co_code)
     for constant in code.co_consts:
-        is_set = isinstance(constant, frozenset)  # whose order differs between processes
+        is_set = isinstance(constant, frozenset)  # sets: their order differs between processes
         text = repr(sorted(constant, key=repr) if is_set else constant)
         found.update((_code(constant) if isinstance(constant, types.CodeType) else text).encode())
     found.update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
@@ -149,7 +149,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def class_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what the user's classes of a module hold: numbers, functions, objects; the innermost of one name."""
+    """Return the attributes of a module's user classes: numbers, functions, objects; the innermost of one name."""
     found: dict[str, Any] = {}
     for kind in reversed(user_classes(module)):
         found |= {name: value for name, value in vars(kind).items() if not name.startswith("__")}

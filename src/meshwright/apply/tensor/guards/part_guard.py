@@ -1,4 +1,4 @@
-"""The guard of one part: the calls for which shards are proven to give what the whole gives, and the proof of a new one."""
+"""Guard of one part: the calls for which shards are proven to equal the whole, and the proof of a new call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ MAX_PROOFS = 64
 
 
 class Guard:
-    """What is known of the calls of one part.
+    """The proven calls of one part.
 
     Args:
         name: Its FQN.
-        module: It, cut.
+        module: The module, cut.
         template: A copy from before the cut, whose parameters have no values.
         layout: Its regions, and its layer as a chain of one, with names that start at the module.
         shards: Names, from the module on, of what each rank has a part of; parts inside of this one have cut some.
@@ -80,7 +80,7 @@ class Guard:
         self._read_structure()
 
     def refresh(self) -> None:
-        """Take note of attributes, modes and hooks that have changed since the last step."""
+        """Take over attributes, modes and hooks that have changed since the last step."""
         if not self._snapshot.is_current():
             self._snapshot = signatures.StructureSnapshot(self._module)
             self._read_structure()
@@ -92,7 +92,7 @@ class Guard:
         self._known = self._verdicts.setdefault(self._structure, {})
 
     def _take_over_numbers(self) -> None:
-        """Have the copy decide by the numbers that buffers have now; of one that is cut nobody here has them all."""
+        """Copy the buffers' present values into the template; of a cut buffer no rank has all of them."""
         for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
             if name not in self._shards:
                 twin.data = live.detach().clone()
@@ -100,7 +100,7 @@ class Guard:
             vars(twin).update({name: value.detach().clone() for name, value in _tensors_of(live).items()})
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether shards give what the whole gives for this call. Every rank of the group comes here, and hears the same."""
+        """Tell whether shards are proven to equal the whole for this call. All ranks call it and get the same answer."""
         ambient = current_ambient()
         if _is_watched():
             self._note("a TorchFunctionMode of the user's is in force, and would see slices")
@@ -116,11 +116,11 @@ class Guard:
         call = self._signature(args, kwargs, kind, ambient)
         if call is not None:
             self._known[call] = verdict
-            self._kinds = [kind, *(other for other in self._kinds if other != kind)]  # as most calls are
+            self._kinds = [kind, *(other for other in self._kinds if other != kind)]  # the case of most calls
         return verdict
 
     def _proven_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> signatures.Kind | None:
-        """Return as which kind of call the search has proven this one; None where a rank is not sure: then all prove it again."""
+        """Return the kind under which the search has proven this call; None where a rank is not sure, and all prove it again."""
         if not self._proven_kinds:
             return None
         calls = [self._signature(args, kwargs, kind, ambient) for kind in self._proven_kinds]
@@ -133,7 +133,7 @@ class Guard:
         return next((kind for kind, is_known in zip(self._proven_kinds, told.tolist(), strict=True) if is_known), None)
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: signatures.Kind, ambient: Ambient) -> Any:
-        """Return a call's signature, in which these sizes, and numbers or not, count, with its kind; None where it has none."""
+        """Return a call's signature and its kind, which says which sizes count and whether values do; None where it has none."""
         call = signatures.signature(args, kwargs, kind=kind, ambient=ambient)
         if call is None or not kind[1]:
             return None if call is None else (kind, call)
@@ -144,7 +144,7 @@ class Guard:
         return kind, (call, tuple(map(signatures.numbers_of, whole)))
 
     def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> tuple[bool, signatures.Kind]:
-        """Return whether the call is proven, and for which sizes, and whether for these numbers, alone."""
+        """Return whether the call is proven, for which sizes, and whether only for these values."""
         names = signatures.names_of_sizes(args, kwargs)
         reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
         sizes, values, is_same = set(names), 2, True
@@ -153,7 +153,7 @@ class Guard:
             self._take_over_numbers()
             given = map_tensors((args, kwargs), _for_proof)
             call = Call(args=given[0], kwargs=given[1], ambient=ambient)
-            # A thread of its own: no mode of this one sees what is tried, and autograd's hooks are not in force.
+            # In a thread of its own, where this thread's modes and autograd's hooks are not in force.
             with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
                 reason, sizes, values, is_same = pool.submit(self._why_not, call, set(names)).result()
         if not (reason or is_same or torch.is_grad_enabled()):
@@ -180,7 +180,7 @@ class Guard:
         return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
 
     def _why_not(self, call: Call, sizes: set[int]) -> tuple[str, set[int], int, bool]:
-        """Return why a call is not proven, or nothing; which sizes, and if numbers count; and if gradients change nothing."""
+        """Return why a call is not proven (or ""), which sizes count, whether values do, and whether gradients change nothing."""
         try:
             experiment = Experiment(self._template, call, self._group.size)
             for layout in self._layouts():
@@ -193,7 +193,7 @@ class Guard:
             return f"it cannot be run by itself: {type(error).__name__}: {error}", sizes, 2, True
 
     def _layouts(self) -> Sequence[TensorLayout]:
-        """Return the layout for each dim along which the stream may lie in slices."""
+        """Return the layout for each dim along which the stream may be sliced."""
         chains = self._layout.chains
         if not chains:
             return [self._layout]
@@ -210,7 +210,7 @@ class Guard:
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a module keeps in attributes, but for activations."""
+    """Return the tensors that a module keeps in attributes, except activations."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -219,20 +219,20 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_watched() -> bool:
-    """Tell whether code of the user's sees each function that is called; torch's modes and ours may."""
+    """Tell whether user code sees each function call; modes of torch and of this package may."""
     mode = current_function_mode()
     return mode is not None and not type(mode).__module__.startswith(("torch.", "meshwright."))
 
 
 def _for_proof(tensor: Tensor) -> Tensor:
-    """Return a plain tensor to be tried on; one that lies in slices is an activation, of which only the shape is asked for."""
+    """Return a plain tensor for the proof; one in slices is an activation, of which only the shape counts."""
     if not isinstance(tensor, Slices):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.is_floating_point())
 
 
 def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) -> None:
-    """Give a copy the attributes that the module has now, and hooks that were put on it."""
+    """Give a copy the attributes that the module has now, and the hooks registered since."""
     own = vars(twin)
     for name, value in vars(live).items():
         is_tensor = isinstance(value, Tensor)

@@ -1,15 +1,14 @@
-"""What a proof was made with, as values that can be compared: the structure of modules, and the signature of a call.
+"""Conditions of a proof as values that can be compared: the structure of modules and the signature of a call.
 
-A proof (`proof.py`) holds for the code that it ran. Which code a module runs is decided by its classes, its attributes
-(functions, numbers, flags, objects of configuration), the modes of the modules in it, and what it is called with: arguments that
-are no tensors, nesting, dtypes, and sizes. Where one of these is new, the proof says nothing, and is made again
-(`part_guard.py`).
+A proof (`proof.py`) holds for the code that it ran. That code is decided by the module's classes, its attributes (functions,
+numbers, flags, configuration objects), the modes of its modules, and its arguments: those that are not tensors, nesting, dtypes
+and sizes. Where one of these is new, the part is proven again (`part_guard.py`).
 
-Numbers inside of tensors count where a run of the code reads one of an argument or a buffer (`asked.py`). Not covered, and left
-to types and sentinels: numbers of activations, global variables, files and time.
+Values in tensors count where the code reads one of an argument or a buffer (`asked.py`). Values of activations, global variables,
+files and time are not covered here; types and sentinels watch those.
 
-The search asks for less: it tells apart the calls of one forward, and finds modules that are likely to be cut alike. That is a
-filter that costs nothing, and the proof decides.
+The search needs less: it distinguishes the calls of one forward, and finds modules that are likely to be cut alike. That is a
+cheap filter, and the proof decides.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "blo
 
 
 def describe_structure(module: nn.Module) -> tuple[Any, ...]:
-    """Return what decides the code that a module and those inside it run: classes, modes, attributes, hooks."""
+    """Return what decides the code of a module and its submodules: classes, modes, attributes, hooks."""
     describer = Describer()
     of_all = tuple(tuple(map(describer.describe, hooks.values())) for hooks in GLOBAL_MODULE_HOOKS)
     return of_all, *((name, *_describe_module(child, describer)) for name, child in module.named_modules())
@@ -72,7 +71,7 @@ def _describe_module(module: nn.Module, describer: Describer) -> tuple[Any, ...]
 
 
 def is_ours(hook: Any) -> bool:
-    """Tell whether a hook is of this package: it watches, and changes nothing."""
+    """Tell whether a hook belongs to this package; such a hook changes nothing."""
     return str(getattr(hook, "__module__", "")).startswith("meshwright.")
 
 
@@ -81,7 +80,7 @@ def _is_child(value: Any) -> bool:
 
 
 def describe_likeness(module: nn.Module) -> tuple[Any, ...]:
-    """Return what modules that are cut alike have in common: not their modes, not where they stand, but parameters' shapes."""
+    """Return what modules that are cut alike have in common: parameter shapes, but neither modes nor position in the model."""
     describer = _Likeness()
     rows: list[Any] = []
     for name, child in module.named_modules():
@@ -93,7 +92,7 @@ def describe_likeness(module: nn.Module) -> tuple[Any, ...]:
 
 
 def places_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return where a module and all inside it say that they stand."""
+    """Return the attributes in which a module and its submodules record their own position."""
     return tuple(
         (key, repr(value)) for child in module.modules() for key, value in vars(child).items() if key in PLACES
     )
@@ -114,17 +113,17 @@ class _Coarse(Describer):
 
 
 class _Likeness(_Coarse):
-    """Describes attributes without those that say where a module stands."""
+    """Describes attributes without those that record a module's position."""
 
     def _inside(self, items: Any, depth: int) -> tuple[Any, ...]:
         return super()._inside(((key, item) for key, item in items if str(key) not in PLACES), depth)
 
 
 class StructureSnapshot:
-    """The attributes of a module and of those inside it at one moment, to be compared with what they are now.
+    """The attributes of a module and its submodules at one moment, for comparison with the present ones.
 
-    A comparison looks at the identity of each attribute, and of the entries of lists, dicts and objects that are attributes:
-    about a microsecond a module. What it holds stays alive, so that another object cannot come to the same address.
+    A comparison checks the identity of each attribute, and of the entries of lists, dicts and objects among them; it takes about
+    a microsecond a module. The snapshot keeps these objects alive, so that no other object gets the same address.
 
     Args:
         module: The module.
@@ -208,17 +207,17 @@ def signature(
     kind: Kind,
     ambient: Ambient,
 ) -> tuple[Any, ...] | None:
-    """Return what decides the code that a call runs: nesting, dtypes, sizes, and every argument that is no tensor.
+    """Return what decides the code that a call runs: nesting, dtypes, sizes, and every argument that is not a tensor.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        kind: The sizes that count as they are, of others only which are 0 or 1, and which are equal; and whether the numbers
-            count of tensors that need no gradient.
-        ambient: What surrounds the call. Which tensors require a gradient counts where gradients are on.
+        kind: The sizes that count exactly (of others only which are 0 or 1, and which are equal), and whether values count in
+            tensors without gradient.
+        ambient: The modes around the call. Which tensors require a gradient counts where gradients are on.
 
     Returns:
-        The signature; None where an argument is of a kind that nothing but itself stands for.
+        The signature; None where an argument can only be identified by itself.
     """
     arguments = _Arguments(kind, with_gradients=ambient[0])
     found = tuple(map(arguments.describe, args)), tuple((name, arguments.describe(v)) for name, v in kwargs.items())
@@ -226,7 +225,7 @@ def signature(
 
 
 def names_of_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
-    """Return the names that signatures give to the sizes of a call: equal sizes have one."""
+    """Return the names that signatures give to the sizes of a call: equal sizes share one."""
     arguments = _Arguments(((), 0), with_gradients=False)
     for value in (*args, *kwargs.values()):
         arguments.describe(value)
@@ -234,10 +233,10 @@ def names_of_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, s
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> str:
-    """Return what tells apart the calls of one forward: a digest of dtypes, sizes, nesting, plain arguments and surroundings.
+    """Return a key that distinguishes the calls of one forward: a digest of dtypes, sizes, nesting, plain arguments and modes.
 
-    Modules count by identity. Objects that are neither containers nor dataclasses count by their class: a cache that all layers
-    take grows from one to the next, and they are alike.
+    Modules count by identity. Objects that are neither containers nor dataclasses count by their class, since a cache that all
+    layers take grows from one layer to the next.
     """
     describe = _WithinForward().describe
     named = tuple((name, describe(value)) for name, value in kwargs.items())
@@ -253,16 +252,16 @@ def proven_digests(
     ambient: Ambient,
     without_gradients: bool,
 ) -> list[str]:
-    """Return what is proven with a call: itself, and the same without gradients, or with other sizes and numbers.
+    """Return digests of all calls that a proof of one covers: the same without gradients, or with other sizes and values.
 
     Each is a text of the kind and a digest (`kind_of_text`).
 
     Args:
-        structure: Of the module.
-        args: What it was called with.
-        kwargs: The same.
-        kind: The sizes for which other values may run other code, and the tensors for which other numbers may.
-        ambient: What surrounded it.
+        structure: Description of the module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        kind: The sizes, and the tensors, whose other values may run other code.
+        ambient: The modes around it.
         without_gradients: Whether it does the same where gradients are off.
     """
     found: list[str] = []
@@ -276,13 +275,13 @@ def proven_digests(
 
 
 def kind_of_text(proven: str) -> Kind:
-    """Return the kind that stands before the digest in what `proven_digests` gives."""
+    """Return the kind in front of the digest in a result of `proven_digests`."""
     names = proven.partition(":")[0]
     return tuple(names.split("+")) if names else (), 0
 
 
 def numbers_of(tensor: Tensor) -> str:
-    """Return 64 bits that stand for the numbers in a tensor, as hexadecimal digits."""
+    """Return a 64-bit digest of the values in a tensor, as hexadecimal digits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -302,7 +301,7 @@ class _Arguments(Describer):
             return super().describe(value, depth)
         shape = tuple(map(self._place_of, value.shape))
         needs = value.requires_grad
-        # What another stage computes has no numbers here; code that reads them is refused where it does.
+        # Another stage's tensor has no values here; code that reads them is refused at the read.
         has_numbers = self._with_values and not needs and not isinstance(value, WrapperTensor)
         numbers = numbers_of(value) if has_numbers else None
         return str(value.dtype), shape, self._with_gradients and needs, numbers

@@ -1,13 +1,15 @@
-"""The proof: shards of a region, as threads of one process, must give what the whole gives, gradients and side effects included.
+"""Proof of a region: its shards, run as threads of one process, must equal the whole in results, gradients and side effects.
+
+The threads run the code of the real ranks on copies, in float64 on the CPU, with random weights and a small input.
 
 proof                 the proof of one region
-conditions            calls and modes that a layout is proven under
-shards_against_whole  comparison of results, and the error that says where they differ
-effects               what a forward leaves behind
+conditions            calls and modes under which a layout is proven
+shards_against_whole  comparison of results, and the error for a difference
+effects               side effects of a forward
 threads               collectives between threads
-unchecked             checks of shapes that torch's kernels leave out
+unchecked             shape checks that torch's kernels lack
 
-To prove something more: `conditions.py` says under what, `effects.py` what is compared.
+To prove under more conditions, touch `conditions.py`; to compare more, touch `effects.py`.
 """
 
 __all__: list[str] = []

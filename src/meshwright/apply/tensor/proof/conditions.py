@@ -1,4 +1,4 @@
-"""All that a layout of one scope has to be proven under: each call of it that was seen, while it trains and while it does not."""
+"""Conditions of a layout's proof: each recorded call of its scope, in training mode and in eval mode."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__: list[str] = []
 
 
 class Conditions:
-    """A scope, and the calls and modes in which a layout of it must give what the whole gives.
+    """A scope, and the calls and modes in which a layout of it must equal the whole.
 
-    The first experiment is made at once and finds out most of what is wrong; the others are made when it is passed.
+    The first experiment is prepared at once and finds most errors; the others are prepared when it has passed.
 
     Args:
         scope: The module.
-        calls: What it was called with: calls that differ in more than numbers.
-        num_parts: Ranks [count].
+        calls: Its calls, which differ in more than values.
+        num_tp_ranks: Ranks [count].
 
     Raises:
         DisprovedError: There are too many calls.
-        Exception: Whatever the module raises when it is run by itself with the first call.
+        Exception: Any exception of the module when it runs alone with the first call.
     """
 
-    def __init__(self, scope: nn.Module, calls: Sequence[Call], num_parts: int) -> None:
+    def __init__(self, scope: nn.Module, calls: Sequence[Call], num_tp_ranks: int) -> None:
         if len(calls) > MAX_CALLS:
             raise DisprovedError(
                 f"it is called with more than {MAX_CALLS} kinds of arguments, and each would have to be proven"
             )
         self._scope = scope
-        self._num_parts = num_parts
+        self._num_tp_ranks = num_tp_ranks
         flags = {module.training for module in scope.modules()}
-        # As it was seen first; where some modules inside train and others do not, also all alike.
+        # The recorded modes first; then all modules in training mode, and all in eval mode, where that is another.
         modes = [None, *({True, False} - flags if len(flags) == 1 else (True, False))]
         self._pending = [(call, mode) for mode in modes for call in calls]
         self._made = [self._make(*self._pending.pop(0))]
 
     def _make(self, call: Call, mode: bool | None) -> Experiment:
-        return Experiment(self._scope, call, self._num_parts, mode=mode)
+        return Experiment(self._scope, call, self._num_tp_ranks, mode=mode)
 
     def _experiments(self) -> Iterator[Experiment]:
         yield from list(self._made)
@@ -61,7 +61,7 @@ class Conditions:
             yield experiment
 
     def prove(self, region: Region) -> Region:
-        """Return the region with its partial parameters and its results in slices filled in.
+        """Return the region, completed with its partial parameters and its results in slices.
 
         Raises:
             DisprovedError: Something differs; the region must not be cut so.
@@ -72,16 +72,16 @@ class Conditions:
     def check(
         self, layout: TensorLayout, *, known: tuple[str, ...] | None = None, on_slices: bool = False
     ) -> tuple[str, ...]:
-        """Return the parameters whose gradients have to be added up, under all calls and modes alike.
+        """Return the parameters whose gradients have to be summed, the same under all calls and modes.
 
         Args:
-            layout: What is to be proven.
-            known: What the first experiment gave, where it has been run with it.
-            on_slices: Whether the whole scope runs on slices. A parameter without a gradient in all of the experiments (an
-                expert that no token chose) then disproves: whether its gradient would be a term they do not show.
+            layout: The layout to prove.
+            known: The result of the first experiment, if it has run.
+            on_slices: Whether the whole scope runs on slices. A parameter without gradient in all experiments (an expert that no
+                token chose) then disproves the layout: they do not show whether its gradient would be a term.
 
         Raises:
-            DisprovedError: Something differs, or a gradient is a term here and the whole there.
+            DisprovedError: Something differs, or a gradient is a term in one experiment and whole in another.
         """
         partial: dict[str, None] = {}
         whole: set[str] = set()

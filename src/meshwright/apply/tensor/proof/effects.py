@@ -1,4 +1,4 @@
-"""What a forward leaves behind beside its results: values of parameters and buffers, attributes of modules, its own arguments."""
+"""Side effects of a forward: changed parameters and buffers, attributes of modules, and its own arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ATTRIBUTES: Final = 32
 
 @dataclasses.dataclass(kw_only=True)
 class Left:
-    """What a forward left."""
+    """Side effects of a forward."""
 
     tensors: dict[str, Tensor]
     """Every parameter and buffer, by name, and every argument."""
@@ -36,8 +36,8 @@ class Before:
     """A module and its arguments before a forward.
 
     Args:
-        module: What will run.
-        inputs: What it will be called with.
+        module: The module that will run.
+        inputs: Its arguments.
     """
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:
@@ -54,7 +54,7 @@ class Before:
                 yield f"(argument {index})", tensor
 
     def left(self) -> Left:
-        """Return what is different now."""
+        """Return the differences from before."""
         tensors = dict(self._all())
         changed = set(self._tensors.keys() ^ tensors.keys())
         for name in self._tensors.keys() & tensors.keys():

@@ -1,8 +1,8 @@
-"""The proof: the shards of a region, run side by side, must give what the whole gives, and its gradients.
+"""Proof of one region: its shards, run side by side, must equal the whole in results and gradients.
 
-All ranks of the group are threads of this process for a moment. They run the very code that the real ranks will run, on copies
-of the region's scope, in float64 on the CPU, on a small input, with random weights (a weight that is zero at the start would let
-anything pass); their exchanges meet at a barrier. A thread that fails breaks the barrier, so nobody waits.
+All ranks of the group are threads of this process for the time of a proof. They run the code that the real ranks will run, on
+copies of the region's scope: in float64 on the CPU, on a small input, with random weights, since zero weights would let anything
+pass. Their exchanges meet at a barrier. A thread that fails breaks the barrier, so none waits forever.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__: list[str] = []
 
 
 class MisshapenError(DisprovedError):
-    """A tensor that leaves has another shape than from the whole."""
+    """A result on shards has another shape than on the whole."""
 
     def __init__(self, place: int, own: tuple[int, ...], whole: tuple[int, ...]) -> None:
         super().__init__(f"result {place} has shape {list(own)} on a shard, {list(whole)} of the whole")
@@ -59,7 +59,7 @@ class MisshapenError(DisprovedError):
 
 
 class Exact(WithoutDropout):
-    """Float64 where code asks for float32, and no dropout: what remains must be equal to rounding."""
+    """Float64 where code asks for float32, and no dropout: results must then be equal to rounding."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,7 +77,7 @@ class Exact(WithoutDropout):
 
 @dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """What a run of a scope gave."""
+    """Results of one run of a scope."""
 
     outputs: list[Tensor]
     input_gradients: list[Tensor | None]
@@ -91,17 +91,17 @@ class Outcome:
 
 
 class Experiment:
-    """A scope with a small input, ready to be run whole and in shards.
+    """A scope with a small input, prepared to run whole and in shards.
 
     Args:
         scope: The module, as the user built it.
-        call: What it was called with.
-        num_parts: Ranks [count].
-        mode: Whether it trains, of all modules inside; None leaves each as it is.
+        call: Its recorded call.
+        num_tp_ranks: Ranks [count].
+        mode: Training (True) or eval mode for all modules inside; None leaves each module's own.
     """
 
-    def __init__(self, scope: nn.Module, call: Call, num_parts: int, *, mode: bool | None = None) -> None:
-        self.num_parts = num_parts
+    def __init__(self, scope: nn.Module, call: Call, num_tp_ranks: int, *, mode: bool | None = None) -> None:
+        self.num_tp_ranks = num_tp_ranks
         self._mode = mode
         self._generator = torch.Generator().manual_seed(20260)
         values: dict[int, Tensor] = {}
@@ -114,13 +114,13 @@ class Experiment:
         self._ambient = call.ambient
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
-        self._of_attributes: dict[str, Tensor] = {}  # cotangents of what is left in attributes: a loss may add them
+        self._of_attributes: dict[str, Tensor] = {}  # cotangents of tensors left in attributes: a loss may add those
         self._record = Record()
         self.types: TypeReport | None = None
         """What the types say of the layout that was checked last."""
         self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
-        # A gradient that is zero but for rounding (a bias of keys, before softmax) is not held to its own size.
+        # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.
         self._scale = 1e-3 * max([0.0, *(g.abs().max().item() for g in gradients if g is not None and g.numel())])
         self.idle = {
             name
@@ -176,14 +176,14 @@ class Experiment:
             return self._backward(module, inputs, outputs, self._cotangents, left)
 
     def asks(self) -> Asked:
-        """Return what the code of this call asks of its tensors, and whether it gives the same without gradients."""
+        """Return the sizes and values that this call's code reads, and whether it does the same without gradients."""
 
         def run(module: nn.Module, inputs: Any, mode: Any, gradients: bool | None = None) -> list[Tensor]:
             with surrounded_by(self._ambient, gradients=gradients), Exact(), mode:
                 return list(tensors_in(module(*inputs[0], **inputs[1])))
 
         asked = ask(run, self._fresh)
-        # As it is called; where that is with gradients, as it would be without.
+        # As it is called; if that is with gradients, also without.
         without = run(*self._fresh(), contextlib.nullcontext(), False if self._ambient[0] else None)
         pairs = zip(without, self.whole.outputs, strict=False)
         asked.is_same = len(without) == len(self.whole.outputs) and all(
@@ -206,20 +206,20 @@ class Experiment:
         )
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
-        meeting = Meeting(self.num_parts)
-        found: list[Any] = [None] * self.num_parts
+        meeting = Meeting(self.num_tp_ranks)
+        found: list[Any] = [None] * self.num_tp_ranks
         errors: list[BaseException] = []
 
         def work(part: int) -> None:
             try:
-                group: Any = ThreadGroup(meeting, self.num_parts, part)
+                group: Any = ThreadGroup(meeting, self.num_tp_ranks, part)
                 with surrounded_by(self._ambient, gradients=True), Exact():
                     found[part] = self._run_shard(layout, group)
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
                 errors.append(error)
                 meeting.barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_parts)]
+        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_tp_ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -237,7 +237,7 @@ class Experiment:
     def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
-        is_last = group.group_rank == self.num_parts - 1
+        is_last = group.group_rank == self.num_tp_ranks - 1
         checker = Checker(self._scope, cutting, self._record) if is_last else None
         before = Before(module, inputs)
         outputs = module(*inputs[0], **inputs[1]) if checker is None else checker.run_and_watch(inputs)
@@ -264,10 +264,10 @@ class Experiment:
         outcome.slices = {i: tensor.cut_dim for i, tensor in enumerate(tensors) if isinstance(tensor, Slices)}
         return outcome, cutting
 
-    # -- the verdict --------------------------------------------------------------------------------------------
+    # -- comparison ---------------------------------------------------------------------------------------------
 
     def prove(self, region: Region) -> Region:
-        """Return the region with its partial parameters filled in.
+        """Return the region, completed with its partial parameters.
 
         Raises:
             DisprovedError: Something differs; the region must not be cut so.
@@ -280,7 +280,7 @@ class Experiment:
         raise DisprovedError("too many results in slices")
 
     def check(self, layout: TensorLayout) -> tuple[str, ...]:
-        """Return the names of the parameters that stay whole and whose gradients have to be added up.
+        """Return the names of whole parameters whose gradients have to be summed.
 
         Raises:
             DisprovedError: Something differs.
@@ -295,11 +295,11 @@ class Experiment:
         return self._check_types(outcomes[-1].types, self._check_gradients(outcomes, runs[0][1]))
 
     def check_types(self, layout: TensorLayout) -> TypeReport:
-        """Return what the types say of a layout, whatever the numbers do."""
+        """Return the type check's report on a layout, without comparing numbers."""
         return self._run_shards(layout)[-1][0].types or TypeReport()
 
     def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
-        """Return the names of the parameters whose gradients are terms, once the types agree with the numbers."""
+        """Return the names of the parameters whose gradients are terms, where types and numbers agree."""
         self.types = types
         zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
         disagreement = "" if types is None else types.disagreement(partial, zero)
@@ -309,12 +309,12 @@ class Experiment:
         return tuple(name for name in self.whole.gradients if name in terms)
 
     def _with_slices(self, region: Region, error: MisshapenError) -> Region:
-        """A result that comes out smaller in one dim is a slice; it is marked as such, and the proof is run again."""
+        """Mark a result that is smaller in one dim as a slice, and run the proof again."""
         differing = [dim for dim, sizes in enumerate(zip(error.own, error.whole, strict=False)) if sizes[0] != sizes[1]]
         known = any(result.index == error.place for result in region.results)
         if known or len(error.own) != len(error.whole) or len(differing) != 1:
             raise error
-        if region.shares(error.whole[differing[0]], self.num_parts) is None:
+        if region.shares(error.whole[differing[0]], self.num_tp_ranks) is None:
             raise error
         return region.replace(results=(*region.results, Result(index=error.place, dim=differing[0])))
 
@@ -339,13 +339,13 @@ class Experiment:
             if name in tied:
                 check_gradient(join(own, layouts[tied[name]]), whole, name, self._scale)
             elif len({gradient is None for gradient in own}) > 1:
-                # Another batch may leave it out on another rank, and what one rank adds up all have to.
+                # Another batch may skip it on another rank, and all ranks must sum the same gradients.
                 raise DisprovedError(f"{name} is used by some of the ranks")
             elif not all(is_equal(gradient, whole, self._scale) for gradient in own):
                 check_gradient(add_up(own), whole, f"{name}, added up", self._scale)
                 partial.append(name)
             elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
-                partial.append(name)  # zero but for rounding, which is each rank's own: copies would drift apart
+                partial.append(name)  # zero up to rounding, which differs between ranks: copies would drift apart
         return partial
 
 
@@ -364,7 +364,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def _attribute(left: Left, path: str, cotangent: Tensor) -> Tensor:
-    """Return what is left in an attribute, which a loss may add."""
+    """Return a tensor left in an attribute, which a loss may add."""
     value = left.attributes.get(path)
     if not isinstance(value, Tensor) or isinstance(value, Slices) or value.shape != cotangent.shape:
         kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

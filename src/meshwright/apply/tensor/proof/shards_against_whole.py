@@ -1,4 +1,4 @@
-"""What shards gave, beside what the whole gave: equal to rounding, or a DisprovedError that says where they part."""
+"""Comparison of results on shards with those of the whole: equal to rounding, or a DisprovedError that names the difference."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def are_same(gradients: Sequence[Tensor | None]) -> bool:
 
 
 def join(gradients: Sequence[Tensor | None], layouts: Sequence[ShardLayout]) -> Tensor | None:
-    """Return the whole of what the ranks have shards of; None where no rank has one."""
+    """Return the whole tensor of the ranks' shards; None where no rank has one."""
     if all(gradient is None for gradient in gradients):
         return None
     filled = [
@@ -88,7 +88,7 @@ def join(gradients: Sequence[Tensor | None], layouts: Sequence[ShardLayout]) -> 
 
 
 def is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) -> bool:
-    """Tell whether two tensors are equal to rounding; nothing is equal to zeros. `least` is the smallest scale."""
+    """Tell whether two tensors are equal to rounding; only zeros equal zeros. `least` is the smallest scale."""
     if mine is None or whole is None:
         there = mine if whole is None else whole
         return there is None or not bool(there.any())
@@ -129,7 +129,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def check_left(own: Sequence[Left], whole: Left, cutting: Cutting) -> None:
-    """Compare what forwards left behind.
+    """Compare the side effects of forwards.
 
     Raises:
         DisprovedError: A parameter, buffer, argument or attribute differs; it is named.

@@ -1,6 +1,6 @@
-"""Ranks that are threads of one process for a moment: their exchanges meet at a barrier.
+"""Ranks as threads of one process, whose exchanges meet at a barrier.
 
-A thread that fails breaks the barrier, so nobody waits.
+A thread that fails breaks the barrier, so none waits forever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class Meeting:
-    """Where the threads exchange."""
+    """The barrier and the memory through which the threads exchange."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=600.0)
@@ -25,12 +25,12 @@ class Meeting:
 
 
 class ThreadGroup:
-    """A Communicator among threads of one process, as far as layers need one.
+    """A Communicator among threads of one process, with the calls that layers need.
 
     Args:
         meeting: Shared by all.
         size: Number of ranks [count].
-        group_rank: This one.
+        group_rank: This rank.
     """
 
     shares_memory = False

@@ -1,6 +1,6 @@
-"""Calls whose kernels read past the end of a tensor where shapes do not go together: torch checks these nowhere.
+"""Checks for kernels that read past the end of a tensor when shapes do not match, which torch does not check itself.
 
-A proof tries layouts that are wrong. What comes of a wrong one has to be an exception, and not whatever lies behind the tensor.
+A proof tries wrong layouts, too. Those must end in an exception, not in a read of foreign memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__: list[str] = []
 
 
 def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where a call would read outside of its tensors.
+    """Raise where a call would read outside its tensors.
 
     Raises:
-        ValueError: The shapes, or the labels, do not go together.
+        ValueError: The shapes, or the labels, do not match.
     """
     check = _CHECKS.get(func)
     if check is not None:
@@ -29,14 +29,14 @@ def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # The kernel takes the number of keys for that of values.
+    # The kernel assumes as many values as keys.
     key, value = _given(args, kwargs, 1, "key"), _given(args, kwargs, 2, "value")
     if key.dim() < 2 or value.dim() < 2 or key.shape[-2] != value.shape[-2]:
         raise ValueError(f"attention over {list(key.shape)} keys and {list(value.shape)} values")
 
 
 def _weight_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # The kernel for the first and the last dim takes as many magnitudes as there are rows; others broadcast.
+    # The kernel for the first and the last dim reads as many magnitudes as there are rows; others broadcast.
     v, g = _given(args, kwargs, 0, "v"), _given(args, kwargs, 1, "g")
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     if dim in (0, v.dim() - 1) and g.numel() != v.shape[dim]:
@@ -44,7 +44,7 @@ def _weight_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Labels are looked up among the classes as they are.
+    # Labels are used as class indices without a check.
     log_probs, targets = _given(args, kwargs, 0, "log_probs"), _given(args, kwargs, 1, "targets")
     if targets.numel() and int(targets.max()) >= log_probs.shape[-1]:
         raise ValueError(f"a CTC loss of label {int(targets.max())} among {log_probs.shape[-1]} classes")

@@ -1,14 +1,16 @@
-"""The search for a layout: model and first batch in, regions out. What is not proven stays whole, with the reason.
+"""Search for a layout: from a model and its first batch to regions. What is not proven stays whole, with the reason.
+
+A trace proposes pairs of products; candidates for each are tried in order until one is proven.
 
 trace       one forward of the plain model: which operation feeds which
-operations  torch functions by what they do with a parameter
+operations  torch functions classified by their use of a parameter
 pairs       pairs of products that might be cut
-candidates  the ways of cutting a pair, in the order of trial
-regions     candidates tried one after the other until one is proven
+candidates  ways to cut a pair, in the order of trial
+regions     trial of candidates until one is proven
 sequences   layers that run on slices of the sequence
-search      the whole of it
+search      the whole search
 
-To add a kind of pair: `pairs.py`; to add a way of cutting one: `candidates.py`.
+To add a kind of pair, touch `pairs.py`; to add a way to cut one, touch `candidates.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The ways in which a pair of products might be cut, and in which order they are tried."""
+"""Candidates: the ways to cut a pair of products, and the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _MAX_CHANGES = 3
 
 
 class Options:
-    """The ways in which a pair might be cut, likelier ones first.
+    """The ways to cut a pair, likelier ones first.
 
     Args:
         pair: The products.
-        trace: What was seen.
+        trace: The trace.
         names: The names.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, pair: Pair, trace: Trace, names: Names, num_parts: int) -> None:
+    def __init__(self, pair: Pair, trace: Trace, names: Names, num_tp_ranks: int) -> None:
         self.pair = pair
         self.trace = trace
         self.names = names
-        self.num_parts = num_parts
+        self.num_tp_ranks = num_tp_ranks
         self.scope = pair.scope(names)
         self._row_size = self._shape(pair.row)[pair.row.in_dim]
         self._keys = {column.parameter for column in pair.columns}
@@ -70,11 +70,11 @@ class Options:
         seen |= {value for _, _, value in self._integers()}
         sizes = [self._row_size, *(size for group in groups for size in group)]
         fitting = [num for num in seen if num > 1 and all(size % num == 0 for size in sizes)]
-        # Where a rank would have nothing, only if there is no other way.
-        return sorted(fitting, key=lambda num: (num < self.num_parts, -num))
+        # Cuts that leave a rank empty come last.
+        return sorted(fitting, key=lambda num: (num < self.num_tp_ranks, -num))
 
     def regions(self) -> Iterator[tuple[Region, list[Region]]]:
-        """Yield (region, the same region with one more thing changed)."""
+        """Yield (region, the same region with one more change)."""
         per_column = [self._groups_of(column) for column in self.pair.columns]
         combined = itertools.product(*(range(len(groups)) for groups in per_column))
         for places in sorted(itertools.islice(combined, 256), key=sum)[:_MAX_COMBINATIONS]:
@@ -119,7 +119,7 @@ class Options:
         )
 
     def _vectors(self, column: Product, groups: tuple[int, ...]) -> dict[str, Cut]:
-        """Return the cuts of biases, scales and running statistics that have one entry for each of the column's."""
+        """Return the cuts of biases, scales and running statistics with one entry for each of the column's."""
         width = sum(groups)
         found: dict[str, Cut] = {}
         for key in self.trace.met.get(column.key, ()):
@@ -141,7 +141,7 @@ class Options:
                 found += [name for name in self.names.of[key] if not self.scope or name.startswith(f"{self.scope}.")]
         return tuple(found)
 
-    # -- what else may have to change ---------------------------------------------------------------------------
+    # -- further changes ----------------------------------------------------------------------------------------
 
     def _integers(self) -> list[tuple[str, str, int]]:
         """Return (module, attribute, value) of the integers that modules of the scope keep."""
@@ -168,7 +168,7 @@ class Options:
         return set().union(*(self.trace.met.get(key, set()) for key in self._keys))
 
     def _own_integers(self, cuts: dict[str, Cut], num_units: int) -> tuple[tuple[str, str], ...]:
-        """Return the integers that say how large a cut tensor is, at the layer that owns it: `nf`, `num_groups`."""
+        """Return the integers that hold a cut tensor's size, at the layer that owns it: `nf`, `num_groups`."""
         owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - {self.names.owner(self.pair.row)}
         sizes = {size for cut in cuts.values() for size in (sum(cut.groups), *cut.groups)} | {num_units}
         counts = Region(scope="", num_units=num_units, cuts={}, roles={})
@@ -176,7 +176,7 @@ class Options:
             (path, name)
             for path, name, value in self._integers()
             if path in owners
-            and counts.shares(value, self.num_parts) is not None
+            and counts.shares(value, self.num_tp_ranks) is not None
             and (value in sizes or "groups" in name)
             and not name.startswith("in_")
         )
@@ -188,7 +188,7 @@ class Options:
             region.replace(integers=(*region.integers, (path, name)))
             for path, name, value in self._integers()
             if path not in layers
-            and (region.shares(value, self.num_parts) is not None or self._is_ratio(value, region))
+            and (region.shares(value, self.num_tp_ranks) is not None or self._is_ratio(value, region))
         ]
         side_cuts = {
             name: Cut(dim=product.out_dim, groups=(self._width(product),))
@@ -211,7 +211,7 @@ class Options:
         return changes
 
     def _inner(self, region: Region, norms: set[str]) -> Iterator[Region]:
-        """Yield the region with norms that see all entries of what is cut."""
+        """Yield the region with norms that see all entries of the cut tensor."""
         if norms and all(name in self.trace.calls and name != self.scope for name in norms):
             cuts = {name: cut for name, cut in region.cuts.items() if name.rpartition(".")[0] not in norms}
             roles: dict[str, Role] = dict.fromkeys(sorted(norms), "inner")
@@ -263,7 +263,7 @@ class Options:
     # -- fewer keys than ranks ----------------------------------------------------------------------------------
 
     def _grouped(self) -> Iterator[tuple[Region, list[Region]]]:
-        """Yield regions that cut by query heads, where several of them use one key head and these are too few to be cut."""
+        """Yield regions cut by query heads, where several of them share a key head and there are too few key heads to cut."""
         widths = [self._width(column) for column in self.pair.columns]
         if len(set(widths)) < 2:
             return
@@ -286,7 +286,7 @@ class Options:
         if not full or num_units % full:
             return False
         ratio = num_units // full
-        for first, last in even_ranges(num_units, self.num_parts):
+        for first, last in even_ranges(num_units, self.num_tp_ranks):
             counts = [sum(unit // ratio == key for unit in range(first, last)) for key in range(full)]
             if len({count for count in counts if count}) > 1:
                 return False
@@ -294,7 +294,7 @@ class Options:
 
 
 def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_size: int) -> dict[str, Cut]:
-    """Return the cut of a tensor that has one entry for each of a column's (or a row's) along some dim."""
+    """Return the cut of a tensor with one entry for each of a column's (or a row's) along some dim."""
     for size, own in ((width, groups), (row_size, (row_size,))):
         for dim, have in enumerate(tensor.shape):
             if have == size:
@@ -308,9 +308,9 @@ def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_s
 def candidates(options: Options) -> Generator[Region, Difference, None]:
     """Yield regions and take the reason why each failed: as they stand, with changes, last with sizes translated at run time.
 
-    A change that leaves the reason as it was does not touch what stands in the way, so nothing is built on it.
+    A change that does not alter the reason does not address it, so nothing is built on that change.
     """
-    trials = _Trials(options.num_parts)
+    trials = _Trials(options.num_tp_ranks)
     found = list(options.regions())
     for resizes in (False, True):
         level: list[tuple[Region, Region, Difference, list[Region]]] = []  # base, candidate, its reason, changes
@@ -332,10 +332,10 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
 
 
 class _Trials:
-    """What has been tried, and why it failed.
+    """Tried regions and why each failed.
 
     Args:
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -375,7 +375,7 @@ def _may_help(reason: Difference, base: Region, change: Region) -> bool:
 
 
 def _merge(base: Region, into: Region, change: Region) -> Region:
-    """Return a region with what a change has differently from its base."""
+    """Return a region with a change's differences from its base."""
     fields = {
         field.name: getattr(change, field.name)
         for field in dataclasses.fields(base)

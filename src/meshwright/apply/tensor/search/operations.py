@@ -1,4 +1,4 @@
-"""Torch functions, by what they do with a parameter: multiply with it, look up in it, turn it, drop entries at random."""
+"""Torch functions classified by their use of a parameter: product, look-up, transposition, dropout."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def operands(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any
 
 
 def _einsum_operands(values: list[Any]) -> tuple[str, Any, Any, int, int] | None:
-    """Return what an einsum of data with a parameter is; of several dims that are summed over, or kept, the weight's first."""
+    """Return the operands of an einsum of data with a parameter; of several summed or kept dims, the weight's first."""
     equation, *rest = values
     given = [tensor for item in rest for tensor in (item if isinstance(item, (list, tuple)) else [item])]
     if not isinstance(equation, str) or "->" not in equation or "." in equation or len(given) != 2:
@@ -119,14 +119,14 @@ def _einsum_operands(values: list[Any]) -> tuple[str, Any, Any, int, int] | None
 
 
 def draws(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Tell whether a call is a dropout, now or with another probability or mode: both may change between two steps."""
+    """Tell whether a call is a dropout, now or at another probability or mode: both may change between steps."""
     if func in DROPOUTS or func is F.multi_head_attention_forward:
         return True
     return func is F.scaled_dot_product_attention and ("dropout_p" in kwargs or len(args) > 4)
 
 
 def counts_ids(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Tell whether a look-up does more than look up: it shortens the vectors that it finds, or counts how often."""
+    """Tell whether a look-up also renormalises the vectors that it finds, or counts how often they occur."""
     if func is not F.embedding:
         return False
     max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
@@ -140,7 +140,7 @@ def is_number(index: Any) -> bool:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Dropout lets everything through: shards draw other masks than the whole."""
+    """Makes dropout drop nothing: shards would draw other masks than the whole."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What might be cut, read off a trace: pairs of products. The ways in which each might be are in `candidates.py`."""
+"""Pairs of products that might be cut, read off a trace. The ways to cut each are in `candidates.py`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Names:
         return cls(module=module, of=names, parameters=parameters)
 
     def owner(self, product: Product) -> str:
-        """Return the name of the module that owns the parameter of a product, the innermost one that was running."""
+        """Return the name of the module that owns a product's parameter, the innermost that was running."""
         own = [name.rpartition(".")[0] for name in self.of[product.parameter]]
         return next((path for path in reversed(product.path) if path in own), own[0])
 
     def is_layer(self, product: Product, trace: Trace) -> bool:
-        """Tell whether the product is all that its owner does, as in nn.Linear."""
+        """Tell whether the product is all that its owner computes, as in nn.Linear."""
         name = self.owner(product)
         owner = self.module.get_submodule(name)
         call = trace.calls.get(name)
@@ -52,7 +52,7 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Products whose results reach nothing but one other product: columns and their row."""
+    """Products whose results reach only one other product: columns and their row."""
 
     columns: tuple[Product, ...]
     row: Product
@@ -60,7 +60,7 @@ class Pair:
     """Embeddings that are looked up inside, one value for each unit: relative position biases."""
 
     def scope(self, names: Names) -> str:
-        """Return the name of the innermost module that holds all of it."""
+        """Return the name of the innermost module that holds the pair."""
         paths = [names.owner(product).split(".") for product in (*self.columns, self.row)]
         if paths[0] == [""]:
             return ""
@@ -86,5 +86,5 @@ def pair_of(key: int, trace: Trace, taken: set[int]) -> Pair | None:
 
 
 def feeds_only_the_output(key: int, trace: Trace) -> bool:
-    """Tell whether a product's results go nowhere but to what the model returns."""
+    """Tell whether a product's results reach only the model's outputs."""
     return trace.successors.get(key, set()) <= {OUTPUT}

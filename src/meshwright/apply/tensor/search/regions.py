@@ -1,7 +1,7 @@
 """Difference a region that is right: proposals are tried one after the other, and each scope is proven for itself.
 
-What was found for one block is the first thing that is tried for the next of its structure. It is proven there as well: blocks of
-one class may hold another activation, or ask for their number.
+The region found for one block is the first candidate for the next block of the same structure. It is proven there too, since
+blocks of one class may hold different activations, or use their own index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_SECONDS = 280.0
 
 
 class SurroundedError(DisprovedError):
-    """A region is right by itself, and not where it stands: something else is cut or used there."""
+    """A region is proven alone but not in its place: something else is cut or used there."""
 
 
 class Proving:
@@ -46,35 +46,35 @@ class Proving:
 
     Args:
         model: The copy that was traced.
-        trace: What was seen.
+        trace: The trace.
         names: The names.
-        regions: What is cut so far; others add to it.
-        num_parts: Ranks [count].
+        regions: The regions found so far; other code adds to them.
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_parts: int) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_tp_ranks: int) -> None:
         self._model = model
         self._trace = trace
         self._names = names
         self._regions = regions
-        self._num_parts = num_parts
+        self._num_tp_ranks = num_tp_ranks
         self._deadline = time.monotonic() + MAX_SECONDS
         self._num_trials = 0
-        self._found: dict[str, list[tuple[str, Region]]] = {}  # what was found for scopes of this structure before
-        self._failed: dict[str, dict[str, str]] = {}  # by structure, and by where modules stand
+        self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
+        self._failed: dict[str, dict[str, str]] = {}  # by structure, and by the modules' position
         self._last: tuple[str, Conditions] | None = None
 
     def find(
         self, scope: str, tries: Iterable[Region], keys: set[int], kind: str, accept: Region | None
     ) -> tuple[Region | None, str]:
-        """Return the first of the regions that is proven, or why there is none.
+        """Return the first proven region, or the reason why there is none.
 
         Args:
             scope: The module in which they lie.
             tries: The regions, likelier ones first.
-            keys: The parameters that they are about.
-            kind: What stands for the way in which they were proposed.
-            accept: Where a region is one of several that hold the same tensors: all of them together.
+            keys: The parameters that they cut.
+            kind: The way in which they were proposed.
+            accept: Checks a region of several that hold the same tensors: all of them together.
         """
         shape = digest((kind, self._shape_of(scope, keys)))
         places = digest(places_of(self._model.get_submodule(scope)))
@@ -94,7 +94,7 @@ class Proving:
         return proven, error
 
     def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> Region | None:
-        """Return what another scope of this structure was cut into, where it is right here, too."""
+        """Return the cut of another scope of this structure, if it is right here too."""
         for other, region in self._found.get(shape, ()):
             here = region.below(other).above(scope)
             if not self._fits(here):
@@ -108,10 +108,10 @@ class Proving:
     def _first_proven(
         self, scope: str, tries: Iterable[Region], accept: Region | None, most: int
     ) -> tuple[Region | None, str]:
-        """Return the first region that is proven, or the reason that is told: why the likeliest one was not.
+        """Return the first proven region, or the reason to report: why the likeliest one failed.
 
         Raises:
-            SurroundedError: None is, and what stands around was why for one of them.
+            SurroundedError: None is proven, and one failed because of its surroundings.
         """
         first = ""
         difference: Difference | None = None
@@ -139,7 +139,7 @@ class Proving:
         return None, first or "it offers nothing that could be cut"
 
     def _prove_apart(self, scope: str, region: Region, accept: Region | None) -> Region:
-        """Prove a region that takes nothing from others that are cut already."""
+        """Prove a region that takes nothing from regions found before."""
         proven = self.prove(scope, region)
         if not self._is_apart(proven):
             raise SurroundedError("it holds something that is cut by itself")
@@ -150,10 +150,10 @@ class Proving:
         return proven
 
     def prove(self, scope: str, region: Region) -> Region:
-        """Return a region of this scope as it is proven, under all calls and modes.
+        """Return a region of this scope as proven, under all calls and modes.
 
         Raises:
-            DisprovedError: It is not right, or cannot be tried.
+            DisprovedError: It is wrong, or cannot be tried.
             ApplyError: The search has taken too long.
         """
         self._num_trials += 1
@@ -167,14 +167,14 @@ class Proving:
             return self._conditions(scope).prove(region.below(scope)).above(scope)
         except DisprovedError:
             raise
-        except Exception as error:  # a trial that cannot be made proves nothing
+        except Exception as error:  # a trial that fails proves nothing
             raise DisprovedError(f"the trial failed: {type(error).__name__}: {error}") from error
 
     def _refuse_uses_elsewhere(self, region: Region) -> None:
-        """Refuse to cut, or to have terms of a gradient of, what other code uses as well.
+        """Refuse to cut tensors, or to have terms of their gradients, that other code uses as well.
 
         Raises:
-            SurroundedError: Something outside of the region uses one of its tensors.
+            SurroundedError: Code outside the region uses one of its tensors.
         """
         alone = set(region.roles.values()) <= {"vocabulary", "head", "gathered"}
         places = set(region.roles) if alone else {region.scope}
@@ -189,16 +189,16 @@ class Proving:
         if self._last is None or self._last[0] != scope:
             try:
                 calls = list(self._trace.distinct[scope].values())
-                conditions = Conditions(self._model.get_submodule(scope), calls, self._num_parts)
+                conditions = Conditions(self._model.get_submodule(scope), calls, self._num_tp_ranks)
             except DisprovedError:
                 raise
-            except Exception as error:  # whatever the user's code raises when it is run by itself
+            except Exception as error:  # any exception of user code that runs alone
                 raise DisprovedError(f"'{scope}' cannot be run by itself: {type(error).__name__}: {error}") from error
             self._last = (scope, conditions)
         return self._last[1]
 
     def _shape_of(self, scope: str, keys: set[int]) -> Any:
-        """Return what two scopes share that are likely to be cut alike, which is proven for each: structure, calls, place."""
+        """Return a key that scopes which are likely to be cut alike share: structure, calls, position. Each is still proven."""
         prefix = len(scope) + 1 if scope else 0
         own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
         return describe_likeness(self._model.get_submodule(scope)), own, list(self._trace.distinct[scope])
@@ -214,7 +214,7 @@ class Proving:
         return not cut & self.held(region)
 
     def held(self, region: Region) -> set[str]:
-        """Return the parameters that are whole inside a region, of which each rank has a term of the gradient."""
+        """Return the whole parameters inside a region of whose gradient each rank has a term."""
         inside = f"{region.scope}." if region.scope else ""
         held = set(region.partial)
         if region.roles.get(region.scope) == "sum":
@@ -222,7 +222,7 @@ class Proving:
         return held - set(region.cuts)
 
     def prove_each(self, region: Region) -> None:
-        """Prove modules that hold the same tensors and stand apart, each by itself."""
+        """Prove each of several separate modules that hold the same tensors."""
         for name, role in region.roles.items():
             if name in self._trace.calls:
                 own = {path: cut for path, cut in region.cuts.items() if path.rpartition(".")[0] == name}

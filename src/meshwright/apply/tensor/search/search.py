@@ -1,4 +1,4 @@
-"""From a model and one batch to a layout: trace, propose, prove. What is not proven stays whole, with the reason."""
+"""Search from a model and one batch to a layout: trace, propose, prove. What is not proven stays whole, with the reason."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ class Search:
 
     Args:
         module: The whole model; it is not changed.
-        num_parts: Ranks that share it [count].
+        num_tp_ranks: Ranks that share it [count].
         run: Runs a copy of the model, with its loss, on a small batch, and returns the model's outputs.
         wanted: FQN -> "whole", "column" or "row", where the plan says so.
     """
 
     def __init__(
-        self, module: nn.Module, num_parts: int, run: Callable[[nn.Module], Any], wanted: dict[str, str] | None = None
+        self,
+        module: nn.Module,
+        num_tp_ranks: int,
+        run: Callable[[nn.Module], Any],
+        wanted: dict[str, str] | None = None,
     ) -> None:
-        self.num_parts = num_parts
+        self.num_tp_ranks = num_tp_ranks
         self._wanted = wanted or {}
         self._reasons: dict[int, str] = {}
         self._regions: list[Region] = []
@@ -52,7 +56,7 @@ class Search:
             self._follow(module, run, trainable=False)
 
     def _follow(self, module: nn.Module, run: Callable[[nn.Module], Any], *, trainable: bool) -> None:
-        """Run a copy of the model and watch it, in training mode and with every parameter trainable: both may come later."""
+        """Trace a copy of the model in training mode, with every parameter trainable: both may come later."""
         # Tensors that forward writes into are buffers, which the copy has of its own. Parameters share their memory, and are
         # other objects: autograd remembers a parameter's shape for as long as a graph that used it lives.
         self._model = copy_module(
@@ -75,10 +79,10 @@ class Search:
         ):
             self._trace.finish(run(self._model))
         self._trace.stop()
-        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_parts)
+        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_tp_ranks)
 
     def layout(self, *, on_slices: bool = True) -> TensorLayout:
-        """Return what can be cut, and why the rest is not; `on_slices` lets layers run on slices of the sequence."""
+        """Return the layout, with the reasons for what is not cut; `on_slices` lets layers run on slices of the sequence."""
         for key in self._by_wish("whole"):
             self._taken.add(key)
             self._reasons[key] = "the plan says so"
@@ -89,12 +93,12 @@ class Search:
         self._lone_layers()
         chains: tuple[Chain, ...] = ()
         if on_slices:
-            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_parts)
+            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_tp_ranks)
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
         return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
 
     def _proven_calls(self, name: str) -> tuple[str, ...]:
-        """Return digests of the structures and calls of a module under which what is cut in it was proven (`conditions.py`)."""
+        """Return digests of the structures and calls of a module under which its cuts were proven (`conditions.py`)."""
         module = self._model.get_submodule(name)
         flags = [child.training for child in module.modules()]
         found: dict[str, None] = {}
@@ -104,7 +108,7 @@ class Search:
                 module.train(mode)
             structure = digest(describe_structure(module))
             if structure in structures:
-                continue  # as it was when it was seen
+                continue  # the traced modes, already done
             structures.add(structure)
             for call in self._trace.distinct.get(name, {}).values():
                 kind, is_same = self._kind_of(module, call)
@@ -123,10 +127,10 @@ class Search:
         return tuple(found)
 
     def _kind_of(self, module: nn.Module, call: Call) -> tuple[Kind, bool]:
-        """Return which other sizes and numbers may run other code, and whether none does without gradients."""
+        """Return which sizes and values could run other code, and whether none do without gradients."""
         names = names_of_sizes(call.args, call.kwargs)
         try:
-            asked = Experiment(module, call, self.num_parts).asks()
+            asked = Experiment(module, call, self.num_tp_ranks).asks()
         except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
             return (tuple(names.values()), 2), False
         return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
@@ -135,7 +139,7 @@ class Search:
         return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]
 
     def _leave_what_the_loss_reads(self) -> None:
-        """Keep whole what code outside of the model's own forward uses: of a shard it would compute something else."""
+        """Keep tensors whole that code outside the model's own forward uses: with a shard it would compute something else."""
         for key, uses in self._trace.uses.items():
             if () in uses and key in self._names.of:
                 self._taken.add(key)
@@ -174,7 +178,7 @@ class Search:
         return isinstance(self._model.get_submodule(name), nn.Embedding)
 
     def _is_side(self, call: Product) -> bool:
-        """Tell whether an embedding is looked up inside a pair's scope: one value for each head, which the pair takes along."""
+        """Tell whether an embedding is looked up inside a pair's scope: one value for each head, cut with the pair."""
         for key in self._trace.products:
             pair = pair_of(key, self._trace, set()) if key > 0 else None
             scope = pair.scope(self._names) if pair else ""
@@ -206,12 +210,12 @@ class Search:
         self._accept(region, self._keys(region))
 
     def _roles_of_idle(self, cuts: dict[str, Cut], roles: dict[str, Role]) -> dict[str, Role]:
-        """Return roles of modules that hold what is cut, and that the first batch did not call: torch's own need no proof.
+        """Return roles of modules that hold cut tensors and were not called in the first batch: torch's own need no proof.
 
         Raises:
-            DisprovedError: It is another module, and what it would do with a shard is not known.
+            DisprovedError: It is another module, whose use of a shard is not known.
         """
-        # Of those that were called it is known what they do with it.
+        # The use in modules that were called is known.
         known = {id(self._model.get_submodule(name)) for name in (*roles, *self._trace.calls)}
         found: dict[str, Role] = {}
         for name in dict.fromkeys(path.rpartition(".")[0] for path in cuts):
@@ -233,13 +237,13 @@ class Search:
             if pair is None or not self._may_be_paired(pair):
                 continue
             keys = {key, *(column.parameter for column in pair.columns)}
-            options = Options(pair, self._trace, self._names, self.num_parts)
+            options = Options(pair, self._trace, self._names, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
             self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
 
     def _in_order(self) -> list[int]:
-        """Return the keys of products; late ones are the row of a pair, and a column of a larger one in the same module."""
+        """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module."""
         pairs = [pair for key in self._trace.products if (pair := pair_of(key, self._trace, set())) is not None]
         scopes = [pair.scope(self._names) for pair in pairs]
         late = {
@@ -268,11 +272,11 @@ class Search:
             if not all(self._names.is_layer(other, self._trace) for other in calls):
                 continue
             width = self._names.parameters[key].shape[call.out_dim]
-            if width < self.num_parts:
-                self._reasons[key] = f"it has {width} outputs for {self.num_parts} ranks"
+            if width < self.num_tp_ranks:
+                self._reasons[key] = f"it has {width} outputs for {self.num_tp_ranks} ranks"
                 continue
             if key in self._reasons and not (wished or feeds_only_the_output(key, self._trace)):
-                continue  # part of something that could not be cut: exchanges of its own would cost more than it saves
+                continue  # inside something that could not be cut: its own exchanges would cost more than they save
             cuts = dict.fromkeys(self._names.of[key], Cut(dim=call.out_dim, groups=(width,)))
             for other in self._trace.met.get(key, ()):
                 if tuple(self._names.parameters[other].shape) == (width,):

@@ -1,8 +1,8 @@
-"""Which layers run on slices of the sequence between their regions, found by trying.
+"""Layers that run on slices of the sequence between their regions (sequence parallelism), found by trial.
 
-What stands between regions (norms, dropout, sums) every rank would compute alike; on slices each computes its own part, and the
-all-reduce after a region becomes a reduce-scatter, with an all-gather before the next. That is right where it computes each
-position by itself, which the proof finds out.
+The code between regions (norms, dropout, sums) would compute the same on every rank. On slices each rank computes its own part;
+the all-reduce after a region becomes a reduce-scatter, with an all-gather before the next. That is right where the code treats
+each position by itself, which the proof checks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_TRIALS = 32
 
 
 def find_chains(
-    model: nn.Module, trace: Trace, regions: Sequence[Region], num_parts: int
+    model: nn.Module, trace: Trace, regions: Sequence[Region], num_tp_ranks: int
 ) -> tuple[tuple[Chain, ...], list[Region]]:
-    """Return the chains of layers that may run on slices, and the regions with the places where they then take tensors in.
+    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
 
     Args:
-        model: The model that was traced.
-        trace: What was seen.
-        regions: What is cut.
-        num_parts: Ranks [count].
+        model: The traced model.
+        trace: The trace.
+        regions: The regions.
+        num_tp_ranks: Ranks [count].
     """
     chains: list[Chain] = []
     found = list(regions)
@@ -46,7 +46,7 @@ def find_chains(
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         if is_within or not all(_inside(layer, found) for layer in layers):
             continue
-        chain, changed = _try_run(model, trace, layers, found, num_parts)
+        chain, changed = _try_run(model, trace, layers, found, num_tp_ranks)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
@@ -60,7 +60,7 @@ def _inside(layer: str, regions: Sequence[Region]) -> list[Region]:
 
 
 def _runs(model: nn.Module, trace: Trace) -> Iterator[list[str]]:
-    """Yield names of neighbours in a list of modules, each of which was called with what the one before returned."""
+    """Yield names of consecutive modules in a list, each called with the result of the one before."""
     for name, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
@@ -76,7 +76,7 @@ def _runs(model: nn.Module, trace: Trace) -> Iterator[list[str]]:
 
 
 def _stream(layer: str, trace: Trace) -> Tensor | None:
-    """Return the tensor that a layer was called with and whose like it returned."""
+    """Return the tensor among a layer's arguments that its result matches."""
     call = trace.calls.get(layer)
     if call is None or not call.results or trace.num_calls[layer] > 1:
         return None
@@ -90,7 +90,7 @@ def _hands_on(layer: str, following: str, trace: Trace) -> bool:
 
 
 def _try_run(
-    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_parts: int
+    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
 ) -> tuple[Chain | None, dict[int, Region]]:
     changed: dict[int, Region] = {}
     partial: list[str] = []
@@ -106,7 +106,7 @@ def _try_run(
             whole_inputs=tuple(_below(layer, name) for name in whole),
             drops=layer in trace.drawing,
         )
-        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_parts)
+        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, model, trace):
@@ -126,45 +126,45 @@ def _try_run(
 
 
 def _known_first(known: tuple[Region, ...] | None, ways: Iterator[tuple[Region, ...]]) -> Iterator[tuple[Region, ...]]:
-    """Yield the way of another layer that looks alike first; it is proven for this one, too."""
+    """Yield first the way of another layer that looks alike; it is proven for this one too."""
     if known is not None:
         yield known
     yield from (way for way in itertools.islice(ways, MAX_TRIALS) if way != known)
 
 
 def _used_elsewhere(layer: str, partial: Sequence[str], model: nn.Module, trace: Trace) -> bool:
-    """Tell whether a parameter whose gradients have to be added up has uses outside, whose gradients every rank has whole."""
+    """Tell whether a parameter with a gradient to be summed is also used outside, where every rank has its whole gradient."""
     found = (trace.uses.get(id(find_tensor(model, f"{layer}.{name}")), {}) for name in partial)
     return any(layer not in path for uses in found for path in uses)
 
 
 class _LayerTrial:
-    """A layer, ready to be run on slices.
+    """A layer, prepared to run on slices.
 
-    Every slice is to have two positions, or two samples, at least: one that holds everything proves that a layer which mixes
-    them is right, too. Where the first batch was smaller, what the layer was called with is repeated.
+    Every slice needs at least two positions, or two samples: a slice of everything would also prove a layer that mixes them.
+    Where the first batch was smaller, the layer's arguments are repeated.
 
     Args:
         layer: The module.
-        call: What it was called with.
-        stream: The tensor among it that is to lie in slices.
+        call: Its recorded call.
+        stream: The argument that is to be sliced.
         chain: The layer as a chain of one.
-        num_parts: Ranks [count].
+        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_parts: int) -> None:
+    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_tp_ranks: int) -> None:
         self._layer = layer
         self._chain = chain
         self._call = call
         self._stream = stream
-        self._num_parts = num_parts
+        self._num_tp_ranks = num_tp_ranks
         self._made: dict[int, Conditions | None] = {}
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be added up)."""
+        """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
         right: list[int] = []
         partial: dict[str, None] = {}
-        for dim in reversed(dims):  # the sequence first: what is wrong is found there
+        for dim in reversed(dims):  # the sequence first: errors show there
             chain = self._chain.replace(dims=(dim,))
             conditions = self._conditions(dim)
             if conditions is None:
@@ -180,20 +180,20 @@ class _LayerTrial:
         return tuple(sorted(right)), tuple(partial)
 
     def _conditions(self, dim: int) -> Conditions | None:
-        """Return what has to hold for slices along a dim; None where that cannot be tried."""
+        """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_parts)
+                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_tp_ranks)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]
 
     def _calls(self, dim: int) -> list[Call]:
-        """Return what the layer is called with in the trial: as it was, and where that was small also larger along both dims."""
+        """Return the calls of the trial: the recorded one, and a larger one along both dims if that was small."""
         args, kwargs = self._call.args, self._call.kwargs
         shape = (0, 0) if self._stream is None else self._stream.shape
-        # Along the other dim two are enough: of one alone a layer that takes a mean out leaves zeros, and no gradients.
-        for other, least in ((dim, 2 * self._num_parts), (1 - dim, 2)):
+        # Along the other dim two are enough; of only one, a layer that subtracts a mean leaves zeros without gradients.
+        for other, least in ((dim, 2 * self._num_tp_ranks), (1 - dim, 2)):
             have = shape[other]
             if 0 < have < least:
                 args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
@@ -211,7 +211,7 @@ def _columns(region: Region) -> list[str]:
 
 
 def _whole_inputs(layer: str, regions: Sequence[Region], trace: Trace) -> list[str]:
-    """Return the columns whose input the layer was called with beside the stream."""
+    """Return the columns whose input is an argument of the layer other than the stream."""
     call = trace.calls[layer]
     stream = _stream(layer, trace)
     beside = {id(tensor) for tensor in tensors_in((call.args, call.kwargs)) if tensor is not stream}
@@ -224,7 +224,7 @@ def _whole_inputs(layer: str, regions: Sequence[Region], trace: Trace) -> list[s
 
 
 def _ways(layer: str, regions: Sequence[Region], trace: Trace) -> Iterator[tuple[Region, ...]]:
-    """Yield the regions, with names below the layer, for each choice of the modules at which they take the sequence in."""
+    """Yield the regions, with names below the layer, for each choice of modules at which they gather the sequence."""
     whole = set(_whole_inputs(layer, regions, trace))
     per_region = [[region, *_entries(layer, region, whole, trace)] for region in regions]
     choices = itertools.product(*(range(len(options)) for options in per_region))
@@ -233,7 +233,7 @@ def _ways(layer: str, regions: Sequence[Region], trace: Trace) -> Iterator[tuple
 
 
 def _entries(layer: str, region: Region, whole_inputs: set[str], trace: Trace) -> Iterator[Region]:
-    """Yield the region with an entry at each module around its columns that was called with what they take."""
+    """Yield the region with an entry at each module around its columns that was called with their input."""
     taken: set[int] = set()
     columns = _columns(region)
     for name in set(columns) - whole_inputs:
@@ -251,7 +251,7 @@ def _entries(layer: str, region: Region, whole_inputs: set[str], trace: Trace) -
 
 
 def _around(columns: Sequence[str], layer: str) -> Iterator[str]:
-    """Yield the names of the modules that hold all columns, innermost first, up to the layer and without it."""
+    """Yield the names of the modules around all columns, innermost first, up to the layer and without it."""
     if not columns:
         return
     parts = [name.split(".")[:-1] for name in columns]

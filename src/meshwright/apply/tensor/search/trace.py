@@ -1,10 +1,10 @@
-"""What feeds what: one forward of the plain model, watched.
+"""Trace of one forward of the plain model: which products feed which.
 
-Every call of a torch function goes by here. Of interest are *products*, in which a parameter mixes the entries of a dim (linear,
-convolution, embedding): for each tensor it is kept which products it comes from without another product between, its
-*sources*. From these follow the pairs that tensor parallelism cuts: the products whose results reach nothing but one other.
+Every call of a torch function passes through here. *Products* matter: calls in which a parameter mixes the entries of a dim
+(linear, convolution, embedding). For each tensor the trace keeps its *sources*: the products it comes from without another
+product between. From these follow the pairs that tensor parallelism cuts: products whose results reach only one other product.
 
-Nothing here decides anything: what is missed or misread is proposed wrongly, and then refused by the proof (`proof.py`).
+Nothing here decides anything. A missed or misread call leads to a wrong proposal, which the proof (`proof.py`) refuses.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Product:
 
     @property
     def key(self) -> int:
-        """What stands for it among the sources of tensors; a weight may be an embedding and a head, which differ here."""
+        """The product's identity among the sources of tensors; a weight may be an embedding and a head, which differ here."""
         return -self.parameter if self.kind == "embedding" else self.parameter
 
 
@@ -96,12 +96,11 @@ class Call:
 
 
 class Trace(TorchFunctionMode):
-    """A forward that is being watched. Run the model inside.
+    """A traced forward. Run the model inside this context.
 
     Args:
         module: The model, or a copy of it that shares its parameters.
-        originals: Where it is a copy: id of a parameter or buffer of the model -> id of the copy's. A loss that reads the model
-            reads these.
+        originals: For a copy: id of a parameter or buffer of the model -> id of the copy's; a loss may read the model's.
     """
 
     def __init__(self, module: nn.Module, originals: Mapping[int, int] | None = None) -> None:
@@ -139,7 +138,7 @@ class Trace(TorchFunctionMode):
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
         self._path: list[str] = []
         self._handles: list[Any] = []
-        self._alive: list[Any] = [list(module.buffers())]  # an id is only worth something while its tensor lives
+        self._alive: list[Any] = [list(module.buffers())]  # an id identifies a tensor only while the tensor lives
         for name, child in module.named_modules():
             self._watch(name, child)
         for parameter in self._parameters.values():
@@ -177,7 +176,7 @@ class Trace(TorchFunctionMode):
         self._handles = []
 
     def finish(self, outputs: Any) -> None:
-        """Take note of what the model returned."""
+        """Record the model's outputs."""
         for tensor in tensors_in(outputs):
             for source in self._sources.get(id(tensor), ()):
                 self.successors.setdefault(source, set()).add(OUTPUT)
@@ -221,7 +220,7 @@ class Trace(TorchFunctionMode):
             self.other_uses.setdefault(owner, set()).add(name)
         self._note_details(func, args, kwargs, sources)
         mixing = [] if product else [owner for owner, _ in derived if self._mixes(func, owner)]
-        for owner in mixing:  # recurrences, attention in one call: what comes out is of their own making
+        for owner in mixing:  # recurrences, attention in one call: their results have no known sources
             for source in sources:
                 self.successors.setdefault(source, set()).add(owner)
             sources = frozenset()
@@ -232,7 +231,7 @@ class Trace(TorchFunctionMode):
             self.successors.setdefault(product.key, set())
             sources = frozenset([product.key])
         for tensor in outputs:
-            # A function that writes in place gives its own input back, which then comes from both.
+            # An in-place function returns its own input, which then has both sources.
             self._sources[id(tensor)] = sources | (
                 self._sources.get(id(tensor), frozenset()) if not product else frozenset()
             )
@@ -260,14 +259,14 @@ class Trace(TorchFunctionMode):
             self.into_cross_entropy.update(sources)
 
     def _mixes(self, func: Callable[..., Any], owner: int) -> bool:
-        """Tell whether a use that is no product may still mix the entries of a dim."""
+        """Tell whether a use that is not a product may still mix the entries of a dim."""
         shape = self._parameters[owner].shape
         if func in CONVOLUTIONS:  # one in groups: each output has its own inputs
             return False
         return sum(size > 1 for size in shape) > 1 and getattr(func, "__name__", "").strip("_") not in ELEMENTWISE
 
     def _note_derived(self, func: Callable[..., Any], args: Any, outputs: list[Tensor]) -> bool:
-        """Follow a parameter through what only turns it or takes a part of it; tell whether that is what happened."""
+        """Follow a parameter through a transposition or a slice; tell whether the call was one."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or id(first) not in self._dims or len(outputs) != 1:
             return False

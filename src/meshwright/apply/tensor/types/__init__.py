@@ -1,7 +1,9 @@
-"""Types of tensors over the tp axis, checked on the run that the proof makes (docs/types.md).
+"""Types of tensors over the tp axis, checked during the runs of the proof (docs/types.md).
+
+A type says how a rank's tensor relates to the whole one; a rule for each operation derives the result's type.
 
 lattice     the types: replicated, varying, partial, shard(dim)
-typed_run   what the whole run calls, in order, with the user's line
+typed_run   calls of the whole run, in order, with the user's line
 marked      sizes of sharded dims: integers that remember the full size
 operation   one call of a torch function, as a rule sees it
 pointwise   rules of elementwise functions
@@ -9,15 +11,15 @@ views       rules of views
 products    rules of products
 reductions  rules of reductions
 indexing    rules of indexing
-rules       function name -> rule; what has none is refused
-gradients   which gradients are terms of a sum
+rules       function name -> rule; functions without one are refused
+gradients   gradients that are terms of a sum
 checker     the mode that follows one shard
-state       what it knows
-edges       what it meets
-ending      what it leaves
-report      what it found
+state       types known so far
+edges       exchanges, and modules that run our code
+ending      results, kept tensors and gradients after the forward
+report      the report
 
-To add a rule: the function's name in a family's table; a new family goes into `rules.py`.
+To add a rule, touch a family's table; a new family goes into `rules.py`.
 """
 
 __all__: list[str] = []

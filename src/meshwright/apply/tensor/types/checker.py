@@ -1,7 +1,7 @@
-"""The mode that follows one shard of an accepted cut, call by call, beside the record of the whole run.
+"""Checker: a mode that follows one shard of an accepted cut, call by call, beside the record of the whole run.
 
-It follows the last rank, whose share is the smallest: there every sharded dim differs from the whole's. A rank's code that
-differs from another's for any other reason than its share has read a number that is not replicated, which is refused.
+It follows the last rank, whose share is the smallest, so that every sharded dim differs from the whole's. If a rank's code
+differs from another's for any other reason than its share, it has read a value that is not replicated, which is refused.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Checker(TorchFunctionMode):
     """Follows a run on a shard.
 
     Args:
-        scope: The module before it was cut: what its integers are.
-        cutting: The layout, in force on a copy of the module.
-        record: What the whole run called.
+        scope: The module before it was cut, with its own integers.
+        cutting: The layout, applied to a copy of the module.
+        record: Calls of the whole run.
     """
 
     def __init__(self, scope: nn.Module, cutting: Cutting, record: Record) -> None:
@@ -64,7 +64,7 @@ class Checker(TorchFunctionMode):
 
     @property
     def report(self) -> TypeReport:
-        """What was found."""
+        """The report."""
         return self._state.report
 
     def _mark_integer(self, owner: nn.Module, key: str, full: int) -> None:
@@ -73,7 +73,7 @@ class Checker(TorchFunctionMode):
             setattr(owner, key, Size(local, full, self._compared))
 
     def run_and_watch(self, inputs: Any) -> Any:
-        """Return what the module gives; the report then says what the types are."""
+        """Run the module and return its results; the report then has the types."""
         state = self._state
         given = [Typed(tensor, REPLICATED, tuple(tensor.shape), "an input") for tensor in tensors_in(inputs)]
         for value in given:
@@ -142,7 +142,7 @@ class Checker(TorchFunctionMode):
             raise RefusedError(f"writes what comes from {other.type} into what is replicated, in place")
 
     def _write(self, op: Operation, kind: Type, where: Where) -> None:
-        """Take note of a tensor that was written to in place, and of the one that it is a view of."""
+        """Record a write in place to a tensor, and to its base."""
         target: Tensor = op.args[0]
         targets = [target] if target._base is None else [target, target._base]
         made: list[Typed] = []
@@ -164,7 +164,7 @@ class Checker(TorchFunctionMode):
         return value.where != NOWHERE
 
     def _check_drawing(self, op: Operation) -> None:
-        """Refuse masks that would differ on copies of a tensor, or be the same on its parts."""
+        """Refuse masks that would differ on copies of a tensor, or be the same on its shards."""
         is_apart = self._state.cutting.draws_apart
         if op.name in DRAWS and is_apart:
             raise RefusedError("draws random numbers for all ranks where each rank draws numbers of its own")
@@ -220,7 +220,7 @@ class Checker(TorchFunctionMode):
         where, is_own = find_where()
         if is_own or self._state.closed:
             return
-        # Of two sizes of parts the run has shown what their comparison leads to: both follow from the layout.
+        # The run has shown the outcome for two shard sizes: both follow from the layout.
         if is_plain:
             self.report.compared_sizes.add((where.file, where.line))
         if not is_same and is_plain and not self._state.is_over:
@@ -248,7 +248,7 @@ def is_written(func: Callable[..., Any]) -> bool:
 
 
 def _by_meta(func: Callable[..., Any], op: Operation) -> list[tuple[int, ...]] | None:
-    """Return the shapes that a call of our own code would give on whole tensors; None where it cannot be told."""
+    """Return the shapes that a call of our own code would have on whole tensors; None where that is not known."""
     fulls = {id(value.tensor): torch.empty(value.full, dtype=value.tensor.dtype, device="meta") for value in op.inputs}
 
     def full(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What happens at the edges of regions and chains: exchanges, and modules that run code of ours."""
+"""Edges of regions and chains in the type check: exchanges, and modules that run our code."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def watched(state: TypingState) -> Iterator[None]:
 
 
 class _Exchanges:
-    """Makes exchanges and follows them.
+    """Runs exchanges and records their types.
 
     Args:
-        state: What is known.
+        state: The types known so far.
     """
 
     def __init__(self, state: TypingState) -> None:
@@ -94,10 +94,10 @@ class _Closed:
     """A module that is not followed inside.
 
     Args:
-        state: What is known.
+        state: The types known so far.
         module: The module.
         path: Its name.
-        role: What it does.
+        role: Its role.
     """
 
     def __init__(self, state: TypingState, module: nn.Module, path: str, role: Role) -> None:
@@ -134,7 +134,7 @@ class _Closed:
         for index, value in enumerate(self._taken):
             if self._role == "inner" and index == 0:
                 is_right = value.type == shard(value.tensor.dim() - 1)
-            else:  # slices of a layer's stream it takes in by itself
+            else:  # it gathers slices of a layer's stream itself
                 is_part = value.type.dim is not None and bool(self._state.cutting.layout.chains)
                 is_right = value.type.kind == "replicated" or is_part
             if not is_right:
@@ -151,7 +151,7 @@ class _Closed:
         for value in made:
             state.put(value)
         own = [state.typed(parameter) for parameter in self._module.parameters()]
-        # What is whole and serves a part has a term of the gradient, on slices of a layer's stream, too.
+        # A whole tensor used by a shard gets a term of its gradient, on slices of a layer's stream too.
         is_whole = all(value.type.kind == "replicated" for value in made)
         state.tape.add("module" if is_whole else "operation", own, made)
         takes_in = "copy" if self._role == "column" else "module"

@@ -1,4 +1,4 @@
-"""What is looked at when the forward is over: results, what was kept, gradients."""
+"""Checks at the end of a forward: the types of results, of kept tensors and of gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__: list[str] = []
 
 
 def finish(state: TypingState, outputs: Any, given: Sequence[Typed]) -> None:
-    """Check what a run gives and leaves behind, and complete the report.
+    """Check the results and side effects of a run, and complete the report.
 
     Args:
-        state: What is known.
-        outputs: What the module gave.
-        given: What it was called with.
+        state: The types.
+        outputs: The module's results.
+        given: Its arguments.
     """
     try:
         state.whole.finish()
@@ -45,7 +45,7 @@ def finish(state: TypingState, outputs: Any, given: Sequence[Typed]) -> None:
 
 
 def _check_kept(state: TypingState) -> None:
-    """Refuse what is kept in a buffer or an attribute and is not replicated."""
+    """Refuse tensors kept in a buffer or an attribute that are not replicated."""
     cut = {id(find_tensor(state.module, path)) for path in state.cutting.layout.cuts}
     for path, child in state.module.named_modules():
         for key, tensor in _kept(vars(child)):

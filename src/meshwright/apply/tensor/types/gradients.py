@@ -1,8 +1,8 @@
 """Types of gradients, which follow from those of the forward.
 
-The gradient of a part is a part, that of a term of a sum is the same on all ranks. That of a replicated tensor depends on
-its uses: what goes on as replicated hands back a gradient that is the same on all ranks, what goes on into a part or a term
-hands back each rank's own term. Both at once cannot be put right by any exchange.
+The gradient of a shard is a shard; that of a term of a sum is the same on all ranks. The gradient of a replicated tensor depends
+on its uses. A use that stays replicated gives a gradient equal on all ranks; a use in a shard or a term gives each rank a term.
+Both at once cannot be corrected by any exchange.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _NEEDS_TERMS = {"copy": "adds up the gradients", "all_gather": "adds up the grad
 
 
 class Tape:
-    """Which tensors were made of which."""
+    """Record of which tensors were made from which."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, list[Typed], list[Typed]]] = []
 
     def add(self, kind: str, inputs: Sequence[Typed], outputs: Sequence[Typed]) -> None:
-        """Take note of a call: an exchange by its name, or an "operation"."""
+        """Record a call: an exchange by its name, or an "operation"."""
         wanted = [value for value in inputs if value.tensor.requires_grad]
         if wanted:
             self._steps.append((kind, wanted, list(outputs)))
 
     def go_back(self, outputs: Sequence[Typed]) -> None:
-        """Give every tensor on the way the kinds of gradient that it gets, from the outputs, whose own are the same on all ranks.
+        """Derive the kinds of every tensor's gradient, from the outputs on, whose own are the same on all ranks.
 
         Raises:
-            RefusedError: A gradient would be added up twice, or not at all; `value` says of what.
+            RefusedError: A gradient would be summed twice, or not at all; `value` names the tensor.
         """
         for value in outputs:
             value.gradients.add("own" if value.type.dim is not None else "same")

@@ -1,4 +1,4 @@
-"""Entries by number: the sharded dim must be taken as it is, since its numbers are not the whole's."""
+"""Rules of indexing: a sharded dim must be taken in full, since its indices are not the whole's."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ READS = frozenset(
 
 
 def embedding(op: Operation) -> list[Type]:
-    """Follow a look-up: by ids in parts, or in a table whose columns are."""
+    """Follow a look-up: with sharded ids, or in a table with sharded columns."""
     ids, table = op.args[0], op.argument(1, "weight", "indices")
-    if ids.is_floating_point():  # torch.embedding has them the other way round
+    if ids.is_floating_point():  # torch.embedding has the arguments in the other order
         ids, table = table, ids
     of_ids, of_table = op.type(ids), op.type(table)
     if of_table.kind == "replicated" and of_ids.dim is not None:
@@ -68,7 +68,7 @@ def item(op: Operation) -> list[Type]:
 
 
 def _check_index(index: Any, sharded: int, tensor: Tensor) -> None:
-    """Refuse numbers, lists and tensors along the sharded dim; slices are taken by the proof to be this rank's."""
+    """Refuse numbers, lists and tensors along the sharded dim; the proof takes a slice for this rank's."""
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(
         part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
@@ -109,7 +109,7 @@ def gather(op: Operation) -> list[Type]:
 
 
 def put(op: Operation) -> list[Type]:
-    """Follow what is written into a tensor: scatter, scatter_add, index_add, index_copy, index_fill and x[...] = y."""
+    """Follow writes into a tensor: scatter, scatter_add, index_add, index_copy, index_fill and x[...] = y."""
     first = op.args[0]
     if op.name == "setitem":
         return _set(op)
@@ -161,5 +161,5 @@ def _tensors(index: Any) -> list[Tensor]:
 
 
 def refuse_value_shape(op: Operation) -> list[Type]:
-    """Refuse what has as many entries as the values say."""
+    """Refuse a result whose number of entries depends on values."""
     raise RefusedError(f"takes {op.told()}, and what it gives depends on all values: each rank's would be another")

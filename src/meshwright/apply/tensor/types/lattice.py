@@ -1,4 +1,4 @@
-"""What is known of a tensor over the ranks of a tensor-parallel group."""
+"""Lattice of tensor types over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Kind = Literal["replicated", "varying", "partial", "shard"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Type:
-    """How the ranks' tensors relate to the whole one.
+    """Relation of the ranks' tensors to the whole one.
 
     replicated   every rank has the whole tensor; its gradient is either the same on all ranks or a term (`gradients.py`)
-    shard(dim)   every rank has a part along a dim; so it is with its gradient
+    shard(dim)   every rank has a part along a dim; its gradient is a shard, too
     partial      the ranks' tensors add up to the whole one; its gradient is the same on all ranks
     varying      differs from rank to rank, and its relation to the whole is not known
     """
@@ -38,12 +38,12 @@ PARTIAL = Type("partial")
 
 
 def shard(dim: int) -> Type:
-    """Return the type of parts along a dim, counted from 0."""
+    """Return the type of shards along a dim, counted from 0."""
     return Type("shard", dim)
 
 
 class RefusedError(Exception):
-    """An operation on tensors of these types is not what one device computes; the text says why."""
+    """An operation on these types does not compute what one device computes; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ NOWHERE = Where("", 0)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Typed:
-    """One version of a tensor: what is written in place makes a new one."""
+    """One version of a tensor: a write in place makes a new one."""
 
     tensor: Tensor
     type: Type

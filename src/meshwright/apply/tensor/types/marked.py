@@ -1,4 +1,4 @@
-"""Integers that are sizes of this rank's part, know the full size, and notice when code compares them."""
+"""Integers that stand for sizes of this rank's shard: they know the full size and notice comparisons by code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Size(int):
     """A size on this rank.
 
     Args:
-        local: It.
+        local: The size on this rank.
         full: The whole tensor's.
-        compared: Told of each comparison: (whether it would come out the same on one device, whether a plain number was met).
+        compared: Called at each comparison with (whether one device gets the same result, whether the other is a plain number).
     """
 
     full: int

@@ -14,16 +14,16 @@ __all__: list[str] = []
 
 
 class Operation:
-    """A call that has been made, with the types of what it took.
+    """A call that has run, with the types of its arguments.
 
     Args:
         name: The function's plain name.
         args: Its arguments.
         kwargs: Its keywords.
         inputs: The tensors among them.
-        outputs: The tensors that it gave.
+        outputs: The tensors that it returned.
         wholes: Their shapes in the whole run; None where they are not known.
-        integers: The whole run's arguments that are integers.
+        integers: The integer arguments in the whole run.
     """
 
     def __init__(
@@ -47,39 +47,39 @@ class Operation:
         self._types = {id(value.tensor): value.type for value in inputs}
 
     def type(self, value: Any) -> Type:
-        """Return the type of an argument; what is no tensor is the same on every rank."""
+        """Return the type of an argument; anything but a tensor is the same on every rank."""
         return self._types.get(id(value), REPLICATED) if isinstance(value, Tensor) else REPLICATED
 
     def argument(self, place: int, *names: str, default: Any = None) -> Any:
-        """Return an argument by its place, or one of its names."""
+        """Return an argument by its position, or one of its names."""
         for name in names:
             if name in self.kwargs:
                 return self.kwargs[name]
         return self.args[place] if len(self.args) > place else default
 
     def whole_integer(self, place: int, name: str, default: int) -> int:
-        """Return what an argument that is an integer was in the whole run."""
+        """Return the whole run's value of an integer argument."""
         return self.integers.get(name, self.integers.get(place, default))
 
     @property
     def is_replicated(self) -> bool:
-        """Whether all that it takes is replicated."""
+        """Whether all its arguments are replicated."""
         return all(value.type.kind == "replicated" for value in self.inputs)
 
     @property
     def has_varying(self) -> bool:
-        """Whether something that it takes is varying."""
+        """Whether an argument is varying."""
         return any(value.type.kind == "varying" for value in self.inputs)
 
     @property
     def has_partial(self) -> bool:
-        """Whether something that it takes is a term of a sum."""
+        """Whether an argument is a term of a sum."""
         return any(value.type.kind == "partial" for value in self.inputs)
 
-    # -- what rules are made of -----------------------------------------------------------------------------------
+    # -- building blocks of rules ---------------------------------------------------------------------------------
 
     def differing(self, index: int) -> list[int]:
-        """Return the dims in which an output is smaller or larger than the whole run's."""
+        """Return the dims in which an output differs in size from the whole run's."""
         if self.wholes is None:
             raise RefusedError("its shape in the whole run is not known")
         if len(self.wholes) != len(self.outputs):
@@ -90,7 +90,7 @@ class Operation:
         return [dim for dim, (mine, theirs) in enumerate(zip(own, whole, strict=True)) if mine != theirs]
 
     def by_shapes(self) -> list[Type]:
-        """Return the outputs' types where each is a part of the whole run's: along the one dim that differs.
+        """Return the outputs' types where each is a shard of the whole run's, along the one dim that differs.
 
         Raises:
             RefusedError: None differs, or several do.
@@ -107,7 +107,7 @@ class Operation:
         return found
 
     def _check_share(self, index: int, dim: int) -> None:
-        """Refuse an output that is not the same share of the whole as one of the parts taken."""
+        """Refuse an output whose share of the whole is not that of a sharded argument."""
         own, whole = self.outputs[index].shape[dim], (self.wholes or [])[index][dim]
         parts = [value for value in self.inputs if value.type.dim is not None]
         shares = [(value.tensor.shape[value.type.dim or 0], value.full[value.type.dim or 0]) for value in parts]
@@ -121,7 +121,7 @@ class Operation:
         return [of] * len(self.outputs)
 
     def linear(self) -> list[Type] | None:
-        """Return partial for each output where everything taken is a term of a sum, or zeros; None where nothing is a term."""
+        """Return partial for each output where every argument is a term of a sum, or zeros; None where none is a term."""
         if not self.has_partial:
             return None
         for value in self.inputs:
@@ -130,7 +130,7 @@ class Operation:
         return self.all(PARTIAL)
 
     def refuse_partial(self) -> None:
-        """Refuse where something is a term of a sum.
+        """Refuse arguments that are terms of a sum.
 
         Raises:
             RefusedError: It is.
@@ -150,12 +150,12 @@ class Operation:
                 raise RefusedError(f"takes {value.type} where it must have a replicated tensor")
 
     def told(self) -> str:
-        """Return the types that it takes, for a message."""
+        """Return the arguments' types, for a message."""
         return ", ".join(str(value.type) for value in self.inputs) or "nothing"
 
 
 def mixing(value: Typed) -> str:
-    """Return why something does not go together with a term of a sum."""
+    """Return why something must not be combined with a term of a sum."""
     if value.type.kind == "replicated":
         return "adds a replicated tensor to a term of a sum (partial): over all ranks it would be added once for each"
     return f"mixes {value.type} with a term of a sum (partial)"

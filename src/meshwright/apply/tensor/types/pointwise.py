@@ -1,4 +1,4 @@
-"""Functions of each entry by itself: dims meet from the right, as broadcasting has it."""
+"""Rules of elementwise functions: dims are matched from the right, as in broadcasting."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def broadcast(op: Operation) -> Type:
 
 
 def check_beside(value: Typed, place: int) -> None:
-    """Refuse a replicated tensor that is not the same for every entry of the sharded dim, `place` counted from the right.
+    """Refuse a replicated tensor that differs along the sharded dim; `place` is counted from the right.
 
     Raises:
         RefusedError: It is not.
@@ -142,7 +142,7 @@ def _is_number(value: object) -> bool:
 
 
 def cast(op: Operation) -> list[Type]:
-    """Follow a cast: another tensor only tells the dtype."""
+    """Follow a cast; another tensor among the arguments only gives the dtype."""
     return op.all(op.type(op.args[0]))
 
 

@@ -1,4 +1,4 @@
-"""Contractions: over a sharded dim they give a term of a sum, along one that is kept a part."""
+"""Rules of contractions: over a sharded dim the result is a term of a sum, along a kept one a shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def product(op: Operation) -> list[Type]:
-    """Follow a contraction as the einsum that it is, and what is added to it."""
+    """Follow a contraction as an einsum, and the addition of a bias."""
     operands, terms, result, added = _as_einsum(op)
     found = _contracted(op, operands, terms, result)
     for tensor in added:
@@ -53,7 +53,7 @@ def _contracted(op: Operation, operands: list[Tensor], terms: list[str], result:
 
 
 def _check_added(op: Operation, tensor: Any, found: Type, num_dims: int) -> None:
-    """Refuse a bias that is not as what it is added to."""
+    """Refuse a bias whose type is not that of the product."""
     if not isinstance(tensor, Tensor):
         return
     own = op.type(tensor)
@@ -77,7 +77,7 @@ def _check_added(op: Operation, tensor: Any, found: Type, num_dims: int) -> None
 
 
 def _as_einsum(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
-    """Return (operands, their letters, the result's, what is added)."""
+    """Return (operands, their letters, the result's letters, the bias)."""
     a: Any = op.argument(0, "input", "self")
     b: Any = op.argument(1, "weight", "other", "mat2", "tensor", "vec2")
     if op.name == "einsum":
@@ -149,7 +149,7 @@ def _convolution(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]
     if op.whole_integer(place, "groups", groups) == 1:
         letters = f"yz{kernel}" if is_turned else f"zy{kernel}"
         return [data, weight], [f"{lead}y{space}", letters], f"{lead}z{space}", bias
-    # In groups: channels of the data, the weight's first dim and the result's channels are shared out together.
+    # In groups: channels of the data, the weight's first dim and the result's channels are divided together.
     is_cut = own.dim == len(lead)
     if is_cut and op.whole_integer(place, "groups", groups) * data.shape[len(lead)] != groups * _channels(
         op, data, len(lead)
@@ -163,7 +163,7 @@ def _channels(op: Operation, data: Tensor, at: int) -> int:
 
 
 def attention(op: Operation) -> list[Type]:
-    """Follow scaled_dot_product_attention: heads and samples may be in parts, and the dims that nothing is summed over."""
+    """Follow scaled_dot_product_attention: heads, samples and dims that are not summed over may be sharded."""
     query, key, value = op.args[0], op.argument(1, "key"), op.argument(2, "value")
     mask = op.argument(3, "attn_mask")
     op.refuse_partial()

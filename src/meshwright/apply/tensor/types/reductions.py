@@ -1,4 +1,4 @@
-"""Functions over all entries of a dim: sums, norms, softmax, sorting. Over a sharded dim only a sum can be right."""
+"""Rules of functions over all entries of a dim: sums, norms, softmax, sorting. Over a sharded dim only a sum can be right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.apply.tensor.types.pointwise import pointwise
 
 __all__: list[str] = []
 
-# Function -> (place of its dim among the arguments, the dim without one; None is all of them).
+# Function -> (position of its dim among the arguments, its default dim; None is all of them).
 _ALL, _LAST = None, -1
 REDUCTIONS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
@@ -116,7 +116,7 @@ def channels(op: Operation) -> list[Type]:
 
 
 def places(op: Operation) -> list[Type]:
-    """Follow pooling and interpolation: over places, not over samples or channels."""
+    """Follow pooling and interpolation, which go over places, not over samples or channels."""
     own = op.type(op.args[0])
     num_places = {"1d": 1, "2d": 2, "3d": 3}.get(op.name[-2:], op.args[0].dim() - 2)
     if own.kind == "partial" and op.name.startswith(("avg_pool", "adaptive_avg")):
@@ -128,5 +128,5 @@ def places(op: Operation) -> list[Type]:
 
 
 def loss(op: Operation) -> list[Type]:
-    """Refuse losses: they go over everything."""
+    """Refuse losses: they reduce over everything."""
     raise RefusedError(f"is a loss over {op.told()}, of which each rank has a part")

@@ -1,4 +1,4 @@
-"""What the check of types found."""
+"""Report of the type check."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Refusal:
 
 @dataclasses.dataclass
 class TypeReport:
-    """What the types of one run say.
+    """Result of the type check of one run.
 
     Attributes:
-        refusals: What must not be cut so, and where; the check ends at the first.
+        refusals: Operations that forbid the cut, and where; the check ends at the first.
         compared_sizes: Lines that compare a size of a sharded dim with a number: other sizes may take another path.
         partial: FQNs of parameters that are whole, and whose gradients are terms of a sum.
-        num_operations: Calls that were followed [count].
+        num_operations: Calls that the check has followed [count].
     """
 
     refusals: list[Refusal] = dataclasses.field(default_factory=list[Refusal])
@@ -47,11 +47,11 @@ class TypeReport:
         self.refusals.append(Refusal(operation, where.file, where.line, text))
 
     def disagreement(self, partial: Collection[str], zero: Collection[str]) -> str:
-        """Return what is refused, or where the types and the numbers part; nothing where they agree.
+        """Return the refusal, or a difference between types and numbers; nothing where they agree.
 
         Args:
-            partial: FQNs of the parameters whose gradients are terms of a sum by their numbers.
-            zero: FQNs of those whose gradients are zero: numbers say nothing of them.
+            partial: FQNs of the parameters whose gradients are terms of a sum, by their numbers.
+            zero: FQNs of those with zero gradients, of which numbers say nothing.
         """
         if self.refusals:
             return str(self.refusals[0])

@@ -1,4 +1,4 @@
-"""Function name -> rule. What has none, and takes a tensor that is not replicated, is refused."""
+"""Table of rules: function name -> rule. A function without a rule is refused where an argument is not replicated."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ RULES = _table()
 
 
 def result_types(op: Operation) -> list[Type]:
-    """Return the types of what a call gave.
+    """Return the types of a call's results.
 
     Raises:
-        RefusedError: It is not what one device computes, or there is no rule for it.
+        RefusedError: It does not compute what one device computes, or has no rule.
     """
     if op.name in DRAWS:
         return _drawn(op)
@@ -105,7 +105,7 @@ def _drawn(op: Operation) -> list[Type]:
 
 
 def _of_replicated(op: Operation) -> list[Type]:
-    """Follow replicated tensors: the same everywhere, unless the result is made in this rank's size."""
+    """Follow replicated arguments: the result is replicated, unless it is made in this rank's size."""
     is_zero = op.name in ZEROS or (
         (op.name in views.VIEWS or op.name in ("getitem", "to", "clone", "contiguous", "mul"))
         and any(value.type.is_zero for value in op.inputs)

@@ -1,4 +1,4 @@
-"""What is known so far of the run that is followed."""
+"""State of the type check: types of all tensors so far."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TypingState:
     """The types of all tensors, and the report.
 
     Args:
-        cutting: The layout, in force on a copy of the module.
-        record: What the whole run called.
+        cutting: The layout, applied to a copy of the module.
+        record: Calls of the whole run.
     """
 
     def __init__(self, cutting: Cutting, record: Record) -> None:
@@ -55,19 +55,19 @@ class TypingState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is followed: something was refused."""
+        """Whether the check has ended: something was refused."""
         return bool(self.report.refusals)
 
     def put(self, value: Typed) -> None:
-        """Take note of a tensor, or of its new version."""
+        """Record a tensor, or its new version."""
         self._values[id(value.tensor)] = value
 
     def known(self, tensor: Tensor) -> Typed | None:
-        """Return what is known of a tensor."""
+        """Return the record of a tensor."""
         return self._values.get(id(tensor))
 
     def typed(self, tensor: Tensor) -> Typed:
-        """Return what is known of a tensor; what the code holds from before is a constant, the same on every rank."""
+        """Return the record of a tensor; one from before the run is a constant, the same on every rank."""
         found = self._values.get(id(tensor))
         if found is None:
             is_known = isinstance(tensor, Slices) or id(tensor) in self._constants

@@ -1,4 +1,4 @@
-"""What the whole run calls, one after the other: the shards run the same code, so that their k-th call is the same."""
+"""Record of the whole run's calls in order. Shards run the same code, so their k-th call must be the same."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def find_where() -> tuple[Where, bool]:
-    """Return the line of the user's code that is running, and whether it is our own code that calls instead.
+    """Return the running line of the user's code, and whether our own code makes the call instead.
 
-    What torch's own modules call is the user's: they are the user's modules.
+    Calls of torch's own modules count as the user's, since they are modules of the user's model.
     """
     frame: FrameType | None = sys._getframe(1)
     inner: Where | None = None
@@ -68,7 +68,7 @@ def find_where() -> tuple[Where, bool]:
 
 
 def is_torchs_own(frame: FrameType | None) -> bool:
-    """Tell whether code of torch, which is no module's, asks: it is made for every size."""
+    """Tell whether torch code outside any module asks; such code works for every size."""
     while frame is not None and "/apply/tensor/types/" in frame.f_code.co_filename:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
@@ -89,7 +89,7 @@ class Event:
 
 
 class Record:
-    """All calls of a run, and how far another run has followed them."""
+    """All calls of a run."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -105,7 +105,7 @@ class Follower:
     """A reader of a record.
 
     Args:
-        events: The whole run's.
+        events: The whole run's events.
     """
 
     def __init__(self, events: list[Event]) -> None:
@@ -113,7 +113,7 @@ class Follower:
         self._next = 0
 
     def call(self, name: str, where: Where) -> Event:
-        """Return the whole run's call that is this one.
+        """Return the whole run's call that matches this one.
 
         Raises:
             RefusedError: The whole run calls something else here.
@@ -127,17 +127,17 @@ class Follower:
         return found
 
     def finish(self) -> None:
-        """Take note that the run is over.
+        """Record the end of the run.
 
         Raises:
-            RefusedError: The whole run calls more.
+            RefusedError: The whole run has more calls.
         """
         rest = [event for event in self._events[self._next :] if event.module is None]
         if rest:
             raise RefusedError(f"takes another path on shards: the whole also calls {rest[0].name} at {rest[0].where}")
 
     def pass_module(self, path: str) -> list[tuple[int, ...]]:
-        """Go on after a module's call, and return the shapes of what it gave.
+        """Skip a module's call, and return the shapes of its results.
 
         Raises:
             RefusedError: The whole run does not call it here.
@@ -156,10 +156,10 @@ class Follower:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down what a run calls.
+    """Records the calls of a run.
 
     Args:
-        record: Where to.
+        record: The record to write.
     """
 
     def __init__(self, record: Record) -> None:
@@ -188,7 +188,7 @@ class Recorder(TorchFunctionMode):
 
 
 def run_and_watch(module: nn.Module, inputs: Any, record: Record) -> Any:
-    """Return what a module gives, with what it calls on the way in the record."""
+    """Run a module, record its calls and return its results."""
     handles: list[Any] = []
     for path, child in module.named_modules():
 
@@ -209,7 +209,7 @@ def run_and_watch(module: nn.Module, inputs: Any, record: Record) -> Any:
 
 
 def flat_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what torch functions take and give."""
+    """Yield the tensors among the arguments or results of a torch function."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):

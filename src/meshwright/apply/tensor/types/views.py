@@ -1,4 +1,4 @@
-"""Functions that only put entries elsewhere: linear, and a part stays a part as long as the sharded dim is not taken apart."""
+"""Rules of functions that only move entries: they are linear, and a shard stays one unless its sharded dim is split."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _expanded(op: Operation) -> list[Type]:
 
 
 def roll(op: Operation) -> list[Type]:
-    """Follow a rotation: along other dims."""
+    """Follow a rotation along other dims."""
     terms = op.linear()
     if terms is not None:
         return terms
@@ -76,7 +76,7 @@ def _dims(dims: Any, num_dims: int) -> set[int]:
 
 
 def join(op: Operation) -> list[Type]:
-    """Follow tensors that are put beside each other."""
+    """Follow concatenations and stacks."""
     terms = op.linear()
     if terms is not None:
         return terms
@@ -96,7 +96,7 @@ def join(op: Operation) -> list[Type]:
 
 
 def pad(op: Operation) -> list[Type]:
-    """Follow F.pad: not along the sharded dim."""
+    """Follow F.pad, except along the sharded dim."""
     first, widths = op.args[0], list(op.argument(1, "pad"))
     value = op.argument(3, "value", default=0)
     own = op.type(first)
