@@ -1,4 +1,6 @@
-"""Texts of torch's own errors, where it has no type of exception: the only file that reads an error's text. Does not import torch.
+"""Texts of torch's own errors, where it has no type of exception: the only file that reads an error's text.
+
+It does not import torch.
 
 A release of torch may reword these, so each is used where a wrong answer costs a clear message and never a number.
 """

@@ -1,4 +1,4 @@
-"""Work that a step has an engine run: micro-batches, their losses, what backward starts from, and what ranks are told meanwhile."""
+"""Work that a step has an engine run: micro-batches, their losses, the roots of backward, and what ranks are told."""
 
 from __future__ import annotations
 
