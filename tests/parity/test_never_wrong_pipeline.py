@@ -129,7 +129,7 @@ def test_a_forward_may_come_before_the_first_step(plan: str) -> None:
 
 def test_stages_that_take_different_ways_say_so() -> None:
     outcomes = testing.run_outcomes(unlike.step_in_different_ways, 2)
-    assert all("took different ways" in str(outcome.error) for outcome in outcomes)
+    assert all("took different paths" in str(outcome.error) for outcome in outcomes)
 
 
 def test_what_a_layer_raises_over_a_tensor_of_another_way_is_laid_to_the_way() -> None:

@@ -282,7 +282,7 @@ def _unexpected(
         )
     return ApplyError(
         f"stage {target} waits for {what} of shape {list(meta.shape)}, {meta.dtype}, of stage {source} in micro-batch "
-        f"{micro_batch}, and something else came ({came}): the stages took different ways through the forward",
+        f"{micro_batch}, and something else came ({came}): the stages took different paths through the forward",
         fix=_OTHER_WAY_FIX,
     )
 

@@ -71,9 +71,10 @@ class StageMap:
         if latest in stages and not any(True for _ in module.buffers()):
             return latest  # it lies there for another of its calls; this batch makes others than the first one did
         raise ApplyError(
-            f"'{unit}' runs on stage {stage} and takes a tensor that stage {latest} computes; a pipeline runs forward only",
-            fix="leave the stages to Meshwright, or give the layers stages in the order in which they run; pass an "
-            "example_batch= to apply_plan with which every layer runs as often as it ever will",
+            f"'{unit}' is on stage {stage} and takes a tensor that stage {latest} computes (rule: a layer's inputs come from "
+            "its own stage or from an earlier one)",
+            fix="leave out stages=, or assign the layers to stages in the order in which they run; pass an example_batch= to "
+            "apply_plan with which every layer runs as often as it ever will",
         )
 
     def runs_on(self, name: str, own: Collection[int]) -> bool:
