@@ -42,4 +42,4 @@ def test_where_ranks_agree_while_forward_runs_calls_on_some_alone_are_refused() 
         assert found[0] == pytest.approx(jobs.plain(calls=1)[0], rel=1e-12)
     for outcome in testing.run_outcomes(functools.partial(job, by_hand=(0,)), 2):
         assert isinstance(outcome.error, mw.ApplyError)
-        assert "buffers were changed on rank(s) [0] of 2 alone" in str(outcome.error)
+        assert "buffers were changed only on rank(s) [0] of 2" in str(outcome.error)

@@ -168,5 +168,7 @@ def test_split_needs_no_count_of_samples_beside_the_targets(name: str, line: str
 
 
 def test_a_split_that_loses_samples_is_refused() -> None:
-    with pytest.raises(mw.ApplyError, match=r"cut a batch of 5 samples into 2 parts, and gave 1 with \[3\] samples"):
+    with pytest.raises(
+        mw.ApplyError, match=r"cut a batch of 5 samples into 2 parts, and returned 1 with \[3\] samples"
+    ):
         uncut_jobs.losing_step()

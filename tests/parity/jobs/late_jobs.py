@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.tensor.partial import sum_partial
+from meshwright.apply.gradient_sums import sum_gradients
 from meshwright.ranks.join import join_world
 
 VOCABULARY = 11
@@ -342,7 +342,7 @@ def terms_on_one_rank() -> list[list[float] | None]:
     parameters[1].grad = torch.full((2,), 1.0 + world.rank)
     if world.rank == 0:
         parameters[0].grad = torch.full((2,), 5.0)
-    sum_partial(parameters, world.default_group)
+    sum_gradients(parameters, world.default_group)
     return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 
