@@ -108,7 +108,7 @@ def test_verify_says_what_is_shown(folder: Path) -> None:
 def test_the_guides_program_trains_a_model_of_the_readers(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(READERS_PART + block(GUIDE, "python") + "    print(sorted(state))\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['0.bias', '0.weight', '2.bias', '2.weight']"
 
@@ -122,11 +122,11 @@ def test_the_pages_have_commands() -> None:
 def test_a_command_is_understood(line: str, folder: Path) -> None:
     words = shlex.split(line, comments=True)
     if "mine.toml" not in words:
-        done = run(words, folder, 30)
+        done = run(words, folder, 120)
         assert (done.returncode, done.stderr) == (0, "")
         return
     # One wrong key stops it where everything else of the line has been read and found right.
-    done = run([*words, "--set", "train.stepps=3"], folder, 30)
+    done = run([*words, "--set", "train.stepps=3"], folder, 120)
     assert done.returncode == 2
     assert "train.stepps" in done.stderr
     assert "did you mean 'steps'" in done.stderr
@@ -159,7 +159,7 @@ def test_the_readme_is_short() -> None:
 def test_the_picture_and_the_table_are_what_the_results_give() -> None:
     script = ROOT / "benchmarks" / "peers" / "figure.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=150, check=False
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
