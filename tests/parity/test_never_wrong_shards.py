@@ -144,7 +144,7 @@ def test_optimizer_state_is_changed_entry_by_entry(plan: str, change: Any) -> No
         (jobs.momenta_read, "the optimizer's 'momentum_buffer' of"),
         (jobs.momenta_read_of_dict, "the optimizer's 'momentum_buffer' of"),
         (jobs.momenta_read_by_parameter, "optimizer"),
-        (jobs.momenta_of_elsewhere, "is that of another optimizer"),
+        (jobs.momenta_of_elsewhere, "belongs to another optimizer"),
     ],
 )
 @pytest.mark.parametrize("plan", ALL)

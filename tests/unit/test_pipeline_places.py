@@ -66,5 +66,5 @@ def test_a_layer_that_holds_something_cannot_run_before_its_tensors() -> None:
     module = Chance(draws=False)
     stage_map = _cut(module, {"first": 0, "drop": 0, "last": 1})
     assert stage_map.place_of_call("drop", 0, module.drop, [0, None, 1]) == 1
-    with pytest.raises(ApplyError, match=r"'first' runs on stage 0 and takes a tensor that stage 1 computes"):
+    with pytest.raises(ApplyError, match=r"'first' is on stage 0 and takes a tensor that stage 1 computes"):
         stage_map.place_of_call("first", 0, module.first, [1])
