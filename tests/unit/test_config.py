@@ -96,6 +96,8 @@ def test_config_is_frozen(folder):
         ("train.stpes=3", ["unknown key 'train.stpes'", "did you mean 'steps'"]),
         ("trian.steps=3", ["unknown key 'trian'", "did you mean 'train'"]),
         ("steps=3", ["names no section", "fix: --set train.steps=3"]),
+        ("plan.tp=2", ["'plan' is not a section", "train.plan="]),
+        ("notes.x=1", ["'notes' is not a section"]),
         ("train.steps", ["section.key=value"]),
         ("train.steps=many", ["'train.steps' = 'many'", "integer"]),
         ("train.steps=1.5", ["'train.steps' = 1.5", "integer"]),

@@ -70,11 +70,27 @@ def average_of_the_whole() -> tuple[dict[str, Tensor], str]:
         return {name: p.detach().clone() for name, p in average.module.named_parameters()}, str(type(again))
 
 
-def average_on_one_device() -> dict[str, Tensor]:
+def average_of_another_model() -> list[dict[str, Tensor]]:
+    """Give an early average the values of whole models beside the cut one, during training and after it."""
+    found, whole = [], build()
+    with apply_uneven() as model:
+        average = AveragedModel(model.module)
+        for batch in BATCHES[:2]:
+            model.step(batch)
+            whole.load_state_dict(model.full_state_dict())
+            average.update_parameters(whole)
+        found.append({name: p.detach().clone() for name, p in average.module.named_parameters()})
+        model.step(BATCHES[2])
+        whole.load_state_dict(model.full_state_dict())
+    average.update_parameters(whole)
+    return [*found, {name: p.detach().clone() for name, p in average.module.named_parameters()}]
+
+
+def average_on_one_device(num_steps: int = 3) -> dict[str, Tensor]:
     module = build()
     average = AveragedModel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for batch in BATCHES:
+    for batch in BATCHES[:num_steps]:
         optimizer.zero_grad()
         square(module(batch[0]), batch).backward()
         optimizer.step()

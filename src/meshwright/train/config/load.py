@@ -19,6 +19,8 @@ from meshwright.train.config.types import ParamGroup, TrainConfig
 __all__: list[str] = []
 
 _SECTIONS = ("model", "data", "optimizer", "schedule", "train")
+_RESERVED = ("base_directory", "plan", "notes", "plan_rows")
+"""Fields of `TrainConfig` that `load_config` fills in."""
 
 
 def load_config(
@@ -84,7 +86,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for reserved in ("base_directory", "plan", "notes", "plan_rows"):
+    for reserved in _RESERVED:
         if reserved in tables:
             raise ConfigError(f"{path}: unknown key '{reserved}'; known: {', '.join(_SECTIONS)}")
     return tables
@@ -101,6 +103,9 @@ def _set(tables: dict[str, Any], override: str) -> None:
             f"--set {override}: '{parts[0]}' names no section; known: {', '.join(_SECTIONS)}",
             fix=f"--set train.{override}",
         )
+    if parts[0] in _RESERVED:
+        fix = "--plan, or --set train.plan=dp=2,zero=1 for example" if parts[0] == "plan" else None
+        raise ConfigError(f"--set {override}: '{parts[0]}' is not a section; known: {', '.join(_SECTIONS)}", fix=fix)
     table = tables
     for part in parts[:-1]:
         table = table.setdefault(part, {})

@@ -21,8 +21,8 @@ class EarlyCopies:
     """Copies of a model made between now and its cut.
 
     An average of such a copy pairs its parameters with the model's in their order, which is right for a whole model alone.
-    It refuses to take values at any other time: in its own call, which all ranks make, and not where one of them meets a
-    parameter that it does not hold.
+    It refuses to take the model's values at any other time: in its own call, which all ranks make, and not where one of them
+    meets a parameter that it does not hold.
 
     Args:
         module: The model; it notices that it is copied.
@@ -69,11 +69,18 @@ class EarlyCopies:
         finally:
             self._is_whole = outer
 
+    def _is_of_ours(self, model: Any) -> bool:
+        """Whether this is the model that was cut, a part of it, or one around it; any other module is whole."""
+        if not isinstance(model, nn.Module):
+            return True
+        own = {id(item) for item in (*self._module.modules(), *self._module.parameters())}
+        return any(id(item) in own for item in (*model.modules(), *model.parameters()))
+
     def _guarded(self, kind: type[Any]) -> type[Any]:
-        """Return a class of averages that take values of a whole model only; its instances are pickled as those of `kind`."""
+        """Return a class of averages that take values of whole models only; its instances are pickled as those of `kind`."""
 
         def update_parameters(average: Any, model: nn.Module) -> None:
-            if not self._is_whole:
+            if not self._is_whole and self._is_of_ours(model):
                 raise ApplyError(
                     "an AveragedModel was made of the model before its first step, while the rank had all of it, and is to "
                     "average what this rank holds now: its parameters would be paired with the wrong ones",
