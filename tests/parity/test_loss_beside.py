@@ -15,3 +15,11 @@ def test_auxiliary_losses_of_every_stage_are_in_the_loss(plan: str, num_ranks: i
     for found, own in testing.run_ranks(jobs.train, num_ranks, plan):
         assert found == pytest.approx(losses, rel=FLOAT64)
         testing.assert_parity(own, gradients, FLOAT64)
+
+
+@pytest.mark.parametrize(("plan", "num_ranks"), [("pp=2,micro_batches=2", 2), ("tp=2,pp=2", 4)])
+def test_stages_go_on_with_the_same_trials_where_one_alone_can_compute_the_loss(plan: str, num_ranks: int) -> None:
+    # A changed model is tried again. On a stage without the penalised weight the trial's loss is NaN, which ended its trials.
+    expected = jobs.losses_beside_a_switch(None)
+    for losses in testing.run_ranks(jobs.losses_beside_a_switch, num_ranks, plan):
+        assert losses == pytest.approx(expected, rel=FLOAT64)

@@ -81,3 +81,32 @@ def train_plainly() -> Seen:
         optimizer.step()
         losses.append(loss.item())
     return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def with_penalty(module: Mixture) -> Callable[[Any, Any], Tensor]:
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1]) + 0.1 * module.head.weight.square().sum()
+
+    return loss
+
+
+def losses_beside_a_switch(plan: str | None) -> list[float]:
+    """Take steps with a penalty over the last layer; a number of the model changes before the second."""
+    module, losses = build(), []
+    module.temperature = 1.0  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    loss_fn, sgd = with_penalty(module), functools.partial(torch.optim.SGD, lr=0.1)
+    if plan is not None:
+        with mw.apply_plan(module, plan, loss_fn=loss_fn, optimizer=sgd) as model:
+            for step in range(2):
+                losses.append(model.step(batch_of(step)).loss)
+                model.module.temperature = 0.5  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        return losses
+    optimizer = sgd(module.parameters())
+    for step in range(2):
+        batch = batch_of(step)
+        optimizer.zero_grad()
+        loss = loss_fn(module(batch[0]), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -85,19 +86,25 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
 
 
 def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torch.device) -> list[TrialOutcome]:
-    """Return outcomes with what any rank has noticed: random numbers, buffers that were written, statistics of the batch.
+    """Return outcomes that are equal on all ranks of a group: what any rank has noticed, and a loss that any could compute.
 
-    Whether Python read a value is left out: what ranks exchange and compare reads some.
+    A loss that reads parameters (a penalty) is NaN on a rank that does not hold them. Ranks that took their own numbers would
+    go on with other trials. Whether Python read a value is left out: what ranks exchange and compare reads some.
 
     Args:
         outcomes: Of the same trials on every rank.
         group: The ranks that ran them together.
         device: Where this travels.
     """
-    told = group.all_gather_json([outcome.obstacle for outcome in outcomes], device=device)
-    return [
-        dataclasses.replace(
-            outcome, obstacle=next((row[place] for row in told if row[place] is not None), None), branches=False
-        )
-        for place, outcome in enumerate(outcomes)
-    ]
+    own = [[outcome.obstacle, outcome.value, outcome.weight, list(outcome.parts)] for outcome in outcomes]
+    told = group.all_gather_json(own, device=device)
+    return [_agreed(outcome, [row[place] for row in told]) for place, outcome in enumerate(outcomes)]
+
+
+def _agreed(outcome: TrialOutcome, rows: Sequence[Any]) -> TrialOutcome:
+    obstacle = next((row[0] for row in rows if row[0] is not None), None)
+    known = [row for row in rows if row[0] is None and all(map(math.isfinite, row[3] or [row[1]]))]
+    _, value, weight, parts = (known or rows)[0]
+    return dataclasses.replace(
+        outcome, obstacle=obstacle, value=value, weight=weight, parts=tuple(parts), branches=False
+    )
