@@ -43,10 +43,13 @@ PLANS = {
 }
 
 
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
 def _torchvision() -> Any:
     """Return torchvision's models; its compiled operators, which no model here uses, may be of another build."""
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in ("nms", "qnms"):
+        _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision import models  # pyright: ignore[reportMissingImports]
 
     return models
@@ -58,7 +61,7 @@ def _library() -> Any:
 
 
 def resnet18(norm: str) -> nn.Module:
-    """Return ResNet18, for small images all the same."""
+    """Return ResNet18; images of 64 x 64 leave its last BatchNorm four values a sample."""
     models = _library()
     layer = functools.partial(nn.GroupNorm, 8) if norm == "group" else nn.BatchNorm2d
     return models.resnet18(norm_layer=layer, num_classes=CLASSES)
@@ -152,7 +155,7 @@ def batch_of(kind: str, step: int) -> Any:
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
     if kind == "images":
-        return torch.randn(SAMPLES, 3, 32, 32, generator=generator, dtype=torch.float64), labels
+        return torch.randn(SAMPLES, 3, 64, 64, generator=generator, dtype=torch.float64), labels
     ids = torch.randint(29, (SAMPLES, 7), generator=generator)
     return {"input_ids": ids, "labels": ids} if kind == "labelled" else (ids, labels)
 
