@@ -36,12 +36,7 @@ class EarlyCopies:
         made, original = self._made, self._original
 
         def deepcopy(child: nn.Module, memo: dict[int, Any]) -> nn.Module:
-            noticing = type(child)
-            child.__class__ = original
-            try:
-                found = copy.deepcopy(child, memo)
-            finally:
-                child.__class__ = noticing
+            found = _as_class(original, child, lambda: copy.deepcopy(child, memo))
             made.append(weakref.ref(found))
             return found
 
@@ -89,21 +84,13 @@ class EarlyCopies:
                 )
             kind.update_parameters(average, model)
 
-        def as_plain(average: Any, run: Callable[[], Any]) -> Any:
-            guarded = type(average)
-            average.__class__ = kind
-            try:
-                return run()
-            finally:
-                average.__class__ = guarded
-
         def deepcopy(average: Any, memo: dict[int, Any]) -> Any:
-            found = as_plain(average, lambda: copy.deepcopy(average, memo))
+            found = _as_class(kind, average, lambda: copy.deepcopy(average, memo))
             found.__class__ = type(average)
             return found
 
         def reduce_ex(average: Any, protocol: Any) -> Any:
-            _, args, *state = as_plain(average, lambda: average.__reduce_ex__(max(protocol, 2)))
+            _, args, *state = _as_class(kind, average, lambda: average.__reduce_ex__(max(protocol, 2)))
             return object.__new__, args, *state  # pickle takes copyreg's own function for the object's own class only
 
         members = {
@@ -114,3 +101,13 @@ class EarlyCopies:
             "__doc__": kind.__doc__,
         }
         return type(kind.__name__, (kind,), members)
+
+
+def _as_class(kind: type[Any], item: Any, run: Callable[[], Any]) -> Any:
+    """Return what `run` gives while an object has another class."""
+    own = type(item)
+    item.__class__ = kind
+    try:
+        return run()
+    finally:
+        item.__class__ = own
