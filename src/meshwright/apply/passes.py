@@ -33,7 +33,7 @@ class MicroBatch:
     batch: Any
     """What the user's batch is, with fewer samples."""
     weight: float | None = None
-    """Weight of its loss, above 0; None where it is still to be found, as for a part of a micro-batch."""
+    """Weight of its loss, 0 where nothing in it counts; None where it is still to be found, as for a part of a micro-batch."""
 
 
 class StepWork(Protocol[TermT]):
@@ -41,7 +41,7 @@ class StepWork(Protocol[TermT]):
 
     @property
     def micro_batches(self) -> Sequence[MicroBatch]:
-        """The micro-batches of this rank that count, in their order; perhaps none."""
+        """The micro-batches of this rank, in their order; perhaps none."""
         ...
 
     def agree(self) -> int:
@@ -56,7 +56,7 @@ class StepWork(Protocol[TermT]):
         ...
 
     def loss_of(self, module: nn.Module, micro_batch: MicroBatch) -> TermT | None:
-        """Run forward and loss; None where nothing in it counts, or where this rank has no part in the loss."""
+        """Run forward and loss; None where this rank has no part in the loss."""
         ...
 
     def root_of(self, term: TermT) -> Root | None:

@@ -26,7 +26,7 @@ class LossWork:
         terms: Computes losses.
         agreement: What all ranks bring.
         parts: This rank's parts of the batch.
-        weights: The weight of each; what weighs nothing is left out.
+        weights: The weight of each. What weighs nothing runs too, since its forward writes buffers.
         is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation.
         on_phase: Called with "backward" when the last one begins.
     """
@@ -42,7 +42,7 @@ class LossWork:
         is_trained: bool | None = None,
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.micro_batches = [MicroBatch(*pair) for pair in zip(parts, weights, strict=True) if pair[1]]
+        self.micro_batches = [MicroBatch(*pair) for pair in zip(parts, weights, strict=True)]
         self._engine = engine
         self._terms = terms
         self._agreement = agreement
@@ -71,7 +71,7 @@ class LossWork:
 
     def _start(self, terms: Sequence[LossTerm], failure: Exception | None, *, is_alone: bool = False) -> SumExchange:
         return start_sums(
-            *(self._engine, terms, self._agreement),
+            *(self._engine, [term for term in terms if not term.is_empty], self._agreement),
             is_trained=self._is_trained,
             failure=failure,
             is_alone=is_alone,

@@ -119,21 +119,19 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
     for twin in made.modules():
         for key, value in list(vars(twin).items()):
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                vars(twin)[key] = _rebound(value, memo)
+                vars(twin)[key] = rebound(value, memo)
     return made
 
 
-def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+def rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Return a function that refers to the copies of the objects it refers to; a patched forward calls the one it replaced."""
     if isinstance(value, (nn.Module, Tensor)):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
-        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+        return types.MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
-        arguments = {key: _rebound(item, memo) for key, item in value.keywords.items()}
-        return functools.partial(
-            _rebound(value.func, memo), *(_rebound(item, memo) for item in value.args), **arguments
-        )
+        arguments = {key: rebound(item, memo) for key, item in value.keywords.items()}
+        return functools.partial(rebound(value.func, memo), *(rebound(item, memo) for item in value.args), **arguments)
     if not isinstance(value, types.FunctionType) or not value.__closure__ or id(value) in memo:
         return memo.get(id(value), value)
     memo[id(value)] = value  # two functions may reach each other
@@ -141,7 +139,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
         contents = [cell.cell_contents for cell in value.__closure__]
     except ValueError:  # a variable without a value yet: a recursive function that is being copied
         return value
-    reached = [item if item is value else _rebound(item, memo) for item in contents]
+    reached = [item if item is value else rebound(item, memo) for item in contents]
     if all(new is old for new, old in zip(reached, contents, strict=True)):
         return value
     cells = tuple(types.CellType(item) for item in reached)

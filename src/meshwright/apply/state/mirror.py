@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.modules.copies import rebound
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.plain_objects import independent, rows_of, tensors_reached
 
@@ -53,18 +53,25 @@ class Mirror:
         ):  # an object shared with the first one may come from its forward, and so refer to its modules
             first = shared.mirrors[0]
             self._memo |= {id(first._memo[key]): mine for key, mine in self._memo.items()}
+        known: dict[int, Any] = dict(self._memo)
+        for _, twin in self.pairs:
+            own = vars(twin)
+            own.update({name: rebound(value, known) for name, value in _attributes(twin).items()})
+            for hooks in (own[name] for name in _HOOKS if name in own):
+                hooks.update({key: rebound(hook, known) for key, hook in hooks.items()})
         self._seen = [self._read(child) for child, _ in self.pairs]
         self._given = [self._read(twin) for _, twin in self.pairs]
         shared.mirrors.append(self)
-        root = self.module
-        plain = type(root)
+        plain = type(self.module)
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            outputs = plain.forward(module, *args, **kwargs)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outputs = plain.__call__(module, *args, **kwargs)
             self._give()
             return outputs
 
-        root.__class__ = with_forward(plain, forward)
+        # Not its forward, which may be an attribute of the module itself.
+        members = {"__call__": call, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        self.module.__class__ = type(plain.__name__, (plain,), {**members, "__doc__": plain.__doc__})
 
     def _shares(self, values: Sequence[Any]) -> dict[int, Any]:
         """Return the objects that this copy shares with the script, by id."""
@@ -97,7 +104,7 @@ class Mirror:
                 if name in _HOOKS:
                     hooks = vars(twin)[name]
                     hooks.clear()
-                    hooks.update(own[name])
+                    hooks.update({key: rebound(hook, dict(self._memo)) for key, hook in own[name].items()})
                 else:
                     vars(twin)[name] = self._copy(own[name])
             for name in seen.keys() - now.keys():
@@ -108,6 +115,9 @@ class Mirror:
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value if self._is_first and self._is_near else value.detach().clone()
+        own = rebound(value, dict(self._memo))
+        if own is not value:
+            return own
         memo = self._shares([value])
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors_reached(value) if not tensor.is_leaf}
         memo |= self._memo

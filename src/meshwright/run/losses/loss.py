@@ -49,6 +49,8 @@ class LossTerm:
     """True: `value` is a mean over `weight` items. False: it is their sum."""
     dtypes: tuple[torch.dtype, ...] = ()
     """Of the outputs, and of the loss; the same for all micro-batches of all ranks."""
+    is_empty: bool = False
+    """Whether nothing in the micro-batch counts: `value` is 0, and backward from it gives gradients of 0."""
 
     def total(self) -> torch.Tensor:
         """Return the sum over the items, without its graph, in float64."""

@@ -56,6 +56,8 @@ class LossTerms:
             if self._engine.owes_nothing_to_the_loss:
                 return None
             few = list(itertools.islice(tensors_in(outputs), _NUM_LOOKED_AT))
+            if not weight:
+                return self._empty(outputs)
             first = next(iter(few), None)
             if first is not None and first.device != self._engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
@@ -75,10 +77,16 @@ class LossTerms:
         return outputs
 
     def of_any(self, module: nn.Module, part: Any, weight: float | None = None) -> LossTerm | None:
-        """Return the loss of a part of a batch, whose weight is found where it is not given; None also where nothing counts."""
-        # A replica's chunk of a micro-batch may hold nothing that counts, and a mean over nothing is 0 / 0.
-        weight = self._rule.known_weight(part) if weight is None else weight
-        return self.of(module, part, weight) if weight else None
+        """Return the loss of a part of a batch, whose weight is found where it is not given."""
+        return self.of(module, part, self._rule.known_weight(part) if weight is None else weight)
+
+    def _empty(self, outputs: Any) -> LossTerm:
+        """Return the term of a micro-batch in which nothing counts: its loss would be 0 / 0, but its forward writes buffers."""
+        floats = [each for each in tensors_in(outputs) if each.is_floating_point()]
+        # A loss of the model's own is 0 / 0 here, with gradients that are not finite; it is taken where there is nothing else.
+        given = next((each for each in floats if each.dim()), next(iter(floats), None))
+        value = torch.zeros((), device=self._engine.device) if given is None else given.flatten()[:0].sum()
+        return LossTerm(value, 0.0, is_mean=True, is_empty=True)
 
     @staticmethod
     def root(term: LossTerm, agreement: Agreement, *, alone: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -91,6 +99,8 @@ class LossTerms:
         """
         if not term.value.requires_grad:
             return None
+        if term.is_empty:
+            return term.value, None
         if term.is_mean:
             share = float(term.weight) / agreement.known_weight
         else:
