@@ -128,10 +128,17 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (nn.Module, Tensor)):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
-        return types.MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
+        function, owner = rebound(value.__func__, memo), rebound(value.__self__, memo)
+        is_same = function is value.__func__ and owner is value.__self__
+        return value if is_same else types.MethodType(function, owner)
     if isinstance(value, functools.partial):
-        arguments = {key: rebound(item, memo) for key, item in value.keywords.items()}
-        return functools.partial(rebound(value.func, memo), *(rebound(item, memo) for item in value.args), **arguments)
+        parts = [value.func, *value.args, *value.keywords.values()]
+        function, *given = [rebound(item, memo) for item in parts]
+        if all(new is old for new, old in zip([function, *given], parts, strict=True)):
+            return value
+        num_args = len(value.args)
+        named = dict(zip(value.keywords, given[num_args:], strict=True))
+        return functools.partial(function, *given[:num_args], **named)
     if not isinstance(value, types.FunctionType) or not value.__closure__ or id(value) in memo:
         return memo.get(id(value), value)
     memo[id(value)] = value  # two functions may reach each other
