@@ -2,6 +2,7 @@
 
     python benchmarks/peers/bench.py --all --rounds 20 --out DIR          every kind and case; DIR/KIND.json
     python benchmarks/peers/bench.py --kind pipeline --out FILE.json      one kind
+    python benchmarks/peers/bench.py --all --base CHECKOUT --out DIR      this commit against another
     python benchmarks/peers/bench.py --table DIR_OR_FILE...               the README's tables, from results
 
 Every side has processes of its own (`gangs.py`), all alive at once; a round lets each compute a block of steps, in an
@@ -12,8 +13,10 @@ rounds are split over several starts, since how memory comes to lie in a process
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 
 from cases import CASES
 from gangs import LEAD_IN
-from kinds import BOUND_TO_ONE_PROCESS, KINDS
+from kinds import BOUND_TO_BASE, BOUND_TO_ONE_PROCESS, KINDS
 from measure import run_start
 from summary import CHECKED_STEPS, IDLE_LIMIT, print_summary, summarise
 from table import print_tables
@@ -47,6 +50,9 @@ def parse() -> argparse.Namespace:
     what.add_argument("--table", nargs="+", type=Path, help="measure nothing; print tables of these results")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--peers", nargs="*", default=None, help="names; default: all of the kind")
+    parser.add_argument(
+        "--base", type=Path, help="a checkout of another commit, compared with this one instead of peers"
+    )
     parser.add_argument("--ours", nargs="+", choices=["shm", "gloo"], help="ratios are of the first; default: shm")
     parser.add_argument("--schedules", nargs="+", choices=OUR_SCHEDULES, help="of our pipeline; default: 1f1b")
     parser.add_argument("--settings", help="more of our plan, for example bucket_bytes=4MiB")
@@ -75,9 +81,11 @@ def give_up(number: int, frame: Any) -> None:
 def run_kind(name: str, arguments: argparse.Namespace, out: Path | None) -> bool:
     """Measure all cases of a kind; return whether the losses agree, the waiting sides kept still, and ours ran."""
     kind = KINDS[name]
+    if arguments.base is not None:
+        kind = dataclasses.replace(kind, bounds=BOUND_TO_BASE, gloo_bounds=BOUND_TO_BASE)
     options = {key: value for key, value in vars(arguments).items() if key not in ("all", "table")}
     record: dict[str, Any] = {
-        "options": options | {"kind": name, "out": None},
+        "options": options | {"kind": name, "out": None, "base": arguments.base and commit_of(arguments.base)},
         "bounds": {"best": kind.bounds, "gloo": kind.gloo_bounds, "one-process": BOUND_TO_ONE_PROCESS},
         "environment": environment(),
         "results": {},
@@ -105,6 +113,12 @@ def run_kind(name: str, arguments: argparse.Namespace, out: Path | None) -> bool
             out.write_text(json.dumps(record) + "\n")
     signal.alarm(0)
     return passed
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout, in short."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def is_sound(summary: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ LEAD_IN = 1
 
 def start(side: Side, timeout_s: float) -> RankGroup | PlainRanks:
     environment = dict(side.environment)
-    if not side.is_ours:
+    if not side.is_ours or side.source:
         return PlainRanks(side.ranks, threads=side.threads, timeout_s=timeout_s, env=environment)
     return RankGroup(
         side.ranks, threads_per_rank=side.threads, env=environment, timeout_s=timeout_s, start_timeout_s=timeout_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from cases import build_gpt, build_llama, build_untied_gpt
@@ -16,6 +17,8 @@ from side import KEEP_FREED_MEMORY, Side, ours
 from torch import nn
 
 Bounds = dict[str, float]
+HERE = Path(__file__).resolve().parents[2]
+"""This checkout."""
 
 
 def everywhere(bound: float) -> Bounds:
@@ -42,6 +45,13 @@ class Kind:
             schedules = options.schedules or schedules
         preset = ",".join(filter(None, (self.preset, options.settings)))
         sides = [ours(transport, preset, schedule) for transport in options.ours for schedule in schedules]
+        if options.base is not None:
+            named = [(side, side.name.replace("ours", "base", 1)) for side in sides]
+            sides = [side.of_checkout(HERE, side.name) for side in sides]
+            return [
+                dataclasses.replace(side, build=self.build)
+                for side in (*sides, *(side.of_checkout(options.base, name) for side, name in named))
+            ]
         peers = [side for side in self.peers if options.peers is None or side.name in options.peers]
         if options.keep_freed_memory:
             peers = [dataclasses.replace(side, environment=(*side.environment, *KEEP_FREED_MEMORY)) for side in peers]
@@ -79,4 +89,6 @@ KINDS = {
         schedule="1f1b",
     ),
 }
+BOUND_TO_BASE = everywhere(1.02)
+"""Of a commit to an earlier one."""
 BOUND_TO_ONE_PROCESS = {"balanced": 1.0}

@@ -26,7 +26,7 @@ _EXIT_PATIENCE_S = 10.0
 
 
 class PlainRanks:
-    """Processes with torch's default group over gloo, or one process without a group.
+    """Processes with torch's default group over gloo, or one process without a group. Ours join over their own transport.
 
     Args:
         num_ranks: How many [count].
@@ -128,7 +128,11 @@ def serve(end: Connection, timeout_s: float) -> None:
     """Be a rank: take calls until told to leave."""
     import torch.distributed as dist
 
-    if int(os.environ["WORLD_SIZE"]) > 1:
+    if "MESHWRIGHT_TRANSPORT" in os.environ:  # ours, which may come from another checkout
+        import meshwright as mw
+
+        mw.join_world()
+    elif int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
     with contextlib.suppress(EOFError):  # the parent is gone
         while (call := end.recv()) is not None:

@@ -6,6 +6,7 @@ import gc
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class _Runner:
         backend = dist.get_backend() if dist.is_initialized() else None
         if backend != side.backend:
             raise RuntimeError(f"{side.name} was to run on {side.backend}, and its default group is {backend}")
+        self._check_source(side)
         self.case = case
         # One process alone takes the shares of all ranks of the other sides.
         takes_all = backend is None or side.shares_batch
@@ -31,6 +33,15 @@ class _Runner:
         more = {"micro_batches": MICRO_BATCHES[case]} if side.in_micro_batches else {}
         self.step: Step = side.make(model, optimizer_of(optimizer), **more)
         self.idle_since = (time.perf_counter(), time.process_time())
+
+    @staticmethod
+    def _check_source(side: Side) -> None:
+        if side.source is not None:
+            import meshwright
+
+            found = Path(meshwright.__file__).resolve()
+            if not found.is_relative_to(side.source.resolve()):
+                raise RuntimeError(f"{side.name} was to run the code of {side.source}, and runs {found}")
 
     def batch(self, step: int) -> Batch:
         ids, labels = zip(*(make_batch(self.case, share, step) for share in self.shares), strict=True)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class Side:
     """The model, by the case's name."""
     in_micro_batches: bool = False
     """Whether `make` takes `micro_batches=` as well, see `cases.MICRO_BATCHES`."""
+    source: Path | None = None
+    """The checkout whose meshwright the ranks import, started as torchrun would; None: this one, by our launcher."""
+
+    def of_checkout(self, source: Path, name: str) -> Side:
+        """Return this side of ours with the code of another checkout."""
+        path = str(source.resolve() / "src")
+        return dataclasses.replace(
+            self, name=name, source=source, environment=(*self.environment, ("PYTHONPATH", path))
+        )
 
     @property
     def is_ours(self) -> bool:
