@@ -29,6 +29,10 @@ def mixes_samples(program: dict[str, Any]) -> bool:
             return True
         if form.get("value_over") is not None or form.get("state") == "calls":
             return True
+        # A sample runs into the in-place activation as often as another sample of its part asks for.
+        starts_in_place = form["kind"] == "sequential" and not form.get("act_last")
+        if "rounds" in model.get("root", {}) and starts_in_place and (form.get("norm") == "none" or form.get("post")):
+            return True
     root = model.get("root", {})
     return loss["kind"] == "batch_max" or bool({"ema", "value_branch", "calls"} & set(root))
 

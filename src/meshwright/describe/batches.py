@@ -19,14 +19,15 @@ def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     Args:
         batch: A mapping (keywords), or a pair ``(inputs, targets)`` whose inputs are a mapping (keywords), a tuple (positional)
-            or one tensor. Another object is passed as it is.
+            or one tensor. A tuple or list of one has inputs and no targets. Another object is passed as it is.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
     is_pair = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
-    if is_pair and len(batch) != 2:
+    if is_pair and len(batch) not in (1, 2):
         raise ApplyError(
-            f"a batch that is a {type(batch).__name__} must be a pair (inputs, targets), this one has {len(batch)} items",
+            f"a batch that is a {type(batch).__name__} must be a pair (inputs, targets), or have inputs alone; this one has "
+            f"{len(batch)} items",
             fix="put several inputs into a tuple of their own: ((ids, mask), labels)",
         )
     inputs = batch[0] if is_pair else batch

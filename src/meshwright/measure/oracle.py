@@ -221,8 +221,8 @@ def whole_batch_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any],
 
 
 def call_plain(model: nn.Module, batch: Any) -> Any:
-    """Call a model on a batch: a mapping as keywords, else the first of a pair as keywords, positions or one tensor."""
-    inputs = batch if isinstance(batch, Mapping) else batch[0]
+    """Call a model on a batch: a mapping as keywords, a tensor, or the first of a pair as keywords, positions or one tensor."""
+    inputs = batch if isinstance(batch, (Mapping, Tensor)) else batch[0]
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)

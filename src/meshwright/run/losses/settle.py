@@ -77,6 +77,8 @@ def settle_loss(
     if decision.error is not None and is_cut and rule.refuses:
         raise decision.error
     reasons = (*decision.reasons, *([decision.error.message] if decision.error is not None else []))
+    if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
+        reasons = (*reasons, _BRANCHES)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
     return is_cut and rule.refuses
 
@@ -248,7 +250,7 @@ def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decisio
     fitting = [counted for counted in candidates if plain[counted] <= tolerance]
     failing = [evidence for _, evidence in able if all(gap > tolerance for _, gap, _ in evidence.gaps)]
     if not fitting and failing and all(evidence.culprit == "branches" for evidence in failing):
-        return _Decision(reasons=(_BRANCHES,))
+        return _Decision()
     if not fitting:
         return _Decision(error=_refusal(able, is_given=is_given))
     proven = {counted: max(candidates[counted]) for counted in fitting if max(candidates[counted]) <= tolerance}

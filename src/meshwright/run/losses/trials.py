@@ -91,6 +91,8 @@ class Evidence:
     has_class_weights: bool = False
     written: str | None = None
     """A parameter that the forward sets by its batch."""
+    branches: bool = False
+    """Whether the model's forward reads values of its batch in Python, so that another batch may take another way."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
@@ -226,6 +228,7 @@ def examine(
         numbers=_describe(whole, outcomes, counts),
         is_total=_gap(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
         has_class_weights=whole.has_class_weights,
+        branches=whole.branches,
     )
     if found.is_sum:
         return found

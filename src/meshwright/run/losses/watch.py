@@ -248,7 +248,8 @@ class LossWatch:
 
 def _is_read_by_losses(path: Path) -> bool:
     name = next((key for key in reversed(path) if isinstance(key, str)), "").lower()
-    return path[0] == 1 or name == "y" or any(word in name for word in _NAMES)
+    # A batch that is one tensor is what an autoencoder's loss reads.
+    return not path or path[0] == 1 or name == "y" or any(word in name for word in _NAMES)
 
 
 def _map_rows(tree: Any, rows: Sequence[int], function: Callable[[Tensor], Tensor]) -> Any:
