@@ -96,7 +96,11 @@ def tree_bytes(tree: Any) -> int:
 
 def move_to(tree: Any, device: torch.device) -> Any:
     """Move every tensor to the device; one that is already there stays the same object."""
-    moved = map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
-    if moved is not tree and isinstance(tree, Mapping) and hasattr(moved, "__dict__") and hasattr(tree, "__dict__"):
-        vars(moved).update({name: value for name, value in vars(tree).items() if name not in vars(moved)})
-    return moved
+    return with_attributes(map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True)), tree)
+
+
+def with_attributes(made: Any, tree: Any) -> Any:
+    """Return a mapping that was made from another one, with the attributes that its class lets it have beside its entries."""
+    if made is not tree and isinstance(tree, Mapping) and hasattr(made, "__dict__") and hasattr(tree, "__dict__"):
+        vars(made).update({name: value for name, value in vars(tree).items() if name not in vars(made)})
+    return made

@@ -101,7 +101,10 @@ def split_samples(tree: Any, sizes: Sequence[int]) -> list[Any]:
         stop = start + size
 
         def cut(tensor: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
-            return tensor[start:stop] if tensor.dim() > 0 else tensor
+            if tensor.dim() == 0:
+                return tensor
+            # Each part counts writes for itself: backward of one must not refuse what the model writes into another.
+            return (tensor if tensor.requires_grad or tensor.is_inference() else tensor.data)[start:stop]
 
         parts.append(map_tensors(tree, cut, by_sample=True))
         start = stop

@@ -15,11 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.errors import ApplyError
-from meshwright.trees import map_tensors, tensors_in
+from meshwright.trees import map_tensors, tensors_in, with_attributes
 
 __all__: list[str] = []
 
+_CONTAINERS = (list, tuple, dict, set, collections.OrderedDict, collections.deque)
+_MAX_ENTRIES = 1_000
+"""Of a container that may hold functions or modules; a larger one is data [count]."""
+HOOKS = tuple(name for name in OF_TORCH if name.endswith("_hooks") and "state_dict" not in name)
+"""Attributes of a module that hold its hooks, those of state dicts left out."""
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -116,45 +122,113 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
             fix="leave such an attribute (a lock, an open file, a generator function's generator) out of copies in the module's "
             "__getstate__, or keep it outside of the model; or use tp=1",
         ) from error
-    for twin in made.modules():
-        for key, value in list(vars(twin).items()):
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                vars(twin)[key] = rebound(value, memo)
+    rebind(made, memo)
     return made
+
+
+def rebind(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Let functions in attributes and hooks of a copy refer to copies: copy.deepcopy shares functions.
+
+    Args:
+        module: The copy.
+        memo: id of each module, parameter and buffer that was copied -> its copy; further ones are added.
+    """
+    for twin in module.modules():
+        own = vars(twin)
+        for name, value in list(own.items()):
+            if name in HOOKS:
+                value.update({key: rebound(hook, memo) for key, hook in value.items()})
+            elif name not in OF_TORCH:
+                own[name] = rebound(value, memo)
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a function that refers to the copies of the objects it refers to; a patched forward calls the one it replaced."""
-    if isinstance(value, (nn.Module, Tensor)):
-        return memo.get(id(value), value)
+    """Return a value that refers to the copies of the objects it refers to; a patched forward calls the one it replaced.
+
+    Functions are looked into (what they close over, and their defaults), and so are containers of them. One that reaches no copy
+    stays itself.
+
+    Args:
+        value: A module, a tensor, a function, or a container of such; anything else stays itself.
+        memo: id of an object -> its copy; further ones are added.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if not _reaches(value, memo):
+        return value
     if isinstance(value, types.MethodType):
-        function, owner = rebound(value.__func__, memo), rebound(value.__self__, memo)
-        is_same = function is value.__func__ and owner is value.__self__
-        return value if is_same else types.MethodType(function, owner)
+        return types.MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
-        function, *given = [rebound(item, memo) for item in parts]
-        if all(new is old for new, old in zip([function, *given], parts, strict=True)):
-            return value
-        num_args = len(value.args)
-        named = dict(zip(value.keywords, given[num_args:], strict=True))
-        return functools.partial(function, *given[:num_args], **named)
-    if not isinstance(value, types.FunctionType) or not value.__closure__ or id(value) in memo:
-        return memo.get(id(value), value)
-    memo[id(value)] = value  # two functions may reach each other
-    try:
-        contents = [cell.cell_contents for cell in value.__closure__]
-    except ValueError:  # a variable without a value yet: a recursive function that is being copied
-        return value
-    reached = [item if item is value else rebound(item, memo) for item in contents]
-    if all(new is old for new, old in zip(reached, contents, strict=True)):
-        return value
-    cells = tuple(types.CellType(item) for item in reached)
-    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-    made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, value.__qualname__
-    vars(made).update(vars(value))
-    memo[id(value)] = made
+        named = {name: rebound(item, memo) for name, item in value.keywords.items()}
+        return functools.partial(rebound(value.func, memo), *(rebound(item, memo) for item in value.args), **named)
+    if isinstance(value, types.FunctionType):
+        return _function(value, memo)
+    if isinstance(value, (tuple, set)):
+        return type(value)(rebound(item, memo) for item in value)
+    made = memo[id(value)] = copy.copy(value)
+    made.clear()
+    if isinstance(value, dict):
+        made.update({key: rebound(item, memo) for key, item in value.items()})
+    else:
+        made.extend(rebound(item, memo) for item in value)
     return made
+
+
+def _reaches(value: Any, memo: dict[int, Any]) -> bool:
+    """Tell whether a function or container refers to an object that was copied."""
+    waiting, seen = _parts(value), {id(value)}
+    while waiting:
+        item = waiting.pop()
+        if memo.get(id(item), item) is not item:
+            return True
+        if id(item) not in seen:
+            seen.add(id(item))
+            waiting += _parts(item)
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        named = value.__kwdefaults__ or {}
+        return [*map(_content, value.__closure__ or ()), *(value.__defaults__ or ()), *named.values()]
+    if type(value) in _CONTAINERS and len(value) <= _MAX_ENTRIES:
+        return list(value.values() if isinstance(value, dict) else value)
+    return []
+
+
+def _function(value: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    cells = value.__closure__ or ()
+    # A variable whose value reaches no copy stays common: what one function assigns, another reads.
+    own = tuple(types.CellType() if _changes(_content(cell), value, memo) else cell for cell in cells)
+    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, own)
+    memo[id(value)] = made  # before its variables: two functions may reach each other
+    for mine, cell in zip(own, cells, strict=True):
+        if mine is not cell:
+            mine.cell_contents = rebound(cell.cell_contents, memo)
+    if value.__defaults__ is not None:
+        made.__defaults__ = tuple(rebound(item, memo) for item in value.__defaults__)
+    if value.__kwdefaults__ is not None:
+        made.__kwdefaults__ = {name: rebound(item, memo) for name, item in value.__kwdefaults__.items()}
+    made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
+    vars(made).update(vars(value))
+    return made
+
+
+def _changes(content: Any, function: types.FunctionType, memo: dict[int, Any]) -> bool:
+    return content is function or memo.get(id(content), content) is not content or _reaches(content, memo)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value yet
+        return None
 
 
 def repeat_call(tree: Any, size: int, times: int, *, along_samples: bool) -> Any:
@@ -187,3 +261,15 @@ def map_call(tree: Any, function: Callable[[Tensor], Any]) -> Any:
             return {key: map_call(value, function) for key, value in tree.items()}
         return map_tensors(tree, function)
     return map_tensors(copy_call(tree), function)
+
+
+def own_copy(batch: Any) -> Any:
+    """Return a batch that a trial may write into: containers and tensors of its own; a tensor in two places stays one."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:  # with the original, so that its id stays its own
+            made[id(tensor)] = tensor, tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)][1]
+
+    return with_attributes(map_call(batch, clone), batch)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
 import torch
 
+from meshwright.apply.modules.copies import own_copy
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.tensor.engine import TensorEngine
@@ -73,6 +75,8 @@ class ScheduleExecutor(Generic[TermT]):
 
     def _forward(self, stage: int, index: int) -> None:
         micro_batch = self._work.micro_batches[index]
+        if len(self._stages) > 1:  # each of them runs the model's own code, which may write into the batch
+            micro_batch = dataclasses.replace(micro_batch, batch=own_copy(micro_batch.batch))
         # Tensors that other stages compute are fake in what is returned; None where the loss reads numbers that they have.
         term = self._stages[stage].forward(
             index,

@@ -18,13 +18,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.modules.copies import rebound
+from meshwright.apply.modules.copies import HOOKS, rebind, rebound
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.plain_objects import independent, rows_of, tensors_reached
 
 __all__: list[str] = []
-
-_HOOKS = tuple(name for name in OF_TORCH if name.endswith("_hooks") and "state_dict" not in name)
 
 
 class Mirror:
@@ -42,7 +40,7 @@ class Mirror:
         self._is_first = not shared.mirrors
         self._own = {id(child) for child in original.modules()} | memo.keys()
         attributes = [value for child in original.modules() for value in _attributes(child).values()]
-        hooks = [hook for child in original.modules() for name in _HOOKS for hook in vars(child).get(name, {}).values()]
+        hooks = [hook for child in original.modules() for name in HOOKS for hook in vars(child).get(name, {}).values()]
         shares = independent(hooks, self._own) | self._shares(attributes)
         self.module: nn.Module = copy.deepcopy(original, {**shares, **memo})
         self.pairs = list(zip(original.modules(), self.module.modules(), strict=True))
@@ -53,12 +51,7 @@ class Mirror:
         ):  # an object shared with the first one may come from its forward, and so refer to its modules
             first = shared.mirrors[0]
             self._memo |= {id(first._memo[key]): mine for key, mine in self._memo.items()}
-        known: dict[int, Any] = dict(self._memo)
-        for _, twin in self.pairs:
-            own = vars(twin)
-            own.update({name: rebound(value, known) for name, value in _attributes(twin).items()})
-            for hooks in (own[name] for name in _HOOKS if name in own):
-                hooks.update({key: rebound(hook, known) for key, hook in hooks.items()})
+        rebind(self.module, dict(self._memo))
         self._seen = [self._read(child) for child, _ in self.pairs]
         self._given = [self._read(twin) for _, twin in self.pairs]
         shared.mirrors.append(self)
@@ -89,7 +82,7 @@ class Mirror:
             if id(value) not in known:
                 known[id(value)] = rows_of(value)
             found[name] = known[id(value)]
-        return found | {name: tuple(map(id, vars(module)[name].values())) for name in _HOOKS if name in vars(module)}
+        return found | {name: tuple(map(id, vars(module)[name].values())) for name in HOOKS if name in vars(module)}
 
     def refresh(self) -> None:
         """Take over changes of the original since the last time."""
@@ -101,7 +94,7 @@ class Mirror:
             for name, print_ in now.items():
                 if seen.get(name) == print_:
                     continue
-                if name in _HOOKS:
+                if name in HOOKS:
                     hooks = vars(twin)[name]
                     hooks.clear()
                     hooks.update({key: rebound(hook, dict(self._memo)) for key, hook in own[name].items()})
@@ -131,7 +124,7 @@ class Mirror:
         known: dict[int, Any] = {}
         for (original, twin), given in zip(self.pairs, self._given, strict=True):
             now = self._read(twin, known)
-            left = [name for name, print_ in now.items() if name not in _HOOKS and given.get(name) != print_]
+            left = [name for name, print_ in now.items() if name not in HOOKS and given.get(name) != print_]
             if left:
                 self._shared.take(original, left)
 

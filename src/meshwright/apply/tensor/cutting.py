@@ -222,6 +222,7 @@ class Cutting:
                 shards=shards,
                 group=self.group,
                 attributes=self._attributes,
+                model=self.module,
             )
         return Part(
             name,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.modules.copies import own_copy
 from meshwright.describe.batches import BatchSplitter, call_model
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
@@ -70,7 +71,7 @@ class LossTerms:
     def try_out(self, module: nn.Module, part: Any) -> Any:
         """Run a module and its loss on a few samples; return its outputs."""
         num_samples = self._splitter.count(part)
-        few = self._splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0]
+        few = own_copy(self._splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0])
         with self.autocast():
             outputs = call_model(module, few)
             self._rule.try_term(outputs, few, self._rule.known_weight(few))

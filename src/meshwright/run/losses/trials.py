@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.modules.copies import own_copy
 from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, undisturbed
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
@@ -137,6 +138,7 @@ def run_trial(
         forward: batch -> outputs.
         term: (outputs, batch) -> loss.
     """
+    batch = own_copy(trial.batch)  # the next trial, and the step, take what this one's code may write into
     with undisturbed(module, device):
         if trial.evaluates:
             module.eval()
@@ -151,12 +153,12 @@ def run_trial(
                 watch,
                 torch.autocast(device.type, enabled=False),
             ):
-                outputs = forward(trial.batch)
+                outputs = forward(batch)
                 branches = watch.branches
                 if trial.counts:
-                    rows = zip(_rows(outputs, trial.counts), split_samples(trial.batch, trial.counts), strict=True)
+                    rows = zip(_rows(outputs, trial.counts), split_samples(batch, trial.counts), strict=True)
                     return TrialOutcome(parts=tuple(float(term(*pair).value) for pair in rows))
-                found = term(outputs, trial.batch)
+                found = term(outputs, batch)
             value, weight = float(found.value), None if found.is_mean else float(found.weight)
         except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
             return TrialOutcome(obstacle=f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import current_function_mode
+from meshwright.apply.modules.copies import rebind
+from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.random_states import kept_random_states
 from meshwright.apply.tensor.guards import signatures
 from meshwright.apply.tensor.guards.ambient import Ambient, current_ambient
@@ -45,6 +47,7 @@ class Guard:
         shards: Names, from the module on, of what each rank has a part of; parts inside of this one have cut some.
         group: The ranks that share it.
         attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
+        model: The model that the module is a part of: a hook may refer to what is outside of the part.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Guard:
         shards: Collection[str],
         group: Communicator,
         attributes: Mapping[tuple[int, str], Any],
+        model: nn.Module,
     ) -> None:
         self.reasons: list[str] = []
         """Why calls ran whole; each once."""
@@ -69,6 +73,7 @@ class Guard:
         self._shards = shards
         self._group = group
         self._attributes = attributes
+        self._model = model
         self._proven = set(layout.proven.get("", ()))
         # In one order on all ranks.
         self._proven_kinds = sorted({signatures.kind_of_text(text) for text in self._proven})
@@ -86,8 +91,14 @@ class Guard:
             self._read_structure()
 
     def _read_structure(self) -> None:
-        for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
+        pairs = list(zip(self._module.modules(), self._template.modules(), strict=False))
+        for live, twin in pairs:
             _take_over(live, twin, {key: full for (owner, key), full in self._attributes.items() if owner == id(live)})
+        memo: dict[int, Any] = {id(live): twin for live, twin in pairs}
+        for live, twin in pairs:
+            for own, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
+                memo |= {id(value): theirs[name] for name, value in own.items() if value is not None and name in theirs}
+        rebind(self._template, memo)
         self._structure = digest(signatures.describe_structure(self._template))
         self._known = self._verdicts.setdefault(self._structure, {})
 
@@ -154,7 +165,7 @@ class Guard:
             given = map_tensors((args, kwargs), _for_proof)
             call = Call(args=given[0], kwargs=given[1], ambient=ambient)
             # In a thread of its own, where this thread's modes and autograd's hooks are not in force.
-            with self._random_states_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            with self._undisturbed(), concurrent.futures.ThreadPoolExecutor(1) as pool:
                 reason, sizes, values, is_same = pool.submit(self._why_not, call, set(names)).result()
         if not (reason or is_same or torch.is_grad_enabled()):
             reason = "it computes something else where gradients are off"
@@ -172,8 +183,16 @@ class Guard:
             self.reasons.append(reason)
             _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
 
-    def _random_states_kept(self) -> contextlib.AbstractContextManager[None]:
-        return kept_random_states({parameter.device for parameter in self._module.parameters()}, module=self._module)
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Restore what a proof may reach in the model itself, through a hook of the part."""
+        devices = {parameter.device for parameter in self._module.parameters()}
+        buffers = BufferSnapshot(self._model)
+        try:
+            with kept_random_states(devices, module=self._model):
+                yield
+        finally:
+            buffers.restore()
 
     @property
     def _device(self) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -68,6 +68,26 @@ class Before:
             if not is_same or version != _version(value):
                 attributes[path] = value
         return Left(tensors=tensors, changed=changed, attributes=attributes)
+
+
+def foreign_parameter(roots: Sequence[Tensor], module: nn.Module) -> nn.Parameter | None:
+    """Return a parameter that gets a gradient from these roots and is none of the module's, through a hook that refers to it.
+
+    A backward would leave a gradient on it, which nobody compares.
+    """
+    own = set(map(id, module.parameters()))
+    waiting = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            return leaf
+        waiting += [inner for inner, _ in node.next_functions]
+    return None
 
 
 def _version(value: Any) -> int:

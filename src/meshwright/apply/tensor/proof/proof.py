@@ -21,7 +21,7 @@ from meshwright.apply.modules.copies import copy_module, map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guards.ambient import surrounded_by
 from meshwright.apply.tensor.guards.asked import Asked, ask
-from meshwright.apply.tensor.proof.effects import Before, Left
+from meshwright.apply.tensor.proof.effects import Before, Left, foreign_parameter
 from meshwright.apply.tensor.proof.shards_against_whole import (
     Disproof,
     DisprovedError,
@@ -197,6 +197,9 @@ class Experiment:
         beside = [_attribute(left, path, cotangent) for path, cotangent in self._of_attributes.items()]
         roots = zip([*outputs, *beside], [*cotangents, *self._of_attributes.values()], strict=True)
         pairs = [pair for pair in roots if pair[0].requires_grad]
+        foreign = foreign_parameter([root for root, _ in pairs], module)
+        if foreign is not None:
+            raise DisprovedError(f"it uses a parameter of shape {list(foreign.shape)} that is outside of it")
         run_backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         return Outcome(
             outputs=[tensor.detach() for tensor in outputs],
