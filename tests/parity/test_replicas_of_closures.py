@@ -48,7 +48,35 @@ def _hook_of_another_layer(model: Layers) -> None:
     model.first.register_forward_hook(lambda _, args, out: out + model.adapter(args[0]))
 
 
+def _default(model: Layers) -> None:
+    model.first.register_forward_hook(lambda _, args, out, adapter=model.adapter: out + adapter(args[0]))
+
+
+def _named_default(model: Layers) -> None:
+    def hook(_: nn.Module, args: Any, out: Tensor, *, norm: nn.Module = model.norm) -> Tensor:
+        return out + norm(args[0])
+
+    model.first.register_forward_hook(hook)
+
+
+def _in_containers(model: Layers) -> None:
+    norm, held = model.norm, {"layers": [model.adapter]}
+    model.calls = {"each": (lambda x: norm(x),)}  # type: ignore[assignment]
+    model.first.register_forward_hook(lambda _, args, out: out + held["layers"][0](args[0]) + model.calls["each"][0](out))  # type: ignore[index]
+
+
+def _recursive(model: Layers) -> None:
+    def one(x: Tensor, depth: int) -> Tensor:
+        return other(x, depth - 1) if depth else model.norm(x)
+
+    def other(x: Tensor, depth: int) -> Tensor:
+        return one(x, depth)
+
+    model.first.register_forward_hook(lambda _, args, out: out + one(args[0], 2))
+
+
 PATCHES = {"block": _patch_block, "model": _patch_model, "hook": _hook_of_another_layer}
+PATCHES |= {"default": _default, "named": _named_default, "containers": _in_containers, "recursive": _recursive}
 
 
 def _build(patch: Callable[[Layers], None] | None) -> Layers:

@@ -84,8 +84,10 @@ class LossTerms:
     def _empty(self, outputs: Any) -> LossTerm:
         """Return the term of a micro-batch in which nothing counts: its loss would be 0 / 0, but its forward writes buffers."""
         floats = [each for each in tensors_in(outputs) if each.is_floating_point()]
-        # A loss of the model's own is 0 / 0 here, with gradients that are not finite; it is taken where there is nothing else.
-        given = next((each for each in floats if each.dim()), next(iter(floats), None))
+        given = next((each for each in floats if each.dim()), None)
+        if given is None and floats:
+            # A loss of the model's own alone: it is 0 / 0 here, and so may be its gradients. It tells the device and the stage.
+            given = floats[0].detach()
         value = torch.zeros((), device=self._engine.device) if given is None else given.flatten()[:0].sum()
         return LossTerm(value, 0.0, is_mean=True, is_empty=True)
 
