@@ -48,7 +48,7 @@ class Masked(Labelled):
         counts = (labels >= 0).double()
         logits = super().forward(inputs, labels)["logits"]
         losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
-        return {"loss": (losses * counts).sum() / counts.sum()} 
+        return {"loss": (losses * counts).sum() / counts.sum()}
 
 
 def _build(kind: type[Labelled] = Labelled) -> nn.Module:

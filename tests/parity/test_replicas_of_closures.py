@@ -61,8 +61,10 @@ def _named_default(model: Layers) -> None:
 
 def _in_containers(model: Layers) -> None:
     norm, held = model.norm, {"layers": [model.adapter]}
-    model.calls = {"each": (lambda x: norm(x),)}  # type: ignore[assignment]
-    model.first.register_forward_hook(lambda _, args, out: out + held["layers"][0](args[0]) + model.calls["each"][0](out))  # type: ignore[index]
+    model.calls = {"each": (lambda x: 2.0 * norm(x),)}  # type: ignore[assignment]
+    model.first.register_forward_hook(
+        lambda _, args, out: out + held["layers"][0](args[0]) + model.calls["each"][0](out)
+    )  # type: ignore[index]
 
 
 def _recursive(model: Layers) -> None:
@@ -134,3 +136,37 @@ def test_each_replica_runs_on_its_own_copy(name: str, is_late: bool) -> None:
     found, expected = _state(model), _plain(PATCHES[name], is_late=is_late)
     for key, value in expected.items():
         assert torch.allclose(found[key], value, rtol=1e-11, atol=1e-13), key
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "between_steps"])
+def test_hooks_on_parameters_see_whole_gradients(is_late: bool) -> None:
+    # Clamping a part of each replica would not give the clamped sum.
+    def watch(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+    def build() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+    def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs - batch[1]).square().mean()
+
+    plain, model = build(), build()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    plan = mw.Plan(mode="data_parallel", dp=NUM_REPLICAS, micro_batches=2)
+    if not is_late:
+        watch(plain)
+        watch(model)
+    devices = ["cpu"] * NUM_REPLICAS
+    with mw.apply_plan(model, plan, optimizer=optimizers[1], loss_fn=loss_fn, devices=devices) as parallel:
+        for step, batch in enumerate(_batches()):
+            if is_late and step == 1:
+                watch(plain)
+                watch(model)
+            optimizers[0].zero_grad()
+            loss_fn(plain(batch[0]), batch).backward()
+            optimizers[0].step()
+            parallel.step(batch)
+    for key, value in _state(plain).items():
+        assert torch.allclose(_state(model)[key], value, rtol=1e-11, atol=1e-13), key

@@ -76,6 +76,17 @@ def _by_matrix(optimizer: Any, _: list[Tensor]) -> None:
             p.sub_(group["lr"] * p.grad / (p.grad.norm() if group["whole"] else 1.0))
 
 
+def _of_large_matrices(_: Any, parameters: list[Tensor]) -> None:
+    for p in parameters:
+        is_large = p.dim() == 2 and min(p.shape) >= 30
+        p.sub_(0.1 * (p.grad - p.grad.mean(1, keepdim=True) if is_large else p.grad))
+
+
+def _of_kernels(_: Any, parameters: list[Tensor]) -> None:
+    for p in parameters:
+        p.sub_(0.1 * (p.grad - p.grad.mean((1, 2, 3), keepdim=True) if p.dim() == 4 else p.grad))
+
+
 def _two_groups(**options: Any) -> list[dict[str, Any]]:
     return [{"params": _parameters(2)}, {"params": _parameters(2), **options}]
 
@@ -117,6 +128,19 @@ def test_coupled_optimizers_are_refused(make: Callable[[], Any]) -> None:
 def test_optimizers_that_update_each_parameter_for_itself(make: Callable[[], Any], per_element: bool) -> None:
     optimizer = make()
     refuse_coupled(optimizer, "pp=2")
+    assert acts_per_element(optimizer) == per_element
+
+
+@pytest.mark.parametrize(
+    ("rule", "shapes", "per_element"),
+    [
+        (_of_large_matrices, [(4, 4), (32, 40), (600, 700)], False),
+        (_of_large_matrices, [(4, 400), (8,)], True),
+        (_of_kernels, [(16, 8), (8, 4, 3, 3)], False),
+    ],
+)
+def test_the_shapes_that_an_optimizer_has_decide(rule: Any, shapes: list[tuple[int, ...]], per_element: bool) -> None:
+    optimizer = _Own(rule, [nn.Parameter(torch.ones(shape)) for shape in shapes])
     assert acts_per_element(optimizer) == per_element
 
 

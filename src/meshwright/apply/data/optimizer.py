@@ -1,13 +1,15 @@
 """Check of optimizers that shall update pieces of parameters, or only some of the parameters, and handover of the pieces.
 
 torch's own optimizers are known. Any other is tried on small parameters, for each group with that group's options. One trial
-compares a matrix with the same matrix in two pieces, the other two parameters in one optimizer with each in its own.
+compares a matrix, and tensors like the group's own, with the same in two pieces, the other two parameters in one optimizer with
+each in its own.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +37,9 @@ _PER_PARAMETER = (*_PER_ELEMENT, torch.optim.Adafactor, torch.optim.Muon, torch.
 
 # Factors of a trial's gradients: a limit on the norm shows at one size or the other, slow statistics after some steps.
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 1e5, 1.0, 0.1, 10.0) * 2
+_SHAPE = (6, 4)
+_MAX_ENTRIES = 2**16
+"""Of a parameter that an optimizer is tried on [count]."""
 _TOLERANCE = 1e-9  # relative; a coupling of parameters exceeds it by far, a reordered sum stays far below
 
 
@@ -92,9 +97,29 @@ def _couples(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_cut_alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    whole = torch.cat([t.reshape(-1) for t in _update(optimizer, [(group, 1)])])
-    pieces = torch.cat([t.reshape(-1) for t in _update(optimizer, [(group, 1)], cut=7)])
-    return torch.equal(whole, pieces)
+    for shape in dict.fromkeys([_SHAPE, *_shapes_of(group["params"])]):
+        whole = torch.cat([t.reshape(-1) for t in _update(optimizer, [(group, 1)], shape=shape)])
+        pieces = torch.cat([t.reshape(-1) for t in _update(optimizer, [(group, 1)], cut=7, shape=shape)])
+        if not torch.equal(whole, pieces):
+            return False
+    return True
+
+
+def _shapes_of(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the largest shape of each number of dims, made smaller where it is large: updates may depend on either."""
+    largest: dict[int, tuple[int, ...]] = {}
+    for shape in (tuple(parameter.shape) for parameter in parameters if parameter.numel() >= _SHAPE[0] * _SHAPE[1]):
+        if math.prod(shape) > math.prod(largest.get(len(shape), (0,))):
+            largest[len(shape)] = shape
+    return [_fitted(shape) for shape in largest.values()]
+
+
+def _fitted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = list(shape)
+    while math.prod(sizes) > _MAX_ENTRIES:
+        place = sizes.index(max(sizes))
+        sizes[place] = (sizes[place] + 1) // 2
+    return tuple(sizes)
 
 
 def _are_close(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
@@ -109,6 +134,7 @@ def _update(
     *,
     only: int | None = None,
     cut: int | None = None,
+    shape: tuple[int, ...] = _SHAPE,
 ) -> list[Tensor]:
     """Return small parameters after some steps of an optimizer like this one.
 
@@ -117,13 +143,14 @@ def _update(
         wanted: Groups, and the number of parameters in each.
         only: Index, over all groups, of the only parameter to create; None for all of them.
         cut: Offset at which flat parameters are cut into two pieces; None for whole ones.
+        shape: The parameters' shape.
     """
     generator = torch.Generator().manual_seed(0)
     groups, gradients, tensors, number = [], [], [], 0
     for options, count in wanted:
         members = []
         for _ in range(count):
-            values, trend, *noise = torch.randn(2 + len(_SCALES), 6, 4, dtype=torch.float64, generator=generator)
+            values, trend, *noise = torch.randn(2 + len(_SCALES), *shape, dtype=torch.float64, generator=generator)
             number += 1
             if only is not None and only != number - 1:
                 continue

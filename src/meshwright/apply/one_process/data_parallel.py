@@ -96,11 +96,7 @@ class Replica:
 
 def _make_leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     data = parameter.detach()
-    leaf = nn.Parameter(data if device == data.device else data.to(device), requires_grad=parameter.requires_grad)
-    # A hook that the user put on the parameter acts on each replica's part of the gradient.
-    for hook in (parameter._backward_hooks or {}).values():
-        leaf.register_hook(hook)
-    return leaf
+    return nn.Parameter(data if device == data.device else data.to(device), requires_grad=parameter.requires_grad)
 
 
 class ReplicasEngine(Engine):
@@ -193,17 +189,27 @@ class ReplicasEngine(Engine):
             parameter.grad = total
         super().finish_gradients(scale)
         for parameter in self.parameters:
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-            for hook in hooks.values() if parameter.grad is not None else ():
-                hook(parameter)
+            _run_hooks(parameter)
 
     def close(self) -> None:
         self._pool.shutdown()
         self._left.close()
 
 
+def _run_hooks(parameter: nn.Parameter) -> None:
+    """Run the user's hooks on the whole gradient: replicas have terms of it, and not every hook is linear."""
+    if parameter.grad is None:
+        return
+    for hook in list((parameter._backward_hooks or {}).values()):
+        result = hook(parameter.grad)
+        if result is not None:
+            parameter.grad = result
+    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)
+
+
 def _refuse_called_hooks(parameter: nn.Parameter) -> None:
-    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ApplyError(
             f"a hook that waits for the gradient of a parameter of shape {tuple(parameter.shape)} was called with a part of it: "
             "the loss reads the module's own parameters, whose gradient data_parallel adds to that of the replicas later",
