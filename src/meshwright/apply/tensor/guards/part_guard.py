@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import current_function_mode
+from meshwright._torch_private import current_function_mode, without_function_subclasses
 from meshwright.apply.modules.copies import rebind
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.random_states import kept_random_states
@@ -187,12 +187,14 @@ class Guard:
     def _undisturbed(self) -> Iterator[None]:
         """Restore what a proof may reach in the model itself, through a hook of the part."""
         devices = {parameter.device for parameter in self._module.parameters()}
-        buffers = BufferSnapshot(self._model)
+        with without_function_subclasses():  # parts of buffers, which the library itself may compare
+            buffers = BufferSnapshot(self._model)
         try:
             with kept_random_states(devices, module=self._model):
                 yield
         finally:
-            buffers.restore()
+            with without_function_subclasses():
+                buffers.restore()
 
     @property
     def _device(self) -> torch.device:
