@@ -12,6 +12,7 @@ losses/         losses with exact weights, and what a loss is a mean over
 sentinels/      comparison of what ranks must have alike, during training
 result          result of a step
 accumulate      GradientAccumulation, for users' own loops
+optimizer_draws  random numbers of an optimizer, alike on all ranks
 gate            refusal of loops that exchange nothing
 autocast        autocast around a step
 diagnose        origin of a NaN, and the error that names it

@@ -33,6 +33,7 @@ from meshwright.run.gate import OptimizerGate
 from meshwright.run.losses.loss import LossRule
 from meshwright.run.losses.settle import ModelWatch, settle_loss
 from meshwright.run.losses.terms import LossTerms
+from meshwright.run.optimizer_draws import OptimizerDraws
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels.sentinels import Sentinels
@@ -87,6 +88,7 @@ class Stepper:
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.sentinels = sentinels
+        self._draws = OptimizerDraws(engine)
         self.stop_requested = False
         self.gate = gate or OptimizerGate(None)
         self._watch()
@@ -136,7 +138,7 @@ class Stepper:
             on_phase("optimizer")
             if self.optimizer is not None:
                 guard_step_hooks(self.optimizer, engine.switch)
-                with self.gate.opened():
+                with self.gate.opened(), self._draws.together():
                     self.optimizer.step()
                 engine.finish_step()
         if sums.buffers_changed:
