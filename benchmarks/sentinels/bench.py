@@ -8,7 +8,7 @@ blocks of each take turns. Within a block one step has a sentinel and the others
 every step pays (the agreement), and what one sentinel pays (digests, settings, an inspection). With the default a sentinel comes
 once in 100 steps, and the share of the whole is reckoned from the two.
 
-Exit status 1 where a plan pays more than 1 %.
+Exit status 1 where a plan pays more than 1 % by the time inside of the sentinels' calls; ratios of steps vary by more than that.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def main() -> int:
                 flush=True,
             )
             found.append({**result, "seconds": per_rank})
-    if arguments.out is not None:
-        text = json.dumps({"environment": environment(), "block": arguments.block, "results": found}, indent=1)
-        arguments.out.write_text(text + "\n")
-    return int(any(result["share_at_default"] > BOUND for result in found))
+            if arguments.out is not None:  # after each plan: an interrupted run keeps what it has
+                text = json.dumps({"environment": environment(), "block": arguments.block, "results": found}, indent=1)
+                arguments.out.write_text(text + "\n")
+    return int(any(result["direct_share_at_default"] > BOUND for result in found))
 
 
 if __name__ == "__main__":
