@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from meshwright._torch_private import set_worker_info
-from meshwright.describe.batches import split_batch, split_sizes
+from meshwright.describe.batches import split_batch
 from meshwright.errors import ConfigError
+from meshwright.layout import even_ranges, even_sizes
 from meshwright.train.data.fetch import (
     OF_COLLATE,
     OF_STREAM,
@@ -24,7 +25,7 @@ from meshwright.train.data.fetch import (
     until_closed,
     worker_generator,
 )
-from meshwright.train.data.order import mix, share_bounds
+from meshwright.train.data.order import mix
 
 __all__: list[str] = []
 
@@ -194,13 +195,13 @@ class StreamLoader:
             generator = worker_generator(self._seed, self.epoch, rank if self._rank_local else 0)
             loader = DataLoader(EachOnce(stream), batch_size=None, num_workers=self._num_workers, generator=generator)
             samples = until_closed(loader)
-        size = split_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
+        size = even_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
         if size == 0:
             return
         for place, chunk in enumerate(self._at_once(samples, size)):
             if self._drop_last and len(chunk) < size:
                 return
-            low, high = (0, len(chunk)) if self._rank_local else share_bounds(len(chunk), rank, ranks)
+            low, high = (0, len(chunk)) if self._rank_local else even_ranges(len(chunk), ranks)[rank]
             seed = mix(self._seed, self.epoch, OF_COLLATE, place, rank)
             yield seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
 
