@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import StorageError
 from meshwright.measure.verify import ParityReport, verify_plan
-from meshwright.spec.plan import Plan
 from meshwright.train.config.deepspeed import show_rows
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.data.loader import make_loader
-from meshwright.train.data.sources import load_data, make_collate
 from meshwright.train.losses import make_loss
 from meshwright.train.models import make_build_model
+from meshwright.train.opening import endless, open_loader
 
 __all__: list[str] = []
 
@@ -65,11 +64,10 @@ def run_verification(
 def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
     """Verify the plan of a configuration; see `run_verification`."""
     add_to_path(config.import_roots)
-    plan = config.plan
     return verify_plan(
         make_build_model(config),
-        plan,
-        _first_batches(config, plan, steps),
+        config.plan,
+        _first_batches(config, steps),
         make_loss(config),
         num_steps=steps,
         seed=config.train.seed,
@@ -82,23 +80,10 @@ class _WholeBatches:
 
     dp_rank = 0
     dp_size = 1
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    splitter = BatchSplitter()
 
 
-def _first_batches(config: TrainConfig, plan: Plan, steps: int) -> list[Any]:
+def _first_batches(config: TrainConfig, steps: int) -> list[Any]:
     """Return the first global batches of the run, starting a new epoch where the data is short."""
-    loader = make_loader(
-        load_data(config, "train"),
-        _WholeBatches(plan),
-        seed=config.train.seed,
-        global_batch_size=config.train.global_batch_size,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        prefetch=0,
-        collate_fn=make_collate(config),
-        sample_rng=config.data.sample_rng,
-    )
-    epochs = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
-    return list(itertools.islice(epochs, steps))
+    loader = open_loader(config, _WholeBatches(), num_workers=0, prefetch=0)
+    return list(itertools.islice(endless(config, loader), steps))

@@ -181,11 +181,7 @@ class StreamLoader:
                 EachOnce(stream), batch_size=None, num_workers=self._options.num_workers, generator=generator
             )
             samples = until_closed(loader)
-        size = (
-            even_sizes(self.global_batch_size, ranks)[rank]
-            if self._rank_local
-            else self.global_batch_size
-        )
+        size = even_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
         if size == 0:
             return
         for place, chunk in enumerate(self._at_once(samples, size)):
