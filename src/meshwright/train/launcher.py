@@ -20,7 +20,6 @@ from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import Measurement, RunRecord
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.entry import train_on_rank
 from meshwright.train.events import RunDirectory
 from meshwright.train.progress import ProgressView, clean
 
@@ -86,6 +85,13 @@ def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None]) 
         if rank_of(error) is None:
             error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
         raise
+
+
+def train_on_rank(config_json: str) -> dict[str, Any]:
+    """Train on this rank, which a launch has started; see `session.train`."""
+    from meshwright.train.session import train
+
+    return train(TrainConfig.model_validate_json(config_json))
 
 
 class _Run:
