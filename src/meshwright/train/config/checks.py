@@ -14,12 +14,12 @@ from typing import Any
 
 from meshwright.errors import ConfigError, MissingDependencyError
 from meshwright.host import usable_cores
-from meshwright.plan.deepspeed.reader import is_saved_value, parse_text
+from meshwright.plan.deepspeed.reader import is_saved_value, parse_text, read_deepspeed
 from meshwright.ranks.environment import read_place
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_text import PRESETS, parse_line
 from meshwright.spec.supported import refuse_unbuilt
-from meshwright.train.config.deepspeed import PlanRow, resolve_deepspeed, rows_of
+from meshwright.train.config.deepspeed import PlanRow, rows_of, settings_of
 from meshwright.train.config.imports import check_callable
 from meshwright.train.config.types import TrainConfig
 
@@ -117,11 +117,10 @@ def _resolve_deepspeed(
         num_devices, devices_from = count, "this job's ranks"
     elif devices is None:
         devices_from = f"this machine's {kind}s"
-    resolution = resolve_deepspeed(
+    resolution = read_deepspeed(
         entries,
-        os.path.basename(text),
-        sections,
-        base,
+        name=os.path.basename(text),
+        settings=settings_of(sections, base),
         num_devices=num_devices,
         available=devices or count,
         devices_from=devices_from,
