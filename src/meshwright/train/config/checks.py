@@ -51,28 +51,20 @@ class ResolvedPlan:
 
 
 def resolve_plan(
-    train: dict[str, Any],
-    devices: Any,
-    base: Path,
-    *,
-    plan_from_command_line: bool,
-    devices_from_command_line: bool,
-    sections: Mapping[str, Any],
+    sections: Mapping[str, Any], *, plan_from_command_line: bool, devices_from_command_line: bool
 ) -> ResolvedPlan:
     """Make the plan that the [train] section asks for.
 
     Args:
-        train: The section as it was read, not checked yet.
-        devices: The devices that a preset is spread over, or None for this machine's.
-        base: Folder of relative paths.
+        sections: The whole configuration as it was read, not checked yet, with the folder of relative paths.
         plan_from_command_line: The plan is not the file's, so that the file's number of devices need not fit it.
         devices_from_command_line: The number of devices is not the file's.
-        sections: The whole configuration, as it was read: a DeepSpeed configuration looks there for what it leaves open.
 
     Raises:
         ConfigError: The plan's line is wrong, or contradicts another key.
     """
-    text = train.get("plan", "auto")
+    train, base = sections["train"], Path(sections["base_directory"])
+    text, devices = train.get("plan", "auto"), train.get("devices")
     count, kind = visible_devices()
     if not isinstance(text, str) or not _is_count(devices):
         return ResolvedPlan(plan=Plan())  # the types are about to be complained about
