@@ -18,6 +18,9 @@ conjugate of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 All ranks of a group call the same operations in the same order, with tensors that require gradients on all ranks or on none.
 Otherwise an all-reduce that only some ranks enter in backward waits until the timeout. Inputs are never written to. In a group
 of one rank every operation returns its input.
+
+The last four take `dim` and `sizes`: every rank's size along that dim, in group order; they may differ, and may be 0. They raise
+ConfigError where these do not fit the group, or the tensor.
 """
 
 from __future__ import annotations
@@ -81,74 +84,22 @@ def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Gather the ranks' slices for a computation that is the same on all ranks; backward keeps the own slice.
-
-    Args:
-        tensor: This rank's slice.
-        group: The ranks.
-        dim: The dim along which the slices lie.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        The full tensor, on every rank.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or this rank's slice.
-    """
+    """Gather the ranks' slices for a computation that is the same on all ranks; backward keeps the own slice."""
     return _along("gather", tensor, group, dim, sizes, is_slice=True)
 
 
 def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Keep this rank's slice of a replicated tensor; backward gathers the slices' gradients.
-
-    Args:
-        tensor: The full tensor, the same on every rank.
-        group: The ranks.
-        dim: The dim to cut.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        This rank's slice, in memory of its own.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
-    """
+    """Keep this rank's slice of a replicated tensor, in memory of its own; backward gathers the slices' gradients."""
     return _along("scatter", tensor, group, dim, sizes, is_slice=False)
 
 
 def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Gather the ranks' slices for computations that differ between ranks; backward is a reduce-scatter.
-
-    Args:
-        tensor: This rank's slice.
-        group: The ranks.
-        dim: The dim along which the slices lie.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        The full tensor, on every rank.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or this rank's slice.
-    """
+    """Gather the ranks' slices for computations that differ between ranks; backward is a reduce-scatter."""
     return _along("all_gather", tensor, group, dim, sizes, is_slice=True)
 
 
 def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Sum the ranks' tensors and keep this rank's slice of the sum; backward is an all-gather.
-
-    Args:
-        tensor: This rank's term; one shape on all ranks.
-        group: The ranks.
-        dim: The dim to cut.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        This rank's slice of the sum.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
-    """
+    """Sum the ranks' tensors, of one shape, and keep this rank's slice of the sum; backward is an all-gather."""
     return _along("reduce_scatter", tensor, group, dim, sizes, is_slice=False)
 
 
