@@ -58,11 +58,6 @@ class RankSamples:
 def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamples:
     """Take some steps of the configuration's training under its plan; every rank of the plan calls this.
 
-    Args:
-        config: The configuration.
-        num_warm_up: Steps before the measured ones [count].
-        num_steps: Measured steps [count].
-
     Raises:
         ConfigError: The data or the model cannot be loaded.
         StoppedOnRequest: A signal asked the ranks to stop.

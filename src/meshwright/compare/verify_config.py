@@ -35,13 +35,6 @@ def run_verification(
 
     The optimizer is plain SGD whatever the configuration says: AdamW hides a constant factor in the gradients.
 
-    Args:
-        config_path: The TOML file.
-        plan: The plan to verify.
-        steps: Optimizer steps.
-        json_path: Write the report there as JSON too.
-        overrides: "section.key=value", each replacing what the file says.
-
     Returns:
         The exit code: 0 where the plan is equal to one process, else 1.
 

@@ -91,9 +91,6 @@ class LossWork:
     def sums(self, terms: Sequence[LossTerm]) -> Sums:
         """Return what the losses of all ranks add up to.
 
-        Args:
-            terms: All losses of this rank.
-
         Raises:
             ApplyError: The losses cannot be added up, or a rank cannot go on; see `SumExchange.wait`.
         """

@@ -31,9 +31,6 @@ WARM_UP_STEPS = 3
 def run_training(config: TrainConfig) -> int:
     """Train as the configuration says: start its ranks, or join the job that this process belongs to.
 
-    Args:
-        config: The configuration.
-
     Returns:
         The exit code: 0 done, 75 stopped on request; a failure's own code, after its traceback and a last line that
         begins with FATAL on the standard error.

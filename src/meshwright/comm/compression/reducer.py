@@ -146,11 +146,7 @@ class Exchange:
 
 
 class PlainReducer:
-    """Sums gradients uncompressed.
-
-    Args:
-        group: The ranks.
-    """
+    """Sums gradients uncompressed."""
 
     num_stages = 1
     sends_slices = True

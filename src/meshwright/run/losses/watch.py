@@ -147,12 +147,7 @@ class LossWatch:
     # -- the look ---------------------------------------------------------------------------------------------------
 
     def look(self, outputs: Any, part: Any) -> None:
-        """Compare the loss of a micro-batch with the losses of its parts, if this batch is checked; keep what it finds.
-
-        Args:
-            outputs: The model's outputs for it.
-            part: The micro-batch.
-        """
+        """Compare the loss of a micro-batch with the losses of its parts, if this batch is checked; keep what it finds."""
         if not self._wanted or self.failure is not None or self._rule.loss_fn is None:
             return
         # Outside the forward, since pipeline stages would send each other the tensors that it reads.

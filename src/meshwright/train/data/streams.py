@@ -37,9 +37,6 @@ class EachOnce(IterableDataset[Any]):
     """A stream that gives each sample once, however many workers read it: worker i of n gives every n-th.
 
     A dataset that calls `torch.utils.data.get_worker_info` before its first sample divides itself, and is left to that.
-
-    Args:
-        stream: The user's stream.
     """
 
     def __init__(self, stream: IterableDataset[Any]) -> None:
