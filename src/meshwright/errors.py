@@ -260,10 +260,6 @@ class RankNote(str):
     """A note on an exception that another rank raised: what is shown of it, and which rank that was.
 
     An exception of the user's own takes no attributes of ours; notes it takes, and they cross process borders with it.
-
-    Args:
-        text: The note.
-        rank: The rank that raised.
     """
 
     rank: int

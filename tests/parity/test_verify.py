@@ -287,6 +287,10 @@ max_grad_norm = 0.5
 """
 
 
+def make_batches(split: str) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(make_data(split), batch_size=5)
+
+
 def make_data(split: str) -> torch.utils.data.TensorDataset:
     inputs, targets = cases.regression(15, seed=1 if split == "train" else 2)
     return torch.utils.data.TensorDataset(inputs, targets)
@@ -305,6 +309,13 @@ def test_the_command_verifies_a_configuration(
     report = ParityReport.from_json(report_path.read_text())
     assert (report.equal, report.num_steps) == (True, 3)
     assert len({loss for _, loss in report.losses}) == 3
+
+
+def test_the_command_takes_ready_made_batches(tmp_path: pathlib.Path) -> None:
+    # The stand-in for a model that takes whole batches had no splitter.
+    path = tmp_path / "mlp.toml"
+    path.write_text(CONFIG.replace("make_data", "make_batches").format(model="_plain_mlp"))
+    assert run_verification(path, "single", steps=4) == 0
 
 
 def test_the_command_says_where_a_plan_is_not_equal(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,14 +126,10 @@ def test_the_width_of_a_hugging_face_model_is_found(folder):
     tables = {"model": {"target": "hf:."}}
     for written, width in (('{"hidden_sizes": [32, 48]}', 48), ('{"hidden_size": 16}', 16), ("{}", None), ("x", None)):
         (folder / "config.json").write_text(written)
-        resolution = checks.resolve_deepspeed(
+        resolution = checks.read_deepspeed(
             json.loads(DS.replace("// what a user of DeepSpeed has", "").replace("},\n}", "}}")),
-            "ds.json",
-            tables,
-            folder,
+            settings=checks.settings_of(tables, folder),
             num_devices=2,
-            available=2,
-            devices_from="x",
         )
         assert resolution.plan.whole_below == 10 * width * 4 if width else 400_000
 

@@ -24,7 +24,6 @@ def beat(**changes: object) -> Beat:
         "collective": "",
         "num_entered": 0,
         "num_left": 0,
-        "beat_at": 0.0,
         "rss_bytes": 1 << 30,
         "memory_limit_bytes": 0,
         "num_oom_kills": -1,

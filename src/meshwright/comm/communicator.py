@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import time
@@ -109,17 +110,8 @@ class Communicator:
 
     def over(self, axis: str) -> Communicator:
         """Return the same ranks under another axis name, for the ledger."""
-        twin = Communicator(
-            self.process_group,
-            ranks=self.ranks,
-            rank=self.rank,
-            ledger=self.ledger,
-            timeout_s=self.timeout_s,
-            axis=axis,
-        )
-        twin.on_enter, twin.on_exit = self.on_enter, self.on_exit
-        twin.calls = self.calls
-        twin._held = self._held
+        twin = copy.copy(self)
+        twin.axis = axis
         return twin
 
     @property
@@ -173,7 +165,7 @@ class Communicator:
     def _ranks_text(self) -> str:
         return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
 
-    def issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool) -> Pending:
+    def issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool = False) -> Pending:
         """Count an exchange and start it, for the collectives below and those of other modules of this package.
 
         Args:
@@ -218,7 +210,7 @@ class Communicator:
             work = self._alive_group.allreduce_coalesced(list(tensors), options)
             return work if later else work.wait()
 
-        self.issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
+        self.issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call)
 
     def all_gather_into(self, flat: torch.Tensor, segment: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Fill `flat`, [size * n], with every rank's `segment`, [n], in group order; `segment` may be its own part of it."""
@@ -241,17 +233,11 @@ class Communicator:
             "all_gather",
             stacked.nbytes,
             lambda later: ALL_GATHER_SINGLE(stacked, piece, group=self.process_group, async_op=later),
-            async_op=False,
         )
 
     def reduce_scatter_stacked(self, own: torch.Tensor, stacked: torch.Tensor) -> None:
         """Fill `own`, [n, ...], with this rank's part of the sum of all `stacked`, [size * n, ...]; both contiguous."""
-        self.issue(
-            "reduce_scatter",
-            stacked.nbytes,
-            lambda _: self._reduce_scatter(own, stacked),
-            async_op=False,
-        )
+        self.issue("reduce_scatter", stacked.nbytes, lambda _: self._reduce_scatter(own, stacked))
 
     def reduce_slices(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
         """Sum over the ranks, in place, this rank's slice of the concatenated tensors; the rest is undefined afterwards.
@@ -270,7 +256,7 @@ class Communicator:
                 return backend.reduce_slices(list(tensors), list(ends))
             return self._reduce_packed(tensors, ends)
 
-        self.issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call, async_op=False)
+        self.issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call)
 
     def _reduce_packed(self, tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
         starts = [0, *ends[:-1]]
@@ -329,7 +315,6 @@ class Communicator:
             "all_gather",
             tensor.nbytes * self.size,
             lambda later: dist.all_gather(parts, tensor.contiguous(), group=self.process_group, async_op=later),
-            async_op=False,
         )
         return parts
 

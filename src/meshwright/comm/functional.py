@@ -18,6 +18,9 @@ conjugate of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 All ranks of a group call the same operations in the same order, with tensors that require gradients on all ranks or on none.
 Otherwise an all-reduce that only some ranks enter in backward waits until the timeout. Inputs are never written to. In a group
 of one rank every operation returns its input.
+
+The last four take `dim` and `sizes`: every rank's size along that dim, in group order; they may differ, and may be 0. They raise
+ConfigError where these do not fit the group, or the tensor.
 """
 
 from __future__ import annotations
@@ -81,75 +84,23 @@ def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Gather the ranks' slices for a computation that is the same on all ranks; backward keeps the own slice.
-
-    Args:
-        tensor: This rank's slice.
-        group: The ranks.
-        dim: The dim along which the slices lie.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        The full tensor, on every rank.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or this rank's slice.
-    """
-    return _along("gather", _Gather, tensor, group, dim, sizes, is_slice=True)
+    """Gather the ranks' slices for a computation that is the same on all ranks; backward keeps the own slice."""
+    return _along("gather", tensor, group, dim, sizes, is_slice=True)
 
 
 def scatter_to_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Keep this rank's slice of a replicated tensor; backward gathers the slices' gradients.
-
-    Args:
-        tensor: The full tensor, the same on every rank.
-        group: The ranks.
-        dim: The dim to cut.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        This rank's slice, in memory of its own.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
-    """
-    return _along("scatter", _Scatter, tensor, group, dim, sizes, is_slice=False)
+    """Keep this rank's slice of a replicated tensor, in memory of its own; backward gathers the slices' gradients."""
+    return _along("scatter", tensor, group, dim, sizes, is_slice=False)
 
 
 def all_gather_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Gather the ranks' slices for computations that differ between ranks; backward is a reduce-scatter.
-
-    Args:
-        tensor: This rank's slice.
-        group: The ranks.
-        dim: The dim along which the slices lie.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        The full tensor, on every rank.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or this rank's slice.
-    """
-    return _along("all_gather", _AllGather, tensor, group, dim, sizes, is_slice=True)
+    """Gather the ranks' slices for computations that differ between ranks; backward is a reduce-scatter."""
+    return _along("all_gather", tensor, group, dim, sizes, is_slice=True)
 
 
 def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Sum the ranks' tensors and keep this rank's slice of the sum; backward is an all-gather.
-
-    Args:
-        tensor: This rank's term; one shape on all ranks.
-        group: The ranks.
-        dim: The dim to cut.
-        sizes: Every rank's size along it, in group order; they may differ, and may be 0.
-
-    Returns:
-        This rank's slice of the sum.
-
-    Raises:
-        ConfigError: `sizes` does not fit the group, or does not add up to the tensor.
-    """
-    return _along("reduce_scatter", _ReduceScatter, tensor, group, dim, sizes, is_slice=False)
+    """Sum the ranks' tensors, of one shape, and keep this rank's slice of the sum; backward is an all-gather."""
+    return _along("reduce_scatter", tensor, group, dim, sizes, is_slice=False)
 
 
 class _Copy(torch.autograd.Function):
@@ -178,50 +129,26 @@ class _Reduce(torch.autograd.Function):
         return _Copy.apply(gradients[0], ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.arguments = (group, dim, sizes)
-        return _all_gather(tensor, group, dim, sizes)
+class _Along(torch.autograd.Function):
+    """One of the four exchanges along a dim, by its name."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Scatter.apply(gradients[0], *ctx.arguments), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.arguments = (group, dim, sizes)
-        start = sum(sizes[: group.group_rank])
-        # A copy: autograd forbids writing in place to a view that a function of ours returns.
-        return tensor.narrow(dim, start, sizes[group.group_rank]).clone(memory_format=torch.contiguous_format)
+    def forward(  # noqa: PLR0917 - autograd's functions take no keywords
+        ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...], name: str
+    ) -> Tensor:
+        exchange, conjugate = _EXCHANGES[name]
+        ctx.arguments = (group, dim, sizes, conjugate)
+        return exchange(tensor, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(gradients[0], *ctx.arguments), None, None, None
+        return _Along.apply(gradients[0], *ctx.arguments), None, None, None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.arguments = (group, dim, sizes)
-        return _all_gather(tensor, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _ReduceScatter.apply(gradients[0], *ctx.arguments), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.arguments = (group, dim, sizes)
-        return _reduce_scatter(tensor, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllGather.apply(gradients[0], *ctx.arguments), None, None, None
+def _scatter(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    start = sum(sizes[: group.group_rank])
+    # A copy: autograd forbids writing in place to a view that a function of ours returns.
+    return tensor.narrow(dim, start, sizes[group.group_rank]).clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -261,20 +188,20 @@ def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def _along(  # noqa: PLR0917 - what its callers were given, with their name
-    name: str,
-    function: type[torch.autograd.Function],
-    tensor: Tensor,
-    group: Communicator,
-    dim: int,
-    sizes: Sequence[int],
-    *,
-    is_slice: bool,
-) -> Tensor:
+_EXCHANGES: dict[str, tuple[Callable[[Tensor, Communicator, int, tuple[int, ...]], Tensor], str]] = {
+    "gather": (_all_gather, "scatter"),
+    "scatter": (_scatter, "gather"),
+    "all_gather": (_all_gather, "reduce_scatter"),
+    "reduce_scatter": (_reduce_scatter, "all_gather"),
+}
+"""Name of an exchange along a dim -> what it does, and its conjugate's name. See [Note: conjugate pairs]."""
+
+
+def _along(name: str, tensor: Tensor, group: Communicator, dim: int, sizes: Sequence[int], *, is_slice: bool) -> Tensor:
     if group.size == 1:
         return tensor
     dim, sizes = _check(tensor, group, dim, sizes, is_slice=is_slice)
-    return _make(name, function, tensor, group, dim, sizes)
+    return _make(name, _Along, tensor, group, dim, sizes, name)
 
 
 def _check(

@@ -64,31 +64,6 @@ def speedup(baseline_s: float, plan_s: float) -> float:
     return baseline_s / plan_s
 
 
-def amdahl_speedup(parallel_fraction: float, num_devices: int) -> float:
-    """Return the speed-up that Amdahl's law allows: ``1 / ((1 - p) + p / n)``.
-
-    Args:
-        parallel_fraction: p, the share of one device's time that the devices can split [fraction].
-        num_devices: n, at least 1 [count].
-
-    Raises:
-        ConfigError: ``num_devices`` is not positive, or no time would be left.
-
-    Source:
-        Amdahl 1967, doi:10.1145/1465482.1465560.
-
-    >>> amdahl_speedup(0.5, 2)
-    1.3333333333333333
-    """
-    require_devices(num_devices)
-    share = (1 - parallel_fraction) + parallel_fraction / num_devices
-    if not share > 0:
-        raise ConfigError(
-            f"p={parallel_fraction} on {num_devices} devices leaves no time at all (rule: p < n / (n - 1))"
-        )
-    return 1 / share
-
-
 def amdahl_parallel_fraction(measured_speedup: float, num_devices: int) -> float | None:
     """Return the parallel fraction that a measured speed-up amounts to: ``(1 - 1 / S) / (1 - 1 / n)``.
 

@@ -248,17 +248,11 @@ class _Runs:
     def _resolve(self, text: str) -> tuple[TrainConfig, Plan]:
         """Return the configuration under a plan, checked as `load_config` does."""
         config = self._config
-        section = {**config.train.model_dump(), "plan": text}
+        sections = config.model_dump()
+        sections["train"]["plan"] = text
         try:
-            found = resolve_plan(
-                section,
-                config.train.devices,
-                Path(config.base_directory),
-                plan_from_command_line=True,
-                devices_from_command_line=False,
-                sections=config.model_dump(),
-            )
-            aside = require_same_training(text, found.changes, config.model_dump())
+            found = resolve_plan(sections, plan_from_command_line=True, devices_from_command_line=False)
+            aside = require_same_training(text, found.changes, sections)
             if self._view is not None:
                 show_rows(found.plan_rows, sys.stderr)
             self._notes += [aside] if aside is not None and aside not in self._notes else []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -17,15 +16,12 @@ from meshwright.apply.forecast import Forecast, SeenStep
 from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.ranks.join import join_world
 from meshwright.run.assembly import choose_devices
-from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.parallel_model import ParallelModel
 from meshwright.train.config.checks import resolve_loss
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.data.loader import make_loader
-from meshwright.train.data.sources import load_data, make_collate
-from meshwright.train.losses import make_loss
-from meshwright.train.models import make_build_model
-from meshwright.train.optim import LRSchedule, OptimizerFactory
+from meshwright.train.opening import apply_config, endless, open_loader, start_event
+from meshwright.train.optim import LRSchedule
 from meshwright.train.session import peak_memory_bytes
 
 __all__: list[str] = []
@@ -62,11 +58,6 @@ class RankSamples:
 def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamples:
     """Take some steps of the configuration's training under its plan; every rank of the plan calls this.
 
-    Args:
-        config: The configuration.
-        num_warm_up: Steps before the measured ones [count].
-        num_steps: Measured steps [count].
-
     Raises:
         ConfigError: The data or the model cannot be loaded.
         StoppedOnRequest: A signal asked the ranks to stop.
@@ -74,23 +65,11 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
     """
     world = join_world()
     add_to_path(config.import_roots)
-    plan = config.plan
-    devices = choose_devices(plan, None, world)
+    devices = choose_devices(config.plan, None, world)
     samples = RankSamples(device=_name_of(devices[0]))
     # NCCL's wait() makes the stream wait, not the host; moves between devices of one process are not timed at all.
     samples.sees_waiting = devices[0].type == "cpu"
-    model = apply_plan(
-        make_build_model(config),
-        plan,
-        loss_fn=make_loss(config),
-        optimizer=OptimizerFactory(config),
-        seed=config.train.seed,
-        max_grad_norm=config.train.max_grad_norm,
-        non_finite=config.train.non_finite,
-        sentinel_every=config.train.sentinel_every,
-        on_finding=config.train.on_finding,
-    )
-    with model:
+    with apply_config(config) as model:
         forecast = model.engine.forecast()
         first_batch = _take_steps(config, model, (num_warm_up, num_steps), samples, devices, forecast=forecast)
         samples.peak_memory_bytes = _peaks(devices)
@@ -143,8 +122,9 @@ def _take_steps(
     first_batch: Any = None
     own, machine, measured_from = 0.0, 0.0, 0.0
     shown_at = began = time.perf_counter()
-    _show_start(model, config, total)
-    with contextlib.closing(_endless(config, model)) as batches:
+    if model.world.rank == 0:
+        model.world.emit(start_event(config, model, total))
+    with contextlib.closing(endless(config, open_loader(config, model))) as batches:
         for number in range(total):
             model.world.report_progress(number, "load")
             batch = next(batches)
@@ -176,23 +156,6 @@ def _take_steps(
     return first_batch
 
 
-def _show_start(model: ParallelModel, config: TrainConfig, total: int) -> None:
-    if model.world.rank == 0:
-        model.world.emit(
-            {
-                "event": "run_started",
-                "name": config.run_name,
-                "plan": str(model.plan),
-                "num_ranks": model.world.world_size,
-                "device": str(model.world.device),
-                "threads": torch.get_num_threads(),
-                "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "steps": total,
-                "global_batch_size": config.train.global_batch_size,
-            }
-        )
-
-
 def _show_step(model: ParallelModel, samples: RankSamples, total: int, elapsed: float) -> None:
     if model.world.rank == 0:
         done, seconds = len(samples.seconds), samples.seconds[-1]
@@ -212,29 +175,6 @@ def _show_step(model: ParallelModel, samples: RankSamples, total: int, elapsed: 
                 "eta_s": elapsed / done * (total - done),
             }
         )
-
-
-def _endless(config: TrainConfig, model: ParallelModel) -> Generator[Any, None, None]:
-    """Yield this rank's shares, one epoch after the other: the global batches are the same under every plan."""
-    loader = make_loader(
-        load_data(config, "train"),
-        model,
-        seed=config.train.seed,
-        global_batch_size=config.train.global_batch_size,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        num_workers=config.data.num_workers,
-        prefetch=config.data.prefetch,
-        collate_fn=make_collate(config),
-        sample_rng=config.data.sample_rng,
-    )
-    for _ in itertools.count():
-        is_empty = True
-        for batch in loader:
-            is_empty = False
-            yield batch
-        if is_empty:
-            raise ConfigError(f"data.source = {config.data.source!r} gave no batch in an epoch")
 
 
 def _own_busy_s() -> float:

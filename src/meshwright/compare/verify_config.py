@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import StorageError
 from meshwright.measure.verify import ParityReport, verify_plan
-from meshwright.spec.plan import Plan
 from meshwright.train.config.deepspeed import show_rows
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.data.loader import make_loader
-from meshwright.train.data.sources import load_data, make_collate
 from meshwright.train.losses import make_loss
 from meshwright.train.models import make_build_model
+from meshwright.train.opening import endless, open_loader
 
 __all__: list[str] = []
 
@@ -35,13 +34,6 @@ def run_verification(
     """Verify a plan on a configuration's own model, data, loss and clipping, and show the report.
 
     The optimizer is plain SGD whatever the configuration says: AdamW hides a constant factor in the gradients.
-
-    Args:
-        config_path: The TOML file.
-        plan: The plan to verify.
-        steps: Optimizer steps.
-        json_path: Write the report there as JSON too.
-        overrides: "section.key=value", each replacing what the file says.
 
     Returns:
         The exit code: 0 where the plan is equal to one process, else 1.
@@ -65,11 +57,10 @@ def run_verification(
 def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
     """Verify the plan of a configuration; see `run_verification`."""
     add_to_path(config.import_roots)
-    plan = config.plan
     return verify_plan(
         make_build_model(config),
-        plan,
-        _first_batches(config, plan, steps),
+        config.plan,
+        _first_batches(config, steps),
         make_loss(config),
         num_steps=steps,
         seed=config.train.seed,
@@ -82,23 +73,10 @@ class _WholeBatches:
 
     dp_rank = 0
     dp_size = 1
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    splitter = BatchSplitter()
 
 
-def _first_batches(config: TrainConfig, plan: Plan, steps: int) -> list[Any]:
+def _first_batches(config: TrainConfig, steps: int) -> list[Any]:
     """Return the first global batches of the run, starting a new epoch where the data is short."""
-    loader = make_loader(
-        load_data(config, "train"),
-        _WholeBatches(plan),
-        seed=config.train.seed,
-        global_batch_size=config.train.global_batch_size,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        prefetch=0,
-        collate_fn=make_collate(config),
-        sample_rng=config.data.sample_rng,
-    )
-    epochs = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
-    return list(itertools.islice(epochs, steps))
+    loader = open_loader(config, _WholeBatches(), num_workers=0, prefetch=0)
+    return list(itertools.islice(endless(config, loader), steps))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ApplyError
+from meshwright.layout import even_sizes
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -55,18 +56,6 @@ def count_tokens(batch: Any, num_samples: int) -> int:
         if tensor.dim() > 1 and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
             return tensor.numel()
     return num_samples
-
-
-def split_sizes(total: int, parts: int) -> list[int]:
-    """Return the sizes of `parts` contiguous shares of `total` items; they differ by at most 1, the larger ones first.
-
-    >>> split_sizes(7, 3)
-    [3, 2, 2]
-    >>> split_sizes(2, 4)
-    [1, 1, 0, 0]
-    """
-    small, extra = divmod(total, parts)
-    return [small + 1] * extra + [small] * (parts - extra)
 
 
 def count_samples(tree: Any) -> int:
@@ -158,7 +147,7 @@ class BatchSplitter:
         if num_parts == 1:
             return [batch] if self.count(batch) else []
         if self._split is None:
-            return split_samples(batch, [size for size in split_sizes(count_samples(batch), num_parts) if size])
+            return split_samples(batch, [size for size in even_sizes(count_samples(batch), num_parts) if size])
         parts = list(self._split(batch, num_parts))
         counts = [self.count(part) for part in parts]
         if len(parts) > num_parts or sum(counts) != self.count(batch):

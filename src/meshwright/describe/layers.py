@@ -74,11 +74,6 @@ class ChainDescription:
 def describe_chain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainDescription:
     """Run the model once on the meta device and record the cost of each layer.
 
-    Args:
-        module: The model; it is not changed.
-        args: Positional inputs of its forward.
-        kwargs: Keyword inputs of its forward.
-
     Returns:
         The layers that were called. Those that were not are missing.
 

@@ -56,14 +56,7 @@ def hang_error(ranks: list[RankProcess], board: Board, number: int, now: float, 
 
 
 def unheeded_stop_error(ranks: list[RankProcess], board: Board, asked_by: str, grace_s: float) -> StoppedOnRequest:
-    """Return the error for ranks that were asked to stop and did not end.
-
-    Args:
-        ranks: All ranks.
-        board: Their records.
-        asked_by: A signal's name, or the rank that got one.
-        grace_s: How long they had [s].
-    """
+    """Return the error for ranks that were asked to stop and did not end."""
     late = [rank for rank in ranks if not rank.is_accounted]
     lines = [f"{asked_by} asked for a stop; all ranks were killed {grace_s:g} s later, since these had not ended:"]
     return StoppedOnRequest(
@@ -73,13 +66,7 @@ def unheeded_stop_error(ranks: list[RankProcess], board: Board, asked_by: str, g
 
 
 def late_start_error(ranks: list[RankProcess], board: Board, patience_s: float) -> LostPeerError:
-    """Return the error for ranks that have not found each other in time.
-
-    Args:
-        ranks: All ranks.
-        board: Their records.
-        patience_s: How long they had [s].
-    """
+    """Return the error for ranks that have not found each other in time."""
     late = [rank for rank in ranks if not rank.is_ready]
     names = ", ".join(str(rank.rank) for rank in late)
     lines = [f"{'ranks' if len(late) > 1 else 'rank'} {names} of {len(ranks)} did not start within {patience_s:g} s:"]

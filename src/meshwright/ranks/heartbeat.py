@@ -20,7 +20,7 @@ RECORD_BYTES = 512
 # A record has four parts at fixed offsets, so that writers of one part do not touch another.
 _PROGRESS = struct.Struct("<qd32s")  # step, when, phase
 _WAITING = struct.Struct("<dQQ32s")  # since (0: not waiting), collectives entered, left, name
-_MEMORY = struct.Struct("<dQQq")  # when, resident bytes, limit bytes (0: none), out-of-memory kills seen
+_MEMORY = struct.Struct("<QQq")  # resident bytes, limit bytes (0: none), out-of-memory kills seen
 _GROUP = struct.Struct("<256s")  # path of the memory control group's directory
 _PROGRESS_AT = 0
 _WAITING_AT = 64
@@ -39,7 +39,6 @@ class Beat:
     collective: str
     num_entered: int
     num_left: int
-    beat_at: float
     rss_bytes: int
     memory_limit_bytes: int
     num_oom_kills: int
@@ -81,7 +80,7 @@ class Board:
         base = rank * RECORD_BYTES
         step, progress_at, phase = _PROGRESS.unpack_from(self._memory, base + _PROGRESS_AT)
         since, entered, left, name = _WAITING.unpack_from(self._memory, base + _WAITING_AT)
-        beat_at, rss, limit, kills = _MEMORY.unpack_from(self._memory, base + _MEMORY_AT)
+        rss, limit, kills = _MEMORY.unpack_from(self._memory, base + _MEMORY_AT)
         (group,) = _GROUP.unpack_from(self._memory, base + _GROUP_AT)
         return Beat(
             step=step,
@@ -91,7 +90,6 @@ class Board:
             collective=_text(name),
             num_entered=entered,
             num_left=left,
-            beat_at=beat_at,
             rss_bytes=rss,
             memory_limit_bytes=limit,
             num_oom_kills=kills,
@@ -149,8 +147,8 @@ class Pulse:
         self._board.write(self._rank, _WAITING_AT, packed)
 
     def memory(self, rss_bytes: int, limit_bytes: int, num_oom_kills: int) -> None:
-        """Record the rank's memory and its limit; this also shows that its interpreter is running."""
-        packed = _MEMORY.pack(time.monotonic(), rss_bytes, limit_bytes, num_oom_kills)
+        """Record the rank's memory and its limit."""
+        packed = _MEMORY.pack(rss_bytes, limit_bytes, num_oom_kills)
         self._board.write(self._rank, _MEMORY_AT, packed)
 
     def memory_group(self, path: str) -> None:

@@ -61,7 +61,6 @@ def join_launched(start: Mapping[str, Any], link: Link) -> World:
         store,
         device,
         timeout_s=start["timeout_s"],
-        group_timeout_s=start["timeout_s"] + _BEHIND_S,
         link=link,
     )
 
@@ -84,15 +83,10 @@ def _device_of(local_rank: int, local_size: int) -> torch.device:
 
 
 def _make_world(
-    place: Place,
-    store: Store,
-    device: torch.device,
-    *,
-    timeout_s: float,
-    group_timeout_s: float,
-    link: Link | None = None,
+    place: Place, store: Store, device: torch.device, *, timeout_s: float, link: Link | None = None
 ) -> World:
     """Make the default group over a store, and the world around it."""
+    group_timeout_s = timeout_s if link is None else timeout_s + _BEHIND_S
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -109,9 +103,7 @@ def _make_world(
         timeout=datetime.timedelta(seconds=group_timeout_s),
     )
     world = _world_around(
-        dist.group.WORLD,
-        place,
-        device,
+        *(dist.group.WORLD, place, device),
         timeout_s=timeout_s,
         group_timeout_s=group_timeout_s,
         link=link,
@@ -156,22 +148,20 @@ def _world_around(
     )
 
 
-def join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float) -> World:
-    """Join a world that another launcher has started; see `world.join_world`."""
+def _join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float) -> World:
+    """Join a world that another launcher has started."""
     choose_transport(os.environ)  # raises for an invalid value at once, also on a single rank
+    place = _place_of_default_group() if dist.is_initialized() else read_place(os.environ)
+    device = device or _device_of(place.local_rank, place.local_size)
     if dist.is_initialized():
-        place = _place_of_default_group()
-        found = device or _device_of(place.local_rank, place.local_size)
-        return _world_around(dist.group.WORLD, place, found, timeout_s=timeout_s, store=_default_store())
-    place = read_place(os.environ)
-    found = device or _device_of(place.local_rank, place.local_size)
+        return _world_around(dist.group.WORLD, place, device, timeout_s=timeout_s, store=_default_store())
     if place.address is None:
-        return _world_around(None, place, found, timeout_s=timeout_s)
+        return _world_around(None, place, device, timeout_s=timeout_s)
     if place.is_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = _open_store(place, join_timeout_s)
     _await_all(store, place, join_timeout_s)
-    return _make_world(place, store, found, timeout_s=timeout_s, group_timeout_s=timeout_s)
+    return _make_world(place, store, device, timeout_s=timeout_s)
 
 
 def _place_of_default_group() -> Place:
@@ -335,7 +325,7 @@ def join_world(
     patience = (
         join_timeout_s if join_timeout_s is not None else float(os.environ.get("MESHWRIGHT_JOIN_TIMEOUT_S", "60"))
     )
-    world = join(None if device is None else torch.device(device), timeout_s=timeout_s, join_timeout_s=patience)
+    world = _join(None if device is None else torch.device(device), timeout_s=timeout_s, join_timeout_s=patience)
     set_current_world(world)
     return world
 

@@ -86,9 +86,7 @@ def main():  # noqa: ANN201
         word = line.strip()
         if word == FAREWELL:
             return
-        if word.startswith("-"):
-            sessions.discard(int(word[1:]))
-        elif word:
+        if word:
             sessions.add(int(word))
     sweep(sys.argv[1], sessions, 10.0)
     if len(sys.argv) > 2:

@@ -40,17 +40,7 @@ _EXIT_PATIENCE_S = 10.0
 
 
 class Supervisor:
-    """The ranks of one group, as the launching process sees them.
-
-    Args:
-        num_ranks: Ranks [count].
-        threads: Threads per rank [count].
-        timeout_s: How long a rank may wait in one collective [s].
-        start_timeout_s: How long the ranks may take to find each other [s].
-        stop_grace_s: How long they may take to end after a signal asked for it [s].
-        env: More environment variables.
-        on_event: Called as ``on_event(rank, event)``.
-    """
+    """The ranks of one group, as the launching process sees them; arguments as for `launch`."""
 
     def __init__(
         self,

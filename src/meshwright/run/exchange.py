@@ -7,18 +7,15 @@ a step alike.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from meshwright.apply.engine import Engine
 from meshwright.apply.pipeline.p2p import OtherStageError
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, MeshwrightError
-from meshwright.run.agreement import Agreement
 from meshwright.run.losses.loss import LossTerm
 
 __all__: list[str] = []
@@ -201,38 +198,3 @@ class SumExchange:
             raise error
         rank, (_, message, _, fix) = ways[0]
         raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {message}", fix=fix) from error
-
-
-def start_sums(
-    engine: Engine,
-    terms: Sequence[LossTerm],
-    agreement: Agreement,
-    *,
-    is_trained: bool | None,
-    failure: Exception | None,
-    is_alone: bool = False,
-) -> SumExchange:
-    """Start summing the losses of all ranks; ranks that cannot go on have reported that before.
-
-    Args:
-        engine: The engine.
-        terms: The losses of this rank's micro-batches.
-        agreement: What the ranks bring to the step.
-        is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation, which has no backward.
-        failure: Why this rank cannot go on.
-        is_alone: Whether it stops at once.
-    """
-    agreement.wait()  # where a rank cannot go on, all ranks exchange that first
-    # Over shared memory it is faster after backward than in another thread now; but it must not come after
-    # gradients that some ranks have begun to exchange by then.
-    later = is_trained is None or (engine.group.shares_memory and not engine.exchanges_in_backward)
-    has_begun = is_trained is not None and engine.may_stop_alone
-    return SumExchange(
-        *(engine.loss_group, engine.device, terms),
-        buffers_changed=engine.buffers_changed(),
-        in_background=not later,
-        is_trained=bool(is_trained),
-        failure=failure,
-        is_alone=is_alone,
-        drain=functools.partial(engine.finish_gradients, 1.0) if has_begun else None,
-    )

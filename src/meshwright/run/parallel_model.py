@@ -44,7 +44,6 @@ from meshwright.spec.supported import refuse_unbuilt
 
 __all__: list[str] = []
 
-# What torch says of a write into a parameter that has a shape, and no memory for each of its entries.
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
 

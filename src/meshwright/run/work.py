@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from meshwright.apply.engine import Engine
 from meshwright.apply.passes import MicroBatch, Root
 from meshwright.run.agreement import Agreement
-from meshwright.run.exchange import SumExchange, Sums, start_sums
+from meshwright.run.exchange import SumExchange, Sums
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.terms import LossTerms
 
@@ -70,18 +71,25 @@ class LossWork:
         self._start((), error, is_alone=is_alone).wait()
 
     def _start(self, terms: Sequence[LossTerm], failure: Exception | None, *, is_alone: bool = False) -> SumExchange:
-        return start_sums(
-            *(self._engine, [term for term in terms if not term.is_empty], self._agreement),
-            is_trained=self._is_trained,
+        """Start summing the losses of all ranks; ranks that cannot go on have reported that before."""
+        engine, is_trained = self._engine, self._is_trained
+        self._agreement.wait()  # where a rank cannot go on, all ranks exchange that first
+        # Over shared memory it is faster after backward than in another thread now; but it must not come after
+        # gradients that some ranks have begun to exchange by then.
+        later = is_trained is None or (engine.group.shares_memory and not engine.exchanges_in_backward)
+        has_begun = is_trained is not None and engine.may_stop_alone
+        return SumExchange(
+            *(engine.loss_group, engine.device, [term for term in terms if not term.is_empty]),
+            buffers_changed=engine.buffers_changed(),
+            in_background=not later,
+            is_trained=bool(is_trained),
             failure=failure,
             is_alone=is_alone,
+            drain=functools.partial(engine.finish_gradients, 1.0) if has_begun else None,
         )
 
     def sums(self, terms: Sequence[LossTerm]) -> Sums:
         """Return what the losses of all ranks add up to.
-
-        Args:
-            terms: All losses of this rank.
 
         Raises:
             ApplyError: The losses cannot be added up, or a rank cannot go on; see `SumExchange.wait`.

@@ -40,7 +40,7 @@ def unit_cost(action: Action) -> float:
 
 def makespan(order: Order, num_stages: int, send: float) -> float:
     """Return the duration of an order at unit costs; a message takes `send` [forwards]."""
-    return max(times[-1][1] for times in walk(order, num_stages, unit_cost, send).times)
+    return max(times[-1][1] for times in walk(order, num_stages, unit_cost, send))
 
 
 def join_halves(order: Order, num_stages: int) -> Order:
@@ -80,7 +80,7 @@ def _length(order: Order, num_stages: int) -> float:
     def cost(action: Action) -> float:
         return unit_cost(action) * (_APART if action.kind in ("I", "W") else 1.0)
 
-    return round(max(times[-1][1] for times in walk(order, num_stages, cost, LATE).times), 6)
+    return round(max(times[-1][1] for times in walk(order, num_stages, cost, LATE)), 6)
 
 
 def _pairs(order: Order) -> list[_Slot]:

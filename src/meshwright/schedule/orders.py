@@ -18,7 +18,7 @@ from typing import Final
 
 from meshwright.schedule.action import Action, ActionKind
 from meshwright.schedule.halves import LATE, Order, join_halves, makespan, unit_cost
-from meshwright.schedule.simulate import walk
+from meshwright.schedule.simulate import first_stuck, walk
 
 __all__: list[str] = []
 
@@ -67,7 +67,7 @@ def interleaved_order(num_ranks: int, num_micro_batches: int, virtual: int) -> O
             ]
             warmup = 2 * (num_ranks - rank - 1) + (virtual - 1) * largest + longer
             order.append(_alternate(forwards, backwards, warmup=warmup))
-        if walk(order, num_ranks * virtual, unit_cost).first_stuck(order) is None:
+        if first_stuck(walk(order, num_ranks * virtual, unit_cost), order) is None:
             return order
         longer += 1
 

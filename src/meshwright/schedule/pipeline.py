@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError, did_you_mean
 from meshwright.schedule import orders
 from meshwright.schedule.action import Action, ActionKind
 from meshwright.schedule.halves import unit_cost
-from meshwright.schedule.simulate import Simulation, peak_activations, walk
+from meshwright.schedule.simulate import Simulation, first_stuck, peak_activations, walk
 from meshwright.values import Problems, Value
 
 __all__: list[str] = []
@@ -147,7 +147,7 @@ class PipelineSchedule(Value):
                 f"schedule: '{missing}' is missing (rule: each stage runs each micro-batch forward and backward once)\n"
                 f"{self._table((rank, len(self.actions[rank])))}"
             )
-        stuck = walk(self.actions, self.num_stages, lambda _: 1.0).first_stuck(self.actions)
+        stuck = first_stuck(walk(self.actions, self.num_stages, lambda _: 1.0), self.actions)
         if stuck is not None:
             action = self.actions[stuck[0]][stuck[1]]
             raise ConfigError(
@@ -178,7 +178,7 @@ class PipelineSchedule(Value):
         problems.require(min(costs.values()) >= 0, "a cost is negative (rule: an action takes no less than no time)")
         problems.require(send_s >= 0, f"send_s={send_s} (rule: it is not negative)")
         problems.check()
-        times = walk(self.actions, self.num_stages, costs.__getitem__, send_s).times
+        times = walk(self.actions, self.num_stages, costs.__getitem__, send_s)
         begin = min(row[0][0] for row in times)
         makespan = max(row[-1][1] for row in times) - begin
         busy = sum(costs.values())

@@ -30,21 +30,19 @@ class Simulation:
     bubble_fraction: float
 
 
-@dataclasses.dataclass(slots=True)
-class Walk:
-    """Progress of the ranks: ``times[rank]`` has (start, end) of each action done; it is short where the rank is stuck."""
+Times = list[list[tuple[float, float]]]
+"""[rank][slot] -> (start, end) of an action that was done; short where the rank is stuck [s]."""
 
-    times: list[list[tuple[float, float]]]
 
-    def first_stuck(self, actions: Sequence[Sequence[Action]]) -> tuple[int, int] | None:
-        """Return the (rank, slot) of an action that can never start, or None where all of them ran."""
-        stuck = [(len(done), rank) for rank, done in enumerate(self.times) if len(done) < len(actions[rank])]
-        return (min(stuck)[1], min(stuck)[0]) if stuck else None
+def first_stuck(times: Times, actions: Sequence[Sequence[Action]]) -> tuple[int, int] | None:
+    """Return the (rank, slot) of an action that can never start, or None where all of them ran."""
+    stuck = [(len(done), rank) for rank, done in enumerate(times) if len(done) < len(actions[rank])]
+    return (min(stuck)[1], min(stuck)[0]) if stuck else None
 
 
 def walk(
     actions: Sequence[Sequence[Action]], num_stages: int, cost: Callable[[Action], float], send_s: float = 0.0
-) -> Walk:
+) -> Times:
     """Run every rank's actions in order, until all are done or none can continue.
 
     Args:
@@ -53,7 +51,7 @@ def walk(
         cost: Action -> how long it takes [s].
         send_s: From a stage's result to the neighbour that waits on another rank [s].
     """
-    times: list[list[tuple[float, float]]] = [[] for _ in actions]
+    times: Times = [[] for _ in actions]
     done: dict[Milestone, tuple[float, int]] = {}
     waiting: defaultdict[Milestone, list[int]] = defaultdict(list)
     runnable = list(range(len(actions)))
@@ -78,7 +76,7 @@ def walk(
             if reached is not None:
                 done[reached] = (clock, rank)
                 runnable.extend(waiting.pop(reached, ()))
-    return Walk(times)
+    return times
 
 
 def peak_activations(actions: Sequence[Action]) -> int:

@@ -10,16 +10,9 @@ __all__: list[str] = []
 
 def refuse_unbuilt(plan: Plan) -> None:
     """Raise ApplyError for parts of a plan that this version cannot apply yet."""
-    missing = [
-        name
-        for name, asked in {
-            f"cp={plan.cp}": plan.cp > 1,
-        }.items()
-        if asked
-    ]
-    if missing:
+    if plan.cp > 1:
         raise ApplyError(
-            f"the plan '{plan}' asks for {', '.join(missing)}, which this version cannot apply; it applies data parallelism "
+            f"the plan '{plan}' asks for cp={plan.cp}, which this version cannot apply; it applies data parallelism "
             "(dp with zero=0 to 3, data_parallel), tensor parallelism (tp), pipelines (pp), layers over devices "
             "(model_parallel), micro_batches, recompute and precision",
             fix=f"use the plan 'dp={plan.num_devices}'",

@@ -5,8 +5,8 @@ The launching side checks the configuration without torch; every rank then runs 
 config/   the configuration and its checks
 data/     sources, order and loading of samples
 session   the training loop, as every rank runs it
+opening   the applied model, its loaders and the event of its start
 launcher  the launching side of a run
-entry     functions that ranks are told to call
 models    model targets
 optim     optimizer, parameter groups and learning rate
 losses    losses that a configuration can name

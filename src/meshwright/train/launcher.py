@@ -20,7 +20,6 @@ from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import Measurement, RunRecord
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.entry import train_on_rank
 from meshwright.train.events import RunDirectory
 from meshwright.train.progress import ProgressView, clean
 
@@ -31,9 +30,6 @@ WARM_UP_STEPS = 3
 
 def run_training(config: TrainConfig) -> int:
     """Train as the configuration says: start its ranks, or join the job that this process belongs to.
-
-    Args:
-        config: The configuration.
 
     Returns:
         The exit code: 0 done, 75 stopped on request; a failure's own code, after its traceback and a last line that
@@ -86,6 +82,13 @@ def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None]) 
         if rank_of(error) is None:
             error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
         raise
+
+
+def train_on_rank(config_json: str) -> dict[str, Any]:
+    """Train on this rank, which a launch has started; see `session.train`."""
+    from meshwright.train.session import train
+
+    return train(TrainConfig.model_validate_json(config_json))
 
 
 class _Run:

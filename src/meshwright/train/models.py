@@ -32,10 +32,6 @@ def make_build_model(config: TrainConfig) -> Callable[[], nn.Module]:
 def build_hf_model(config_path: str, changes: dict[str, Any]) -> nn.Module:
     """Build a Hugging Face causal language model with random weights.
 
-    Args:
-        config_path: Its config.json.
-        changes: Fields of the config to replace.
-
     Raises:
         MissingDependencyError: transformers is not installed.
     """

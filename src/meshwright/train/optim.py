@@ -20,9 +20,6 @@ __all__: list[str] = []
 class OptimizerFactory:
     """Builds the configuration's optimizer over named parameters.
 
-    Args:
-        config: The configuration.
-
     Raises:
         ConfigError: The optimizer cannot be imported.
     """

@@ -14,15 +14,12 @@ from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
-from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.result import StepResult
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.data.loader import make_loader
-from meshwright.train.data.sources import load_data, make_collate
-from meshwright.train.losses import make_loss
-from meshwright.train.models import make_build_model
-from meshwright.train.optim import LRSchedule, OptimizerFactory
+from meshwright.train.opening import apply_config, endless, open_loader, start_event
+from meshwright.train.optim import LRSchedule
 
 __all__: list[str] = []
 
@@ -64,8 +61,6 @@ class _Session:
         self.step = 0
         """Steps that are done [count]."""
         self.phase = "build"
-        self.num_samples = 0
-        self.num_tokens = 0
         self.eval_loss: float | None = None
         self.stop_reason: str | None = None
         self.began_at = time.perf_counter()
@@ -73,17 +68,7 @@ class _Session:
 
     def run(self) -> dict[str, Any]:
         self._enter("build")
-        model = apply_plan(
-            make_build_model(self.config),
-            self.config.plan,
-            loss_fn=make_loss(self.config),
-            optimizer=OptimizerFactory(self.config),
-            seed=self.config.train.seed,
-            max_grad_norm=self.config.train.max_grad_norm,
-            non_finite=self.config.train.non_finite,
-            sentinel_every=self.config.train.sentinel_every,
-            on_finding=self.config.train.on_finding,
-        )
+        model = apply_config(self.config)
         with model:
             self._enter("data")
             train_loader, eval_loader = self._make_loaders(model)
@@ -109,36 +94,19 @@ class _Session:
     # -- before the first step --------------------------------------------------------------------------------------
 
     def _make_loaders(self, model: ParallelModel) -> tuple[Any, Any]:
-        data, train = self.config.data, self.config.train
-        common: dict[str, Any] = {
-            "seed": train.seed,
-            "global_batch_size": train.global_batch_size,
-            "num_workers": data.num_workers,
-            "prefetch": data.prefetch,
-            "collate_fn": make_collate(self.config),
-            "sample_rng": data.sample_rng,
-        }
-        dataset = load_data(self.config, "train")
-        train_loader = make_loader(dataset, model, shuffle=data.shuffle, drop_last=data.drop_last, **common)
-        if train.eval_batches == 0:
+        train_loader = open_loader(self.config, model)
+        eval_batches = self.config.train.eval_batches
+        if eval_batches == 0:
             return train_loader, None
         # Each held-out sample counts once: nothing is repeated to fill the last batch, and nothing is dropped. A part of
         # them is a random one, and the same one every time.
-        held_out = load_data(self.config, "eval")
-        return train_loader, make_loader(held_out, model, shuffle=train.eval_batches is not None, **common)
+        shuffle = eval_batches is not None
+        return train_loader, open_loader(self.config, model, "eval", shuffle=shuffle, drop_last=False)
 
     def _emit_start(self, model: ParallelModel, train_loader: Any, eval_loader: Any) -> None:
         self._emit(
-            "run_started",
-            name=self.config.run_name,
-            plan=str(model.plan),
-            num_ranks=self.world.world_size,
-            device=str(self.world.device),
-            threads=torch.get_num_threads(),
+            **start_event(self.config, model, self.config.train.steps),
             torch=torch.__version__,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            steps=self.config.train.steps,
-            global_batch_size=self.config.train.global_batch_size,
             train_samples=_length(train_loader),
             eval_samples=_length(eval_loader),
             build_seconds=time.perf_counter() - self.began_at,
@@ -162,7 +130,7 @@ class _Session:
         schedule = LRSchedule(model.optimizer, self.config)
         if eval_loader is not None and train.eval_every > 0:
             self._evaluate(model, eval_loader)  # where the training starts from
-        batches = self._endless(train_loader)
+        batches = endless(self.config, train_loader)
         loop_began = step_began = time.perf_counter()
         try:
             while self.step < train.steps and self.stop_reason is None:
@@ -186,16 +154,6 @@ class _Session:
         kind = "stopped" if self.stop_reason == "request" else "finished"
         seconds = time.perf_counter() - loop_began
         self._emit(kind, step=self.step, steps=train.steps, seconds=seconds, reason=self.stop_reason)
-
-    def _endless(self, loader: Any) -> Any:
-        """Yield one epoch after the other."""
-        while True:
-            is_empty = True
-            for batch in loader:
-                is_empty = False
-                yield batch
-            if is_empty:
-                raise ConfigError(f"data.source = {self.config.data.source!r} gave no batch in an epoch")
 
     def _evaluates_now(self) -> bool:
         every = self.config.train.eval_every
@@ -250,8 +208,6 @@ class _Session:
             self.world.emit({"event": event, "time": time.time(), **fields})
 
     def _note_step(self, result: StepResult, lr: float, seconds: float, elapsed: float) -> None:
-        self.num_samples += result.num_samples
-        self.num_tokens += result.num_tokens
         self._emit(
             "step",
             step=self.step,

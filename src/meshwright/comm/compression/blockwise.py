@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.comm.compression.codecs import Cast, Codec
-from meshwright.comm.compression.reducer import GradientSet, GradientSpec, KeptTensors, Stages, work_dtype
+from meshwright.comm.compression.reducer import GradientSet, GradientSpec, KeptTensors, Reducer, Stages, work_dtype
 
 __all__: list[str] = []
 
@@ -42,7 +42,6 @@ class _CodedPart:
     index: int  # the tensor
     start: int
     stop: int
-    owner: int  # group rank
     at: int  # begin of its payload in the owner's row [bytes]
     end: int
     is_coded: bool
@@ -56,7 +55,7 @@ class _Layout:
     width: int  # a row, the longest owner's [bytes]
 
 
-class BlockwiseReducer:
+class BlockwiseReducer(Reducer):
     """Sums gradients that are sent as codes, with error feedback.
 
     Args:
@@ -65,14 +64,12 @@ class BlockwiseReducer:
         words: Its name, for a plan's reasons.
     """
 
-    sends_slices = True
-
     def __init__(self, group: Communicator, codec: Codec, words: str) -> None:
-        self._group = group
+        self._unsent = KeptTensors("unsent")
+        super().__init__(group, self._unsent)
         self._codec = codec
         self._words = words
         self._exactly = Cast(None)
-        self._unsent = KeptTensors("unsent")
         self._layouts: dict[object, _Layout] = {}
         self._rooms: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self.num_stages = 1 if group.size <= 2 else 2
@@ -247,7 +244,7 @@ class BlockwiseReducer:
                 stop = min(start + PART_NUMEL, last)
                 at = sizes[owner]
                 sizes[owner] = at + codec.payload_bytes(stop - start, kind)
-                by_owner[owner].append(_CodedPart(index, start, stop, owner, at, sizes[owner], coded[index]))
+                by_owner[owner].append(_CodedPart(index, start, stop, at, sizes[owner], coded[index]))
         return _Layout(by_owner, max(sizes))
 
     def _is_worth_it(self, spec: GradientSpec, dtype: torch.dtype) -> bool:
@@ -275,25 +272,11 @@ class BlockwiseReducer:
                 if first < last:
                     yield index, first, last, (place + shift) % size
 
-    # -- state --------------------------------------------------------------------------------------------------
-
     def explain(self) -> str:
         return (
             f"gradients of matrices are sent as {self._words}: this changes numbers. What rounding takes away is added to the "
             "next step's gradient; vectors and scalars are sent as they are"
         )
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return self._unsent.state()
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._unsent.load_state(state)
-
-    def reset(self) -> None:
-        self._unsent.clear()
-
-    def keep_only(self, names: Sequence[str]) -> None:
-        self._unsent.keep_only(names)
 
 
 _BLOCK = 256

@@ -8,13 +8,13 @@ next step's starting basis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.low_rank import first_basis, orthonormal, project, take_out
-from meshwright.comm.compression.reducer import GradientSet, GradientSpec, KeptTensors, Stages, work_dtype
+from meshwright.comm.compression.reducer import GradientSet, GradientSpec, KeptTensors, Reducer, Stages, work_dtype
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ class _Matrix:
     right: torch.Tensor  # [n, rank]
 
 
-class PowerSGDReducer:
+class PowerSGDReducer(Reducer):
     """Sums gradients that are sent as low-rank factors, with error feedback.
 
     Args:
@@ -51,10 +51,9 @@ class PowerSGDReducer:
     sends_slices = False
 
     def __init__(self, group: Communicator, rank: int = RANK) -> None:
-        self._group = group
+        self._unsent, self._bases = KeptTensors("unsent"), KeptTensors("basis")
+        super().__init__(group, self._unsent, self._bases)
         self._rank = rank
-        self._unsent = KeptTensors("unsent")
-        self._bases = KeptTensors("basis")
 
     def all_reduce(self, gradients: GradientSet) -> Stages:
         """Sum over all ranks; every rank computes the same product of the same factors."""
@@ -140,21 +139,6 @@ class PowerSGDReducer:
             f"gradients of matrices are sent as factors of rank {self._rank} (PowerSGD): this changes numbers. What the factors "
             "leave out is added to the next step's gradient; vectors, scalars and short matrices are sent as they are"
         )
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return self._unsent.state() | self._bases.state()
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._unsent.load_state(state)
-        self._bases.load_state(state)
-
-    def reset(self) -> None:
-        self._unsent.clear()
-        self._bases.clear()
-
-    def keep_only(self, names: Sequence[str]) -> None:
-        self._unsent.keep_only(names)
-        self._bases.keep_only(names)
 
 
 def _whole_rows(spec: GradientSpec) -> tuple[int, int]:

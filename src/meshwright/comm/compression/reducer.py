@@ -7,8 +7,8 @@ top to bottom, and its caller decides how much computation runs between the stag
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -81,45 +81,67 @@ class GradientSet:
     whole: torch.Tensor | None = None
 
 
-class Reducer(Protocol):
-    """Sums gradients over the ranks of a group."""
+class Reducer(ABC):
+    """Sums gradients over the ranks of a group.
 
-    num_stages: int
+    Args:
+        group: The ranks.
+        *kept: What must survive a step; none where nothing must.
+    """
+
+    num_stages: int = 1
     """Exchanges that one `all_reduce` makes, one after the other [count]."""
-    sends_slices: bool
+    sends_slices: bool = True
     """Whether `reduce_slices` sends to each rank its slice alone, and not to everyone everything."""
 
+    def __init__(self, group: Communicator, *kept: KeptTensors) -> None:
+        self._group = group
+        self._kept = kept
+
+    @abstractmethod
     def all_reduce(self, gradients: GradientSet) -> Stages:
         """Sum over all ranks; every rank holds the same bits afterwards."""
-        ...
 
+    @abstractmethod
     def reduce_slices(self, gradients: GradientSet, ends: Sequence[int]) -> None:
         """Sum this rank's slice of the concatenated tensors, as `Communicator.reduce_slices`."""
-        ...
 
+    @abstractmethod
     def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
         """Return the sent size of a gradient whose real numbers have this dtype [bytes]."""
-        ...
 
     def explain(self) -> str:
         """Return the effect on numbers, for a plan's reasons; "" where there is none."""
-        ...
+        return ""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state that must survive a step, on this rank: the live tensors, by name."""
-        ...
+        return {name: tensor for kept in self._kept for name, tensor in kept.state().items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the result of `state` of this rank, under the same plan."""
-        ...
+        """Load the result of `state` of this rank, under the same plan.
+
+        Raises:
+            ApplyError: There is a state, and this plan has none.
+        """
+        if state and not self._kept:
+            raise ApplyError(
+                f"the state holds {len(state)} tensors of gradients that a compressing plan has not sent yet, and this plan "
+                "compresses nothing",
+                fix="load it under the plan that it was saved under, or leave it out",
+            )
+        for kept in self._kept:
+            kept.load_state(state)
 
     def reset(self) -> None:
         """Drop the state on all ranks: a step was left out."""
-        ...
+        for kept in self._kept:
+            kept.clear()
 
     def keep_only(self, names: Sequence[str]) -> None:
         """Drop the state of other parameters: they were frozen."""
-        ...
+        for kept in self._kept:
+            kept.keep_only(names)
 
 
 class Exchange:
@@ -145,18 +167,8 @@ class Exchange:
             self.advance()
 
 
-class PlainReducer:
-    """Sums gradients uncompressed.
-
-    Args:
-        group: The ranks.
-    """
-
-    num_stages = 1
-    sends_slices = True
-
-    def __init__(self, group: Communicator) -> None:
-        self._group = group
+class PlainReducer(Reducer):
+    """Sums gradients uncompressed."""
 
     def all_reduce(self, gradients: GradientSet) -> Stages:
         """Sum in the background if the gradients lie in one piece of memory, else at once."""
@@ -170,26 +182,6 @@ class PlainReducer:
 
     def payload_bytes(self, spec: GradientSpec, dtype: torch.dtype) -> int:
         return spec.numel * dtype.itemsize
-
-    def explain(self) -> str:
-        return ""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        if state:
-            raise ApplyError(
-                f"the state holds {len(state)} tensors of gradients that a compressing plan has not sent yet, and this plan "
-                "compresses nothing",
-                fix="load it under the plan that it was saved under, or leave it out",
-            )
-
-    def reset(self) -> None:
-        """Do nothing: there is no state."""
-
-    def keep_only(self, names: Sequence[str]) -> None:
-        """Do nothing: there is no state."""
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,13 +1,9 @@
 """Shared memory between the ranks of one host: a torch.distributed backend named "shm", its C++ under `csrc/` (ADR 0006).
 
-backend  register_shm(), and the choice between shared memory and gloo for each group
-attach   ranks of a group come to one segment, together or not at all
-build    the extension compiled once for this torch and this machine
+backend           register_shm(), and the choice between shared memory and gloo for each group
+attach            a group's segment, mapped by all of its ranks or by none
+build             the extension, compiled once for this torch and this machine
 transport_errors  what exchanges raise, as classes
-
-backend  register_shm(), and the choice between shared memory and gloo for each group
-attach   a group's segment, mapped by all of its ranks or by none
-build    the extension, compiled once for this torch and this machine
 
 To add a collective, touch `csrc/collectives.cpp`, and add a row in `tests/transport`.
 """

@@ -73,13 +73,7 @@ class Row(Value):
 
 
 class Draft:
-    """A configuration while it is read.
-
-    Args:
-        values: Dotted key -> value, as `check.flatten` returns them.
-        settings: Values of the training's own configuration.
-        problems: Collects keys that cannot be honoured.
-    """
+    """A configuration while it is read."""
 
     def __init__(self, values: Mapping[str, Any], settings: Settings, problems: Problems) -> None:
         self.values = values

@@ -68,8 +68,7 @@ def settle_loss(
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     with engine.group.ledger.of_checks():
         evidence = _look(rule, engine, splitter, parts)
-    told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
-    seen = [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
+    seen = _seen_by_all(engine, evidence)
     written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
     if written is not None and is_cut:
         raise written
@@ -125,13 +124,7 @@ class ModelWatch:
         """
         engine = self._engine
         with engine.group.ledger.of_checks():
-            evidence = _look(self._rule, engine, self._splitter, parts)
-            told = engine.everyone.all_gather_json(
-                None if evidence is None else _to_json(evidence), device=engine.device
-            )
-        seen = [
-            (engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None
-        ]
+            seen = _seen_by_all(engine, _look(self._rule, engine, self._splitter, parts))
         error = self._error_of(seen)
         if error is not None:
             raise error
@@ -328,6 +321,12 @@ def _class_weights(rank: int) -> ApplyError:
 
 _LARGEST = 1e300
 """What stands for infinity, which JSON does not have."""
+
+
+def _seen_by_all(engine: Engine, evidence: Evidence | None) -> list[tuple[int, Evidence]]:
+    """Return (rank, evidence) of the ranks that have any; every rank calls it."""
+    told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
+    return [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
 
 
 def _to_json(evidence: Evidence) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from torch import Tensor
 from meshwright._torch_private import WrapperTensor, without_function_modes
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.undisturbed import GeneratorStates
-from meshwright.describe.batches import BatchSplitter, split_samples, split_sizes
+from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.errors import ApplyError
+from meshwright.layout import even_sizes
 from meshwright.run.losses.loss import LossRule
 from meshwright.run.losses.weights import Path, tensors_by_path
 from meshwright.trees import map_tensors, tensors_in
@@ -146,12 +147,7 @@ class LossWatch:
     # -- the look ---------------------------------------------------------------------------------------------------
 
     def look(self, outputs: Any, part: Any) -> None:
-        """Compare the loss of a micro-batch with the losses of its parts, if this batch is checked; keep what it finds.
-
-        Args:
-            outputs: The model's outputs for it.
-            part: The micro-batch.
-        """
+        """Compare the loss of a micro-batch with the losses of its parts, if this batch is checked; keep what it finds."""
         if not self._wanted or self.failure is not None or self._rule.loss_fn is None:
             return
         # Outside the forward, since pipeline stages would send each other the tensors that it reads.
@@ -203,7 +199,7 @@ class LossWatch:
         if whole is None or generators.have_moved():
             self.is_on = False  # it has its own weight, or differs at each evaluation
             return None
-        sizes = split_sizes(count, 2)
+        sizes = even_sizes(count, 2)
         parts = list(self._cut(pair, sizes))
         values = [self._value(each) for each in parts]
         # Values that are not finite are found after the step's sums, and named there.

@@ -18,14 +18,7 @@ _MOST_ROWS = 10_000
 
 
 def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, device: torch.device) -> None:
-    """Raise ApplyError on every rank where ranks that share layers hold different batches; every rank calls it.
-
-    Args:
-        group: All ranks.
-        mesh: Their places.
-        batch: This rank's share, or None.
-        device: The device of exchanges.
-    """
+    """Raise ApplyError on every rank where ranks that share layers hold different batches; every rank calls it."""
     rows = [[name, str(tuple(t.shape)), str(t.dtype), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
     everyone = group.all_gather_json(None if batch is None else rows, device=device)
     for circle in circles_of(mesh, "pp", "cp", "tp"):

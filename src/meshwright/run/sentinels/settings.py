@@ -198,11 +198,6 @@ def of_loss(loss_fn: Callable[[Any, Any], Any] | None) -> Rows:
 def require_equal_settings(group: Communicator, rows: Rows, device: torch.device) -> None:
     """Refuse to continue where ranks have different settings.
 
-    Args:
-        group: All ranks.
-        rows: This rank's settings.
-        device: Where exchanges happen.
-
     Raises:
         ApplyError: On every rank, naming the first setting that differs, with both values.
     """

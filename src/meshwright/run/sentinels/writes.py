@@ -28,12 +28,7 @@ _WINDOW_BYTES = 2**14
 
 
 class StateWatch:
-    """A rank's parameters at the end of the last step.
-
-    Args:
-        engine: The engine.
-        optimizer: The optimizer, or None.
-    """
+    """A rank's parameters at the end of the last step."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
         self._engine = engine
@@ -139,12 +134,7 @@ class StateWatch:
         return list({c.name: c if names.count(c.name) == 1 else Change(c.name) for c in found}.values())
 
     def compare(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
-        """Return the writes on this rank that other holders do not have; every rank calls it.
-
-        Args:
-            group: All ranks.
-            mesh: Their places.
-        """
+        """Return the writes on this rank that other holders do not have; every rank calls it."""
         written, labels = self.written(), self._written(self._labels)
         looked_at = self._changes()
         changes = [change for change in looked_at if change.name not in labels]
@@ -164,12 +154,7 @@ class StateWatch:
         return findings or self._hidden(changes, sum(num for _, _, num in everyone), mesh)
 
     def compare_imprint(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
-        """Return changes since the last step ended for which torch has counted no write; every rank calls it.
-
-        Args:
-            group: All ranks.
-            mesh: Their places.
-        """
+        """Return changes since the last step ended for which torch has counted no write; every rank calls it."""
         changes = [] if self._imprint is None else self._imprint.changes()
         self._imprint = None
         count = torch.tensor([len(changes)], dtype=torch.float64, device=self._engine.device)

@@ -14,12 +14,12 @@ from typing import Any
 
 from meshwright.errors import ConfigError, MissingDependencyError
 from meshwright.host import usable_cores
-from meshwright.plan.deepspeed.reader import is_saved_value, parse_text
+from meshwright.plan.deepspeed.reader import is_saved_value, parse_text, read_deepspeed
 from meshwright.ranks.environment import read_place
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_text import PRESETS, parse_line
 from meshwright.spec.supported import refuse_unbuilt
-from meshwright.train.config.deepspeed import PlanRow, resolve_deepspeed, rows_of
+from meshwright.train.config.deepspeed import PlanRow, rows_of, settings_of
 from meshwright.train.config.imports import check_callable
 from meshwright.train.config.types import TrainConfig
 
@@ -51,28 +51,20 @@ class ResolvedPlan:
 
 
 def resolve_plan(
-    train: dict[str, Any],
-    devices: Any,
-    base: Path,
-    *,
-    plan_from_command_line: bool,
-    devices_from_command_line: bool,
-    sections: Mapping[str, Any],
+    sections: Mapping[str, Any], *, plan_from_command_line: bool, devices_from_command_line: bool
 ) -> ResolvedPlan:
     """Make the plan that the [train] section asks for.
 
     Args:
-        train: The section as it was read, not checked yet.
-        devices: The devices that a preset is spread over, or None for this machine's.
-        base: Folder of relative paths.
+        sections: The whole configuration as it was read, not checked yet, with the folder of relative paths.
         plan_from_command_line: The plan is not the file's, so that the file's number of devices need not fit it.
         devices_from_command_line: The number of devices is not the file's.
-        sections: The whole configuration, as it was read: a DeepSpeed configuration looks there for what it leaves open.
 
     Raises:
         ConfigError: The plan's line is wrong, or contradicts another key.
     """
-    text = train.get("plan", "auto")
+    train, base = sections["train"], Path(sections["base_directory"])
+    text, devices = train.get("plan", "auto"), train.get("devices")
     count, kind = visible_devices()
     if not isinstance(text, str) or not _is_count(devices):
         return ResolvedPlan(plan=Plan())  # the types are about to be complained about
@@ -117,11 +109,10 @@ def _resolve_deepspeed(
         num_devices, devices_from = count, "this job's ranks"
     elif devices is None:
         devices_from = f"this machine's {kind}s"
-    resolution = resolve_deepspeed(
+    resolution = read_deepspeed(
         entries,
-        os.path.basename(text),
-        sections,
-        base,
+        name=os.path.basename(text),
+        settings=settings_of(sections, base),
         num_devices=num_devices,
         available=devices or count,
         devices_from=devices_from,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from meshwright.errors import ConfigError
-from meshwright.plan.deepspeed.reader import COLUMNS, Resolution, Settings, read_deepspeed
+from meshwright.plan.deepspeed.reader import COLUMNS, Resolution, Settings
 from meshwright.ranks.environment import read_place
 from meshwright.train.progress import clean
 
@@ -21,40 +21,6 @@ __all__: list[str] = []
 
 PlanRow = tuple[str, str, str, str]
 """Key, given, resolved, why."""
-
-
-def resolve_deepspeed(
-    entries: Mapping[str, Any],
-    name: str,
-    sections: Mapping[str, Any],
-    base: Path,
-    *,
-    num_devices: int | None,
-    available: int,
-    devices_from: str,
-) -> Resolution:
-    """Read a DeepSpeed configuration for a training.
-
-    Args:
-        entries: The file's object.
-        name: The file's name.
-        sections: The training's configuration as it was read, not checked yet.
-        base: Folder of relative paths.
-        num_devices: The devices that must be used, or None [count].
-        available: The devices that there are [count].
-        devices_from: Where the number of devices comes from.
-
-    Raises:
-        ConfigError: It cannot be honoured.
-    """
-    return read_deepspeed(
-        entries,
-        name=name,
-        settings=_settings(sections, base),
-        num_devices=num_devices,
-        available=available,
-        devices_from=devices_from,
-    )
 
 
 def rows_of(resolution: Resolution, sections: Mapping[str, Any]) -> tuple[PlanRow, ...]:
@@ -145,7 +111,8 @@ def show_rows(rows: Sequence[PlanRow], stream: TextIO) -> None:
     stream.flush()
 
 
-def _settings(sections: Mapping[str, Any], base: Path) -> Settings:
+def settings_of(sections: Mapping[str, Any], base: Path) -> Settings:
+    """Return what a training's configuration says, read and not checked yet, where a DeepSpeed file leaves it open."""
     train, optimizer = _table(sections, "train"), _table(sections, "optimizer")
     betas = optimizer.get("betas")
     numbers = isinstance(betas, (list, tuple)) and all(isinstance(beta, float) for beta in betas)

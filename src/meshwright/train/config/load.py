@@ -58,12 +58,7 @@ def load_config(
         train |= {"devices": devices} if devices is not None else {}
         # An explicit plan says itself how many devices it needs; the file's number was meant for the file's plan.
         resolved = resolve_plan(
-            train,
-            train.get("devices"),
-            path.absolute().parent,
-            plan_from_command_line=plan is not None,
-            devices_from_command_line=devices is not None,
-            sections=tables,
+            tables, plan_from_command_line=plan is not None, devices_from_command_line=devices is not None
         )
         apply_changes(tables, resolved.changes, overrides, train.get("plan", "auto"))
         tables |= {"plan": resolved.plan, "notes": resolved.notes, "plan_rows": resolved.plan_rows}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +27,22 @@ _OF_SAMPLES, OF_COLLATE, _OF_WORKERS, OF_STREAM = 1, 2, 3, 4
 
 Share = tuple[int, list[int]]
 """Where a share begins in its epoch's order [samples], and the indices of its samples."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Arguments of `make_loader`, which explains them, as its loaders use them."""
+
+    seed: int
+    global_batch_size: int
+    shuffle: bool
+    drop_last: bool
+    num_workers: int
+    prefetch: int
+    collate_fn: Callable[[Sequence[Any]], Any] | None
+    sample_rng: bool | None
+    rank_local: bool
+    when_uneven: Literal["continue", "stop"]
 
 
 class SampleReader(Dataset[Any]):

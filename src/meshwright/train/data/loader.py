@@ -10,38 +10,21 @@ Tensor and pipeline parallel ranks of one dp coordinate get the same share.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from meshwright.describe.batches import HasShares
 from meshwright.errors import ConfigError
 from meshwright.spec.plan import Plan
-from meshwright.train.data.fetch import SampleReader, Share, draws_random_numbers, read_batches
+from meshwright.train.data.fetch import LoadOptions, SampleReader, Share, draws_random_numbers, read_batches
 from meshwright.train.data.order import epoch_order, num_batches, rank_shares
+from meshwright.train.data.streams import StreamLoader
 
 __all__: list[str] = []
 
 DEFAULT_MICRO_BATCH_SIZE = 8
 STATE_VERSION = 1
-
-
-class LoadsFor(Protocol):
-    """The attributes of a model that a loader reads."""
-
-    @property
-    def plan(self) -> Plan:
-        """The model's plan."""
-        ...
-
-    @property
-    def dp_rank(self) -> int:
-        """This process's place among those that share a batch."""
-        ...
-
-    @property
-    def dp_size(self) -> int:
-        """Processes that share a batch [count]."""
-        ...
 
 
 def make_loader(
@@ -107,25 +90,7 @@ def make_loader(
             raise ConfigError(f"make_loader: {name}={value} (rule: at least {least})")
     if when_uneven not in ("continue", "stop"):
         raise ConfigError(f"make_loader: when_uneven={when_uneven!r} (rule: 'continue' or 'stop')")
-    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if rank_local or not is_indexed or isinstance(dataset, DataLoader | IterableDataset):
-        from meshwright.train.data.streams import StreamLoader
-
-        return StreamLoader(
-            dataset,
-            model,
-            global_batch_size=size,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            prefetch=prefetch,
-            collate_fn=collate_fn,
-            seed=seed,
-            rank_local=rank_local,
-            when_uneven=when_uneven,
-        )
-    return IndexedLoader(
-        dataset,
-        model,
+    options = LoadOptions(
         seed=seed,
         global_batch_size=size,
         shuffle=shuffle,
@@ -133,8 +98,14 @@ def make_loader(
         num_workers=num_workers,
         prefetch=prefetch,
         collate_fn=collate_fn,
-        sample_rng=draws_random_numbers(dataset) if sample_rng is None else sample_rng,
+        sample_rng=sample_rng,
+        rank_local=rank_local,
+        when_uneven=when_uneven,
     )
+    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if rank_local or not is_indexed or isinstance(dataset, DataLoader | IterableDataset):
+        return StreamLoader(dataset, model, options)
+    return IndexedLoader(dataset, model, options)
 
 
 def default_global_batch_size(plan: Plan) -> int:
@@ -145,31 +116,14 @@ def default_global_batch_size(plan: Plan) -> int:
 class IndexedLoader:
     """Batches of a dataset with `__len__` and `__getitem__`; see `make_loader`."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        model: LoadsFor,
-        *,
-        seed: int,
-        global_batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        num_workers: int,
-        prefetch: int,
-        collate_fn: Callable[[Sequence[Any]], Any] | None,
-        sample_rng: bool,
-    ) -> None:
+    def __init__(self, dataset: Any, model: HasShares, options: LoadOptions) -> None:
         self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.seed = seed
+        self.global_batch_size = options.global_batch_size
+        self.seed = options.seed
         self.epoch = 0
         self._model = model
-        self._shuffle = shuffle
-        self._drop_last = drop_last
-        self._num_workers = num_workers
-        self._prefetch = prefetch
-        self._collate_fn = collate_fn
-        self._sample_rng = sample_rng
+        self._options = options
+        self._seeds_samples = draws_random_numbers(dataset) if options.sample_rng is None else options.sample_rng
         self._batch = 0
         self._samples = 0
         self._is_fresh = True
@@ -177,19 +131,19 @@ class IndexedLoader:
         self._stays = False
         if len(self) == 0:
             raise ConfigError(
-                f"make_loader: a dataset of {len(dataset)} samples gives no batch of {global_batch_size} "
-                f"(drop_last={drop_last}; rule: an epoch has at least one batch)",
+                f"make_loader: a dataset of {len(dataset)} samples gives no batch of {self.global_batch_size} "
+                f"(drop_last={options.drop_last}; rule: an epoch has at least one batch)",
                 fix="drop_last=False, or a smaller global_batch_size" if len(dataset) else None,
             )
 
     def __len__(self) -> int:
-        return num_batches(len(self.dataset), self.global_batch_size, drop_last=self._drop_last)
+        return num_batches(len(self.dataset), self.global_batch_size, drop_last=self._options.drop_last)
 
     def __iter__(self) -> Generator[Any]:
         if not self._is_fresh or (self._batch >= len(self) and not self._stays):
             self._begin(self.epoch + 1)
         self._is_fresh = self._is_loaded = self._stays = False
-        order = epoch_order(len(self.dataset), self.seed, self.epoch, shuffle=self._shuffle)
+        order = epoch_order(len(self.dataset), self.seed, self.epoch, shuffle=self._options.shuffle)
         shares = list(
             rank_shares(
                 order,
@@ -197,7 +151,7 @@ class IndexedLoader:
                 self.global_batch_size,
                 self._model.dp_rank,
                 self._model.dp_size,
-                drop_last=self._drop_last,
+                drop_last=self._options.drop_last,
             )
         )
         return self._iterate(shares)
@@ -224,7 +178,7 @@ class IndexedLoader:
             "batch": self._batch,
             "samples": self._samples,
             "dataset_length": len(self.dataset),
-            "shuffle": self._shuffle,
+            "shuffle": self._options.shuffle,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,8 +196,8 @@ class IndexedLoader:
                 f"the loader's state is of a dataset with {state['dataset_length']} samples, this one has "
                 f"{len(self.dataset)} (rule: the data is the same, or the order would not be)"
             )
-        if state["shuffle"] != self._shuffle:
-            raise ConfigError(f"the loader's state has shuffle={state['shuffle']}, this loader {self._shuffle}")
+        if state["shuffle"] != self._options.shuffle:
+            raise ConfigError(f"the loader's state has shuffle={state['shuffle']}, this loader {self._options.shuffle}")
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._samples = state["samples"]
         self._batch = len(self) if self._is_at_end() else -(-self._samples // self.global_batch_size)
@@ -252,19 +206,19 @@ class IndexedLoader:
 
     def _is_at_end(self) -> bool:
         left = len(self.dataset) - self._samples
-        return left < (self.global_batch_size if self._drop_last else 1)
+        return left < (self.global_batch_size if self._options.drop_last else 1)
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self._batch, self._samples = epoch, 0, 0
 
     def _iterate(self, shares: list[tuple[int, Share]]) -> Generator[Any]:
         key = (self.seed, self.epoch)
-        reader = SampleReader(self.dataset, self._collate_fn, key, seeds_samples=self._sample_rng)
+        reader = SampleReader(self.dataset, self._options.collate_fn, key, seeds_samples=self._seeds_samples)
         batches = read_batches(
             reader,
             [share for _, share in shares],
-            num_workers=self._num_workers,
-            prefetch=self._prefetch,
+            num_workers=self._options.num_workers,
+            prefetch=self._options.prefetch,
             rank=self._model.dp_rank,
         )
         try:

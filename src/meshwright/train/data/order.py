@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.describe.batches import split_sizes
+from meshwright.layout import even_ranges
 
 __all__: list[str] = []
 
@@ -37,17 +37,6 @@ def num_batches(length: int, global_batch_size: int, *, drop_last: bool) -> int:
     return length // global_batch_size if drop_last else -(-length // global_batch_size)
 
 
-def share_bounds(num_samples: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where a rank's contiguous share of a global batch starts and stops; shares differ by at most one.
-
-    >>> [share_bounds(5, part, 3) for part in range(3)]
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    sizes = split_sizes(num_samples, parts)
-    start = sum(sizes[:part])
-    return start, start + sizes[part]
-
-
 def rank_shares(
     order: torch.Tensor, start: int, global_batch_size: int, part: int, parts: int, *, drop_last: bool
 ) -> Iterator[tuple[int, tuple[int, list[int]]]]:
@@ -59,5 +48,5 @@ def rank_shares(
         batch = order[begin : begin + global_batch_size]
         if drop_last and batch.numel() < global_batch_size:
             return
-        low, high = share_bounds(batch.numel(), part, parts)
+        low, high = even_ranges(batch.numel(), parts)[part]
         yield batch.numel(), (begin + low, batch[low:high].tolist())

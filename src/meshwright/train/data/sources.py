@@ -75,10 +75,6 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 def load_data(config: TrainConfig, split: Split) -> Any:
     """Return the dataset of one split.
 
-    Args:
-        config: The configuration.
-        split: "train", or "eval" for what is held out.
-
     Returns:
         A map-style dataset, or whatever a callable source returns.
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from meshwright._torch_private import set_worker_info
-from meshwright.describe.batches import split_batch, split_sizes
+from meshwright.describe.batches import split_batch
 from meshwright.errors import ConfigError
+from meshwright.layout import even_ranges, even_sizes
 from meshwright.train.data.fetch import (
     OF_COLLATE,
     OF_STREAM,
+    LoadOptions,
     isolated_rng,
     may_draw,
     read_ahead,
@@ -24,7 +26,7 @@ from meshwright.train.data.fetch import (
     until_closed,
     worker_generator,
 )
-from meshwright.train.data.order import mix, share_bounds
+from meshwright.train.data.order import mix
 
 __all__: list[str] = []
 
@@ -35,9 +37,6 @@ class EachOnce(IterableDataset[Any]):
     """A stream that gives each sample once, however many workers read it: worker i of n gives every n-th.
 
     A dataset that calls `torch.utils.data.get_worker_info` before its first sample divides itself, and is left to that.
-
-    Args:
-        stream: The user's stream.
     """
 
     def __init__(self, stream: IterableDataset[Any]) -> None:
@@ -84,39 +83,22 @@ class StreamLoader:
     ranks agree, in one small all-reduce, whether anyone (or, to stop early, everyone) has a batch.
     """
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        model: Any,
-        *,
-        global_batch_size: int,
-        drop_last: bool,
-        num_workers: int,
-        prefetch: int,
-        collate_fn: Callable[[Sequence[Any]], Any] | None,
-        seed: int,
-        rank_local: bool,
-        when_uneven: str,
-    ) -> None:
+    def __init__(self, source: Iterable[Any], model: Any, options: LoadOptions) -> None:
         if not isinstance(source, Iterable):
             raise ConfigError(
                 f"make_loader: a {type(source).__name__} is neither indexed (__len__ and __getitem__) nor iterable"
             )
-        if num_workers and not isinstance(source, IterableDataset):
+        if options.num_workers and not isinstance(source, IterableDataset):
             raise ConfigError(
-                f"make_loader: num_workers={num_workers} with ready-made batches (rule: who makes them reads them)",
+                f"make_loader: num_workers={options.num_workers} with ready-made batches (rule: who makes them reads them)",
                 fix="give num_workers to the DataLoader that makes the batches",
             )
         self.source = source
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = options.global_batch_size
         self._model = model
-        self._drop_last = drop_last
-        self._num_workers = num_workers
-        self._prefetch = prefetch
-        self._collate: Callable[[Any], Any] = collate_fn or default_collate
-        self._rank_local = rank_local
-        self._when_uneven = when_uneven
-        self._seed = seed
+        self._options = options
+        self._collate: Callable[[Any], Any] = options.collate_fn or default_collate
+        self._rank_local = options.rank_local
         self.epoch = 0
         self._batch = 0
         self._is_fresh = True
@@ -162,7 +144,7 @@ class StreamLoader:
 
     def _iterate(self, skip: int) -> Generator[Any]:
         batches = itertools.islice(self._own_batches(), skip, None)
-        ahead = read_ahead(batches, self._prefetch) if self._reads_ahead() else None
+        ahead = read_ahead(batches, self._options.prefetch) if self._reads_ahead() else None
         try:
             for batch in self._agreed(ahead or batches) if self._rank_local else ahead or batches:
                 self._batch += 1
@@ -173,7 +155,7 @@ class StreamLoader:
 
     def _reads_ahead(self) -> bool:
         # Other people's iterables may draw random numbers, which a thread would take from the model; workers do not.
-        return bool(self._prefetch) and self._draws_nothing() and not may_draw(self._collate)
+        return bool(self._options.prefetch) and self._draws_nothing() and not may_draw(self._collate)
 
     def _draws_nothing(self) -> bool:
         return getattr(self.source, "deterministic_samples", False)
@@ -190,18 +172,20 @@ class StreamLoader:
     def _cut_stream(self, stream: IterableDataset[Any]) -> Iterator[Any]:
         samples: Iterable[Any] = stream
         rank, ranks = self._model.dp_rank, self._model.dp_size
-        if self._num_workers:
-            generator = worker_generator(self._seed, self.epoch, rank if self._rank_local else 0)
-            loader = DataLoader(EachOnce(stream), batch_size=None, num_workers=self._num_workers, generator=generator)
+        if self._options.num_workers:
+            generator = worker_generator(self._options.seed, self.epoch, rank if self._rank_local else 0)
+            loader = DataLoader(
+                EachOnce(stream), batch_size=None, num_workers=self._options.num_workers, generator=generator
+            )
             samples = until_closed(loader)
-        size = split_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
+        size = even_sizes(self.global_batch_size, ranks)[rank] if self._rank_local else self.global_batch_size
         if size == 0:
             return
         for place, chunk in enumerate(self._at_once(samples, size)):
-            if self._drop_last and len(chunk) < size:
+            if self._options.drop_last and len(chunk) < size:
                 return
-            low, high = (0, len(chunk)) if self._rank_local else share_bounds(len(chunk), rank, ranks)
-            seed = mix(self._seed, self.epoch, OF_COLLATE, place, rank)
+            low, high = (0, len(chunk)) if self._rank_local else even_ranges(len(chunk), ranks)[rank]
+            seed = mix(self._options.seed, self.epoch, OF_COLLATE, place, rank)
             yield seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
 
     def _at_once(self, source: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -214,7 +198,7 @@ class StreamLoader:
         for place in itertools.count():
             with isolated_rng() if is_seeded else contextlib.nullcontext():
                 if is_seeded:
-                    seed_everything(mix(self._seed, self.epoch, OF_STREAM, place))
+                    seed_everything(mix(self._options.seed, self.epoch, OF_STREAM, place))
                 iterator = iter(source) if iterator is None else iterator
                 chunk = list(itertools.islice(iterator, size))
             if not chunk:
@@ -237,7 +221,7 @@ class StreamLoader:
         while True:
             batch = next(iterator, _END)
             present = torch.tensor([batch is not _END], dtype=torch.int32, device=world.device)
-            world.default_group.all_reduce(present, "max" if self._when_uneven == "continue" else "min")
+            world.default_group.all_reduce(present, "max" if self._options.when_uneven == "continue" else "min")
             if not int(present):
                 return
             yield None if batch is _END else batch
