@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from meshwright.apply.state.buffers import BufferSnapshot, buffer_slots
 from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.random_states import PythonState
 
 __all__: list[str] = []
 
@@ -32,25 +31,20 @@ class GeneratorStates:
         self._device = device
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._numpy: Any = np.random.get_state()
-        self._python = random.getstate()
+        self._python = PythonState()
 
     def have_moved(self) -> bool:
         """Tell whether any of them has drawn a number since."""
-        if not torch.equal(self._torch, torch.get_rng_state()) or random.getstate() != self._python:
-            return True
         if self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)):
             return True
-        now: Any = np.random.get_state()
-        return now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1])
+        return not torch.equal(self._torch, torch.get_rng_state()) or self._python.has_moved()
 
     def restore(self) -> None:
         """Restore all of them."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._python.restore()
 
 
 class AttributeSnapshot:

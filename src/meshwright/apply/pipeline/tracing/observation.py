@@ -25,12 +25,12 @@ from meshwright.apply.pipeline.tracing.functions import (
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
 from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
-from meshwright.apply.pipeline.walking.draws import python_moved, read_python
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
@@ -117,7 +117,7 @@ class _ForwardObserver(TorchFunctionMode):
         self._draws = False
         self._draws_python: set[str] = set()
         self._random_state = torch.get_rng_state()
-        self._python_state = read_python()
+        self._python_state = PythonState()
         self._changed_buffers: dict[int, str] = {}
         self._of_outputs: set[int] | None = None
         self._has_loss_beside = False
@@ -160,13 +160,13 @@ class _ForwardObserver(TorchFunctionMode):
         self._note_python_draws("")
 
     def _note_python_draws(self, unit: str) -> None:
-        if unit not in self._draws_python and python_moved(self._python_state):
+        if unit not in self._draws_python and self._python_state.has_moved():
             self._draws_python.add(unit)
 
     def _enter_model(self, *_: Any) -> None:
         self._is_in_model, self._of_outputs = True, None
         self._random_state = torch.get_rng_state()
-        self._python_state = read_python()
+        self._python_state = PythonState()
 
     def _leave_model(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
         if self._is_in_model:
@@ -206,7 +206,7 @@ class _ForwardObserver(TorchFunctionMode):
                 }
             )
             self._running = place
-            self._python_state = read_python()
+            self._python_state = PythonState()
 
         return hook
 
@@ -218,7 +218,7 @@ class _ForwardObserver(TorchFunctionMode):
         call = self._calls[place]
         self._random_state = torch.get_rng_state()
         self._note_python_draws(call["unit"])
-        self._python_state = read_python()
+        self._python_state = PythonState()
         call["flops"] = self.counter.get_total_flops() - call["flops"]
         self._note_left(call, place)
         self._shared.end(call["unit"], call.pop("elsewhere"))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.tracing.scene import Scene, substitute_call
-from meshwright.apply.pipeline.walking.draws import read_python, set_python
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
@@ -31,6 +30,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
     zeros_like_meta,
 )
 from meshwright.apply.state.buffers import buffer_slots
+from meshwright.apply.state.random_states import PythonState
 from meshwright.trees import LEAVES, tensors_in
 
 __all__: list[str] = []
@@ -90,19 +90,19 @@ class Shapes:
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
         scene = Scene(args, kwargs, scope)
         run = functools.partial(forward, module)
-        generators = read_python()
+        generators = PythonState()
         try:
             if name not in self._needs_numbers:
                 try:
                     return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
                 except NeedsNumbersError:
-                    set_python(generators)
+                    generators.restore()
                     self._needs_numbers.add(name)
                     key = self._key_of_unit(name, module, args, kwargs)
             return self._remember(key, _run_watched(scene, run, (args, kwargs), module, zeros_like_meta))
         finally:
             if name not in self._drawing:
-                set_python(generators)
+                generators.restore()
 
     def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._key(name, module.training, args, kwargs)

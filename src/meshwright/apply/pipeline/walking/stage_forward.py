@@ -30,7 +30,7 @@ from meshwright.apply.pipeline.tracing.scene import (
 )
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
 from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Mail
-from meshwright.apply.pipeline.walking.draws import Draws, python_place
+from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.shapes import Shapes
@@ -45,6 +45,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 )
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
+from meshwright.apply.state.random_states import PythonState
 
 __all__: list[str] = []
 
@@ -133,7 +134,7 @@ class StageForward(Bookkeeping):
             stage = self._place_of_call(name, module, values)
             self._way.call(self._stage_map.number_of(name), stage, values)
             if self._draws.python:
-                self._way.draw(*python_place())
+                self._way.draw(*PythonState().places)
             known = None
             if stage != self.stage:
                 self._send_all(values, stage)
@@ -250,7 +251,7 @@ class StageForward(Bookkeeping):
         """Record the model's outputs; the loss comes next."""
         self.outputs = outputs
         if self._draws.python:
-            self._way.draw(*python_place())
+            self._way.draw(*PythonState().places)
         self._way.is_over = True
 
     @property
