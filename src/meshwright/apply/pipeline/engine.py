@@ -325,10 +325,10 @@ class PipelineEngine(OuterEngine):
         """Start checking that stages receive what was sent, and one part of the inner engine."""
         self.inner.begin_inspection(number)
         # Equal on all ranks, whether or not there is a part to inspect on each.
-        return self._placed.inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
+        return self._placed.begin_inspection() if self._post.has_notes(self.device) else "parts of stages"
 
     def end_inspection(self) -> Sequence[Finding]:
-        return [*self.inner.end_inspection(), *self._placed.inspection.end()]
+        return [*self.inner.end_inspection(), *self._placed.end_inspection()]
 
     # -- whole values -------------------------------------------------------------------------------------------
 

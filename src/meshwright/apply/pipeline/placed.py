@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from meshwright.apply.pipeline.inspection import BoundaryInspection
+from meshwright.apply.finding import Finding
 from meshwright.apply.pipeline.ownership.broadcasts import Collector
 from meshwright.apply.pipeline.ownership.holding import Holding
 from meshwright.apply.pipeline.ownership.tied import TiedGradients
 from meshwright.apply.pipeline.ownership.whole_buffers import Homes
 from meshwright.apply.pipeline.p2p import Post
-from meshwright.apply.pipeline.stage import Stage
+from meshwright.apply.pipeline.stage import Stage, boundary_name
 from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
 from meshwright.apply.pipeline.walking.draws import Draws
@@ -91,8 +91,6 @@ class Placed:
             for index in own
         }
         """This rank's stages, by number."""
-        self.inspection = BoundaryInspection(self.stages.values())
-        """What stages receive, compared with what was sent."""
         self.holding = Holding(module, self.stage_map.holders, own)
         """Parameters that this rank holds, and those that it does not."""
         holders = self.stage_map.holders.items()
@@ -125,3 +123,17 @@ class Placed:
         """Take note that the forwards of a step, or those without one, are over."""
         if self._own_state is not None:
             self._own_state.end_step()
+
+    def begin_inspection(self) -> str:
+        """Start comparing digests of what stages receive with those of what was sent; return the first boundary's name."""
+        for stage in self.stages.values():
+            stage.is_inspected = True
+        return boundary_name(1)
+
+    def end_inspection(self) -> list[Finding]:
+        """Return what was found."""
+        found: list[Finding] = []
+        for stage in self.stages.values():
+            found += stage.findings
+            stage.findings, stage.is_inspected = [], False
+        return found
