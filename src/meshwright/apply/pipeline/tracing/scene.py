@@ -44,39 +44,33 @@ def fields_of(item: Any) -> dict[str, Any] | None:
     return found if type(found) is dict and found else None
 
 
-class Places:
-    """The lists, dicts and attribute dicts of objects that are reachable from some roots.
+def places_in(roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> list[tuple[Path, Any]]:
+    """Return (path, list or dict) of the lists, dicts and attribute dicts of objects that some roots reach, each once.
 
     Args:
         roots: (name, object) of the arguments; (name, attributes) of modules.
         opens: Whether to look into attributes of objects.
     """
+    found: list[tuple[Path, Any]] = []
+    seen: set[int] = set()
 
-    def __init__(self, roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> None:
-        self._opens = opens
-        self.found: list[tuple[Path, Any]] = []
-        """(path, list or dict), each once."""
-        self._seen: set[int] = set()
-        for name, root in roots:
-            self._look((name,), root, _DEPTH)
-
-    def _look(self, path: Path, item: Any, depth: int) -> None:
+    def look(path: Path, item: Any, depth: int) -> None:
         if isinstance(item, Tensor) or type(item) in LEAVES or not depth:
             return
         if isinstance(item, (list, dict)):
-            if id(item) in self._seen:
+            if id(item) in seen:
                 return
-            self._seen.add(id(item))
-            self.found.append((path, item))
-        if isinstance(item, (list, tuple)):
-            for key, value in enumerate(item):
-                self._look((*path, key), value, depth - 1)
-            return
-        if isinstance(item, dict):
-            for key, value in list(item.items()):
-                self._look((*path, key), value, depth - 1)
-        elif self._opens:
-            self._look((*path, VARS), fields_of(item), depth - 1)
+            seen.add(id(item))
+            found.append((path, item))
+        if isinstance(item, (list, tuple, dict)):
+            for key, value in list(item.items()) if isinstance(item, dict) else enumerate(item):
+                look((*path, key), value, depth - 1)
+        elif opens:
+            look((*path, VARS), fields_of(item), depth - 1)
+
+    for name, root in roots:
+        look((name,), root, _DEPTH)
+    return found
 
 
 def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
@@ -90,7 +84,7 @@ def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool
     roots = [*enumerate(args), *kwargs.items()]
     if all(isinstance(item, Tensor) or type(item) in LEAVES for _, item in roots):
         return []
-    return Places(roots, opens=opens).found
+    return places_in(roots, opens=opens)
 
 
 def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
@@ -109,19 +103,13 @@ def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
 
 def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Path, Any]]:
     """Return the places that code of these modules can write into: their attributes, and the containers in those."""
-    roots = [(("module", name), _AttributesOf(module)) for name, module in modules]
     found: list[tuple[Path, Any]] = []
-    for name, attributes in roots:
-        own = {key: value for key, value in attributes.present.items() if key not in OF_TORCH}
-        found.append(((name,), attributes.present))
-        found += [((name, *path), item) for path, item in Places(own.items()).found]
+    for name, module in modules:
+        own = {key: value for key, value in vars(module).items() if key not in OF_TORCH}
+        found.append(((("module", name),), vars(module)))
+        found += [((("module", name), *path), item) for path, item in places_in(own.items())]
     seen: set[int] = set()
     return [(path, item) for path, item in found if not (id(item) in seen or seen.add(id(item)))]
-
-
-class _AttributesOf:
-    def __init__(self, module: nn.Module) -> None:
-        self.present = vars(module)
 
 
 def _items(place: Any) -> Iterator[tuple[Any, Any]]:
@@ -274,7 +262,7 @@ class Scene:
 
 def tensors_below(item: Any) -> list[Tensor]:
     """Return the tensors in the lists, dicts and plain objects of a value, itself among them."""
-    return tensors_of_call((item,), {}, Places([(0, item)]).found)
+    return tensors_of_call((item,), {}, places_in([(0, item)]))
 
 
 def holds_tensors(value: Any) -> bool:
@@ -283,7 +271,7 @@ def holds_tensors(value: Any) -> bool:
         return False
     if isinstance(value, Tensor):
         return True
-    found = Places([(0, value)]).found
+    found = places_in([(0, value)])
     return any(isinstance(item, Tensor) for _, place in found for _, item in _items(place)) or (
         isinstance(value, tuple) and any(holds_tensors(item) for item in value)
     )

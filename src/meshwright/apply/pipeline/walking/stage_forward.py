@@ -13,7 +13,7 @@ shapes that change between micro-batches, and branches that the inputs decide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -227,12 +227,7 @@ class StageForward(Bookkeeping):
                 self._write_remote(given[place], meta, stage)
         if known.effects:
             refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
-
-        def make(meta: Meta) -> Tensor:
-            tensor = StandIn(meta)
-            return mark(tensor, StageValue(self, stage, None, tensor))
-
-        return known.repeat(make, given, call, self._module.get_submodule)
+        return self._stand_in(known, stage, given, call)
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
         """Mark a layer's result; an existing tensor (an input, a buffer) is marked through a view of it."""
@@ -318,14 +313,20 @@ class StageForward(Bookkeeping):
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def _stand_in(self, known: Known, home: int | None) -> Any:
-        """Return stand-ins for the results of a call."""
+    def _stand_in(
+        self,
+        known: Known,
+        home: int | None,
+        given: Sequence[Tensor] = (),
+        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
+    ) -> Any:
+        """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
 
         def make(meta: Meta) -> Tensor:
             tensor = StandIn(meta)
             return mark(tensor, StageValue(self, home, None, tensor))
 
-        return known.make(make)
+        return known.repeat(make, given, call, self._module.get_submodule)
 
 
 def _versions_of(tensors: list[Tensor]) -> list[int]:
