@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -31,7 +32,6 @@ class StageMap:
         opens: Units whose calls use tensors inside of objects that they are given.
         draws: Whether the code between units draws random numbers, by which it may leave units out.
         has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
-        numbers: Unit's name -> its number among the units.
     """
 
     num_stages: int
@@ -43,13 +43,11 @@ class StageMap:
     opens: frozenset[str] = frozenset()
     has_loss_beside: bool = False
     draws: bool = False
-    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def number_of(self, unit: str) -> int:
-        """Return a unit's number, equal on all ranks."""
-        if not self.numbers:
-            self.numbers.update((name, number) for number, name in enumerate(self.calls))
-        return self.numbers[unit]
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Unit's name -> its number, equal on all ranks."""
+        return {name: number for number, name in enumerate(self.calls)}
 
     def place_of_call(self, unit: str, before: int, module: nn.Module, homes: Iterable[int | None]) -> int:
         """Return the stage that runs a unit's call; every stage, and the forecast of bytes, asks here.

@@ -132,7 +132,7 @@ class StageForward(Bookkeeping):
                 places, given = self._look_into(name, args, kwargs)
             values = self._values_of(given)
             stage = self._place_of_call(name, module, values)
-            self._way.call(self._stage_map.number_of(name), stage, values)
+            self._way.call(self._stage_map.numbers[name], stage, values)
             if self._draws.python:
                 self._way.draw(*PythonState().places)
             known = None
