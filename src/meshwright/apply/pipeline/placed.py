@@ -13,8 +13,8 @@ from meshwright.apply.pipeline.ownership.broadcasts import Collector
 from meshwright.apply.pipeline.ownership.holding import Holding
 from meshwright.apply.pipeline.ownership.tied import TiedGradients
 from meshwright.apply.pipeline.ownership.whole_buffers import Homes
-from meshwright.apply.pipeline.p2p import Post
-from meshwright.apply.pipeline.stage import Stage, boundary_name
+from meshwright.apply.pipeline.p2p import Post, boundary_name
+from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
 from meshwright.apply.pipeline.walking.draws import Draws

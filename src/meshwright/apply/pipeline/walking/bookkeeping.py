@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
 from meshwright.apply.pipeline.walking.received import with_leaf
 from meshwright.apply.pipeline.walking.stand_ins import (
@@ -24,22 +25,6 @@ from meshwright.apply.tensor.slices import make_whole
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-
-class Mail(Protocol):
-    """Transfers between stages, as the bookkeeping uses them."""
-
-    def send(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor to another stage."""
-        ...
-
-    def receive(self, meta: Meta, stage: int) -> Tensor:
-        """Return the next tensor from another stage."""
-        ...
-
-    def flush(self) -> None:
-        """Wait until sent tensors have left and may be written over."""
-        ...
 
 
 class Bookkeeping(TorchFunctionMode):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
+from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
 from meshwright.apply.pipeline.tracing.scene import (
     places_of_call,
@@ -29,7 +30,7 @@ from meshwright.apply.pipeline.tracing.scene import (
     tensors_of_call,
 )
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
-from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Mail
+from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.remembered import Known
