@@ -29,7 +29,7 @@ from meshwright._torch_private import without_dispatch_modes, without_function_m
 from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_order, complete, forward_order
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.lookup_hooks import WatchedParameters
-from meshwright.apply.data.requests import Requests, spare_bytes
+from meshwright.apply.data.requests import agree_on_unit, spare_bytes
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -84,7 +84,6 @@ class Gathering:
         self._events: dict[str, list[Action]] = {"forward": [], "backward": []}
         """What this rank did in each phase of the first step, in its order."""
         self._is_over: set[int] = set()
-        self._requests = Requests(group)
         self._keeps_now = False
         """Whether this forward deviates from the exchange order: then nothing is released before its end."""
         self.keeps_until_end: set[int] = set()
@@ -224,7 +223,7 @@ class Gathering:
             if not self._units[index].is_whole:
                 self._keeps_now = True
             while not self._units[index].is_whole:
-                self._serve(self._requests.agree(index))
+                self._serve(agree_on_unit(self._group, index))
             self._fetch_next()
 
     def _serve(self, index: int | None) -> None:
@@ -236,7 +235,7 @@ class Gathering:
         """Run the rest of the order, and then the gathers that other ranks request."""
         with without_function_modes():
             self._run_rest()
-            while self._gathered and (wanted := self._requests.agree(None)) is not None:
+            while self._gathered and (wanted := agree_on_unit(self._group, None)) is not None:
                 self._serve(wanted)
                 self._let_all_go()
 
