@@ -281,9 +281,12 @@ class GradientBuckets:
         """Return tensors that together hold each gradient element once."""
         return [bucket.gradients for bucket in self.buckets]
 
-    def norms(self) -> list[torch.Tensor]:
-        """Return norms whose squares add up to that of the whole gradient's norm."""
-        return [bucket.norm for bucket in self.buckets]
+    def squares(self, device: torch.device) -> torch.Tensor:
+        """Return the sum of the whole gradient's squares, a float64 scalar on this device."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for bucket in self.buckets:
+            total += bucket.norm.to(device).double().square()
+        return total
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
