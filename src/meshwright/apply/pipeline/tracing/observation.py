@@ -25,7 +25,7 @@ from meshwright.apply.pipeline.tracing.functions import (
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
 from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
-from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, tensors_of, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
@@ -42,29 +42,11 @@ _MADE = "_meshwright_made"
 
 
 def observe(
-    module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str] = ()
-) -> Flow:
-    """Run a model once, or a few times until its units are small enough for this number of stages.
-
-    Args:
-        module: The plain model.
-        run: Runs it and its loss on a small batch.
-        num_stages: Stages that it will be cut into [count].
-        closed: Modules that stay in one piece.
-    """
-    units = [name for name, _ in find_layers(module)]
-    while True:
-        flow = _observe_once(module, run, units)
-        finer = with_one_opened(module, flow, units, num_stages, closed)
-        if finer is None:
-            return flow
-        units = finer
-
-
-def observe_undisturbed(
     module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str], on_copy: bool
 ) -> Flow:
-    """Observe a model and restore it: its buffers, and counts and lists that its forward changes in attributes.
+    """Run a model once, or a few times until its units are small enough for this number of stages, and restore it.
+
+    Its buffers are restored, and counts and lists that its forward changes in attributes.
 
     Args:
         module: The plain model.
@@ -76,9 +58,15 @@ def observe_undisturbed(
     # The ranks that do not observe run no forward, so the observing one must end with the same buffers and attributes.
     buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
+    units = [name for name, _ in find_layers(observed)]
     try:
         with sharing_attributes(module, observed):
-            return observe(observed, run, num_stages=num_stages, closed=closed)
+            while True:
+                flow = _observe_once(observed, run, units)
+                finer = with_one_opened(observed, flow, units, num_stages, closed)
+                if finer is None:
+                    return flow
+                units = finer
     finally:
         attributes.restore()
         buffers.restore()
@@ -255,14 +243,10 @@ class _ForwardObserver(TorchFunctionMode):
 
     def _parameters_in(self, tree: Any) -> set[str]:
         found: set[str] = set()
-
-        def look(tensor: Tensor) -> Tensor:
+        for tensor in tensors_of(tree):
             if id(tensor) in self._names:
                 found.add(self._names[id(tensor)])
             found.update(self._made_of.get(id(tensor), ()))
-            return tensor
-
-        replace_tensors(tree, look)
         return found
 
     def __torch_function__(

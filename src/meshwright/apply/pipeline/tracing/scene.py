@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.walking.stand_ins import replace_tensors
+from meshwright.apply.pipeline.walking.stand_ins import replace_tensors, tensors_of
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.trees import LEAVES
 
@@ -123,21 +123,14 @@ def _copy(place: Any) -> Any:
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[tuple[Path, Any]]) -> list[Tensor]:
     """Return the tensors among a call's arguments, in an order that is the same on all stages."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
     for item in (*args, *kwargs.values()):
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif type(item) is tuple:
-            replace_tensors(item, note)
+        if isinstance(item, Tensor) or type(item) is tuple:
+            found += tensors_of(item)
     for path, place in places:
         if not _is_module(path):
             for _, item in _items(place):
                 if isinstance(item, (Tensor, tuple)):
-                    replace_tensors(item, note)
+                    found += tensors_of(item)
     return list({id(tensor): tensor for tensor in found}.values())
 
 

@@ -20,6 +20,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     describe_tensor,
     make_fake,
     replace_tensors,
+    tensors_of,
     value_of,
 )
 from meshwright.apply.pipeline.walking.without_numbers import (
@@ -31,7 +32,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
 )
 from meshwright.apply.state.buffers import buffer_slots
 from meshwright.apply.state.random_states import PythonState
-from meshwright.trees import LEAVES, tensors_in
+from meshwright.trees import LEAVES
 
 __all__: list[str] = []
 
@@ -264,7 +265,7 @@ def _describe_argument(item: Any, integers: list[Tensor]) -> Any:
     kind = type(item)
     if kind in LEAVES:
         return (kind, item)
-    _find_integers(item, integers)
+    integers += [t for t in tensors_of(item) if value_of(t) is None and _is_exact(t.dtype)]
     return describe(item)
 
 
@@ -292,22 +293,3 @@ def _numbers_in(tensor: Tensor) -> Any:
         numbers = tensor.tolist()
         return tuple(numbers) if isinstance(numbers, list) else numbers
     return tuple(tensor.flatten().tolist()) if tensor.layout == torch.strided else str(tensor.tolist())
-
-
-def _find_integers(tree: Any, found: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        if _is_exact(tree.dtype) and value_of(tree) is None:
-            found.append(tree)
-    elif type(tree) in (tuple, list):
-        for item in tree:
-            _find_integers(item, found)
-    elif type(tree) is dict:
-        for item in tree.values():
-            _find_integers(item, found)
-    elif type(tree) is slice:
-        _find_integers((tree.start, tree.stop, tree.step), found)
-    elif type(tree) not in LEAVES:
-        found += [t for t in tensors_in(tree) if value_of(t) is None and t.dtype in _EXACT]
-
-
-_EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
