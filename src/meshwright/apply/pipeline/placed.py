@@ -97,7 +97,7 @@ class Placed:
         places = {name: sorted({ranks[stage] for stage in held}) for name, held in holders}
         self.collector = Collector(pipe, device, places)
         """Values and gradients of other stages, brought here."""
-        self.tied = TiedGradients.over(places, self.holding.all, make_group, pipe.rank)
+        self.tied = TiedGradients(places, self.holding.all, make_group, pipe.rank)
         """Parameters that several stages use."""
         self.interception: Interception
 

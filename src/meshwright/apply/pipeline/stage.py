@@ -134,7 +134,7 @@ class Stage:
             return
         for source in filter(self._post.is_elsewhere, range(self.index)):
             note = self._post.receive_note(Route(source, self.index, micro_batch))
-            if note is None or note.digest != way.note_digest:
+            if note is None or note.digest != way.digest:
                 names = list(self._map.calls)
                 mine = _way_text(way.num_calls, way.last, names)
                 theirs = "more layers" if note is None else _way_text(note.num_calls, note.last, names)

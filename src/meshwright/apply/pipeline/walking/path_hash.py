@@ -36,12 +36,7 @@ class Way:
 
     @property
     def digest(self) -> int:
-        """The digest of the path so far."""
-        return self._hash
-
-    @property
-    def note_digest(self) -> int:
-        """The digest in the form that a note carries."""
+        """The digest of the path so far, in the form that a note carries."""
         return self._hash & _MASK
 
     def call(self, number: int, stage: int, values: Iterable[StageValue]) -> None:

@@ -104,20 +104,6 @@ class StageForward(Bookkeeping):
         """Run the code inside the context unwatched."""
         return _Paused(self)
 
-    def pause(self) -> bool:
-        """Stop watching; tell whether this function mode was the one on top."""
-        self.is_paused = True
-        if current_function_mode() is not self:
-            return False  # the user's own mode is, and must stay
-        super().__exit__(None, None, None)
-        return True
-
-    def go_on(self, *, was_on_top: bool) -> None:
-        """Watch again."""
-        if was_on_top:
-            super().__enter__()
-        self.is_paused = False
-
     # -- units --------------------------------------------------------------------------------------------------
 
     def call_unit(
@@ -347,7 +333,13 @@ class _Paused:
         self._was_on_top = False
 
     def __enter__(self) -> None:
-        self._was_on_top = self._walk.pause()
+        walk = self._walk
+        walk.is_paused = True
+        self._was_on_top = current_function_mode() is walk  # else the user's own mode is, and must stay
+        if self._was_on_top:
+            Bookkeeping.__exit__(walk, None, None, None)
 
     def __exit__(self, *_: object) -> None:
-        self._walk.go_on(was_on_top=self._was_on_top)
+        if self._was_on_top:
+            Bookkeeping.__enter__(self._walk)
+        self._walk.is_paused = False
