@@ -48,19 +48,19 @@ class Shapes:
 
     Args:
         twins: Unit's name -> a copy without values that runs in its place: the unit itself may be cut, and exchange.
-        scope: Unit's name -> (name, module) whose attributes a call may write, beside the unit's own.
+        around: (name, module) whose attributes a call may write, beside the unit's own.
         drawing: Units that may draw from Python's or NumPy's global generator: each of their calls runs, for its draws.
     """
 
     def __init__(
         self,
         twins: Mapping[str, nn.Module],
-        scope: Callable[[str], Sequence[tuple[str, nn.Module]]] = lambda _: (),
-        drawing: Collection[str] = (),
+        around: Sequence[tuple[str, nn.Module]],
+        drawing: Collection[str],
     ) -> None:
         self._twins = twins
         self._drawing = frozenset(drawing)
-        self._scope = scope
+        self._around = around
         self._known: dict[Any, Known] = {}
         self._needs_numbers: set[Any] = set()
 
@@ -84,7 +84,7 @@ class Shapes:
         twin = self._twins.get(name)
         scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
         if twin is None:
-            scope += self._scope(name)
+            scope += self._around
         else:
             twin.train(module.training)
             module, forward = twin, _forward_of_twin
