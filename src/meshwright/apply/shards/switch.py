@@ -26,11 +26,7 @@ Entry = tuple[Tensor, type[Tensor], type[Tensor]]
 
 
 class ShardSwitch:
-    """Switches the classes of a model's tensors of which this rank has a part.
-
-    Args:
-        plan: The plan, for errors.
-    """
+    """Switches the classes of a model's tensors of which this rank has a part."""
 
     def __init__(self, plan: str = "") -> None:
         self.moment = RunMoment(plan)

@@ -82,12 +82,7 @@ class _OfCell:
 
 
 class Outside:
-    """State that the code of a module, and of further functions, keeps outside the module's parameters and buffers.
-
-    Args:
-        module: The module, or None.
-        functions: Further code.
-    """
+    """State that the code of a module, and of further functions, keeps outside the module's parameters and buffers."""
 
     def __init__(self, module: nn.Module | None, functions: Sequence[Any] = ()) -> None:
         self._module = None if module is None else weakref.ref(module)

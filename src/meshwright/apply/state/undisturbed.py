@@ -52,9 +52,6 @@ class AttributeSnapshot:
 
     A list, dict or set is restored with its contents; the contents of other objects are not. Hooks are restored together with
     the flags that announce them: libraries register some in their first forward.
-
-    Args:
-        module: The model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,12 +96,7 @@ def is_trying() -> bool:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it.
-
-    Args:
-        module: The model.
-        device: Its device.
-    """
+    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it."""
     global _trials
     generators, buffers, attributes = GeneratorStates(device), BufferSnapshot(module), AttributeSnapshot(module)
     outside = Outside.of(module).take()

@@ -74,13 +74,7 @@ def places_in(roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> list[t
 
 
 def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
-    """Return the places that a call can write into through its arguments; usually these are tensors alone, and there is none.
-
-    Args:
-        args: The call's arguments.
-        kwargs: Its keyword arguments.
-        opens: Whether to look into attributes of objects.
-    """
+    """Return the places that a call can write into through its arguments; usually these are tensors alone, and there is none."""
     roots = [*enumerate(args), *kwargs.items()]
     if all(isinstance(item, Tensor) or type(item) in LEAVES for _, item in roots):
         return []
@@ -236,11 +230,7 @@ class Scene:
         return found
 
     def effects(self, encode: Callable[[Any], Any]) -> list[Effect]:
-        """Return the writes that other stages must repeat; of module attributes only those that hold tensors.
-
-        Args:
-            encode: Encodes a value without its tensors.
-        """
+        """Return the writes that other stages must repeat; of module attributes only those that hold tensors."""
         found = []
         for path, kind, key, value in self.changes():
             if not _is_module(path) or (kind != "del" and holds_tensors(value)):

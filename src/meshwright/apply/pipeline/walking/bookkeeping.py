@@ -28,13 +28,7 @@ __all__: list[str] = []
 
 
 class Bookkeeping(TorchFunctionMode):
-    """Records of one forward's tensors on a stage.
-
-    Args:
-        stage: The stage.
-        mail: Transfers to and from the other stages.
-        module: The model.
-    """
+    """Records of one forward's tensors on a stage."""
 
     def __init__(self, stage: int, mail: Mail, module: nn.Module) -> None:
         super().__init__()

@@ -12,12 +12,7 @@ _MASK = 2**63 - 1
 
 
 class Way:
-    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them.
-
-    Args:
-        micro_batch: The micro-batch.
-        is_training: The model's mode.
-    """
+    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them."""
 
     __slots__ = ("_hash", "in_hook", "is_over", "last", "num_calls")
 

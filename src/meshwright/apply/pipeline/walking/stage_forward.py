@@ -52,17 +52,7 @@ __all__: list[str] = []
 
 
 class StageForward(Bookkeeping):
-    """A walk: one stage's forward of one micro-batch, which runs inside this context.
-
-    Args:
-        stage: The stage.
-        stage_map: The stage of each call.
-        shapes: Output shapes of other stages' calls.
-        mail: Transfers to and from the other stages.
-        draws: Random numbers: layers draw from a stream of their own.
-        module: The model.
-        way: Record of the forward's path.
-    """
+    """A walk: one stage's forward of one micro-batch, which runs inside this context."""
 
     def __init__(
         self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
