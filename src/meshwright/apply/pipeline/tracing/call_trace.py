@@ -40,7 +40,7 @@ class Flow:
         calls: The calls of units, in the order in which they ran.
         units: Names of the modules whose calls are assigned to stages.
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
-        draws: Whether the code between the units drew random numbers.
+        draws: Whether the code between the units drew random numbers, by which it may leave units out.
         reads: What the model's code between the units read of a tensor that a unit computes, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.

@@ -27,22 +27,14 @@ class StageMap:
         calls: Unit's name -> the stage of its first, second, ... call; a unit without calls goes to its neighbour's stage.
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
-        leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
-        takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
-        opens: Units whose calls use tensors inside of objects that they are given.
-        draws: Whether the code between units draws random numbers, by which it may leave units out.
-        has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
+        flow: The calls as they were traced.
     """
 
     num_stages: int
     calls: Mapping[str, tuple[int, ...]]
     holders: Mapping[str, tuple[int, ...]]
     shares: tuple[float, ...]
-    leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
-    takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
-    opens: frozenset[str] = frozenset()
-    has_loss_beside: bool = False
-    draws: bool = False
+    flow: Flow
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -63,7 +55,7 @@ class StageMap:
         """
         stages = self.calls[unit]
         stage, latest = stages[min(before, len(stages) - 1)], latest_of(homes)
-        place = _place_of(stage, latest, is_bare=not _holds_tensors(module), draws=self.draws)
+        place = _place_of(stage, latest, is_bare=not _holds_tensors(module), draws=self.flow.draws)
         if latest is None or latest <= place:
             return place
         if latest in stages and not any(True for _ in module.buffers()):
@@ -184,11 +176,7 @@ def cut(
         calls={name: tuple(found) for name, found in by_unit.items()},
         holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
-        leaves=flow.leaves,
-        has_loss_beside=flow.has_loss_beside,
-        takes=flow.takes,
-        opens=frozenset(flow.opens),
-        draws=flow.draws,
+        flow=flow,
     )
 
 

@@ -74,13 +74,13 @@ class Shapes:
 
     def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Return the cached results of such a call of a unit, or None, without running anything."""
-        return None if name in self._drawing else self._look_up(self._key_of_unit(name, module, args, kwargs))
+        return None if name in self._drawing else self._look_up(self._key(name, module.training, args, kwargs))
 
     def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Known:
         """Run a unit's call on fake tensors, or on zeros where its code needs values, and cache the result."""
-        key = self._key_of_unit(name, module, args, kwargs)
+        key = self._key(name, module.training, args, kwargs)
         twin = self._twins.get(name)
         scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
         if twin is None:
@@ -99,14 +99,11 @@ class Shapes:
                 except NeedsNumbersError:
                     generators.restore()
                     self._needs_numbers.add(name)
-                    key = self._key_of_unit(name, module, args, kwargs)
+                    key = self._key(name, module.training, args, kwargs)
             return self._remember(key, _run_watched(scene, run, (args, kwargs), module, zeros_like_meta))
         finally:
             if name not in self._drawing:
                 generators.restore()
-
-    def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._key(name, module.training, args, kwargs)
 
     def _key(self, what: Any, is_training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, integers = describe_call(args, kwargs)

@@ -101,7 +101,7 @@ class StageForward(Bookkeeping):
     ) -> Any:
         """Run one call of a unit on its stage, or return stand-ins for it on the others."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            taken = self._stage_map.takes.get(name)
+            taken = self._stage_map.flow.takes.get(name)
             given = None if taken else plain_tensors(args, kwargs)
             is_plain = given is not None
             places: list[Any] = []
@@ -143,8 +143,8 @@ class StageForward(Bookkeeping):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
         """Return the places that a call can write into, and the tensors among its arguments and in those places."""
-        places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
-        taken = self._stage_map.takes.get(name)
+        places = places_of_call(args, kwargs, opens=name in self._stage_map.flow.opens)
+        taken = self._stage_map.flow.takes.get(name)
         if taken:
             places = [*places, *places_of_slots(self._module, taken)]
         return places, tensors_of_call(args, kwargs, places)
@@ -180,7 +180,7 @@ class StageForward(Bookkeeping):
                 if version != old_version:
                     self._note_written(tensor, self.stage)
         old = {id(tensor) for tensor in given}
-        leaves = self._stage_map.leaves.get(name, ())
+        leaves = self._stage_map.flow.leaves.get(name, ())
         places = [] if call is None else places_of_call(*call)
         if places or leaves:
             for tensor in written_tensors(places, self._module, leaves):
@@ -203,7 +203,7 @@ class StageForward(Bookkeeping):
             for place, meta in known.writes:
                 self._write_remote(given[place], meta, stage)
         if known.effects:
-            refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
+            refuse_unseen(name, known.effects, self._stage_map.flow.leaves.get(name, ()))
         return self._stand_in(known, stage, given, call)
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
@@ -229,7 +229,7 @@ class StageForward(Bookkeeping):
     @property
     def owes_nothing_to_the_loss(self) -> bool:
         """Whether the model is done and other stages alone have its outputs, so that the loss cannot need this one."""
-        if self.outputs is None or self._stage_map.has_loss_beside:
+        if self.outputs is None or self._stage_map.flow.has_loss_beside:
             return False
         homes = [value.home for value in values_in(self.outputs)]
         return bool(homes) and self.stage not in homes and None not in homes
