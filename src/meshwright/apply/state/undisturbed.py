@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.state.buffers import BufferSnapshot, buffer_slots
-from meshwright.apply.state.outside import Outside
-from meshwright.apply.state.random_states import PythonState
+from meshwright.apply.state.random_states import PythonState, kept_random_states
 
 __all__: list[str] = []
 
@@ -98,15 +97,12 @@ def is_trying() -> bool:
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it."""
     global _trials
-    generators, buffers, attributes = GeneratorStates(device), BufferSnapshot(module), AttributeSnapshot(module)
-    outside = Outside.of(module).take()
-    _trials += 1
-    try:
-        with torch.no_grad():
+    with kept_random_states([device], module=module), torch.no_grad():
+        buffers, attributes = BufferSnapshot(module), AttributeSnapshot(module)
+        _trials += 1
+        try:
             yield
-    finally:
-        _trials -= 1
-        attributes.restore()
-        buffers.restore()
-        outside.restore()
-        generators.restore()
+        finally:
+            _trials -= 1
+            attributes.restore()
+            buffers.restore()
