@@ -100,10 +100,8 @@ class Outside:
             self._look_at_callable(function)
 
     @classmethod
-    def of(cls, module: nn.Module | None, functions: Sequence[Any] = ()) -> Outside:
-        """Return the record of a module; that of its own code alone is cached."""
-        if module is None or functions:
-            return cls(module, functions)
+    def of(cls, module: nn.Module) -> Outside:
+        """Return the record of a module, which is cached."""
         found = _KNOWN.get(module)
         if found is None or found[0] != _kinds(module):
             found = _KNOWN[module] = (_kinds(module), cls(module))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,23 +56,18 @@ class PythonState:
 
 
 @contextlib.contextmanager
-def kept_random_states(
-    devices: Iterable[torch.device] = (), *, module: nn.Module | None = None, functions: Sequence[Any] = ()
-) -> Iterator[None]:
+def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) -> Iterator[None]:
     """Restore the global generators, and the state that user code keeps elsewhere, after the context.
 
     Args:
         devices: Devices whose generators are restored beside the CPU's.
         module: The module that runs; its own generators, lists and objects, and the state that its code keeps outside, are
             restored too.
-        functions: Further code that runs, such as a loss.
     """
-    before = PythonState()
-    outside = Outside.of(module, functions).take() if module is not None or functions else None
+    before, outside = PythonState(), Outside.of(module).take()
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         try:
             yield
         finally:
             before.restore()
-            if outside is not None:
-                outside.restore()
+            outside.restore()
