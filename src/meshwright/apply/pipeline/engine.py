@@ -28,7 +28,7 @@ from meshwright.apply.pipeline.placed import Placed
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observation import observe
-from meshwright.apply.pipeline.walking.own_values import is_own
+from meshwright.apply.pipeline.walking.stage_forward import is_own
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_compiled, refuse_functional_call
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine

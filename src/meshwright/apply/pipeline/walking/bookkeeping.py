@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from meshwright._torch_private import without_view
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
-from meshwright.apply.pipeline.walking.received import with_leaf
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -25,6 +25,28 @@ from meshwright.apply.tensor.slices import make_whole
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+
+class _Arrival(torch.autograd.Function):
+    """Turns a leaf into a tensor that is neither leaf nor view, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:  # noqa: ARG004 - autograd goes through it
+        ctx.mark_dirty(data)
+        return data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - torch's signature
+        return gradients[0], None
+
+
+def with_leaf(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (leaf, tensor) for a received tensor: the leaf collects the gradient, this stage's code uses the tensor."""
+    if data.layout == torch.strided:
+        leaf = data.requires_grad_()
+        return leaf, without_view(leaf, leaf.shape)  # in C++: each micro-batch comes here, and so does its backward
+    leaf = data.new_empty(()).expand(data.shape).requires_grad_()
+    return leaf, _Arrival.apply(leaf, data)
 
 
 class Bookkeeping(TorchFunctionMode):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
+from meshwright._torch_private import FakeTensor, PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
 from meshwright.apply.pipeline.tracing.scene import (
@@ -333,3 +333,16 @@ class _Paused:
         if self._was_on_top:
             Bookkeeping.__enter__(self._walk)
         self._walk.is_paused = False
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Tell whether the stage whose forward is under way computes a tensor, to one that stands inside of that forward.
+
+    What comes of the inputs alone every stage computes: it counts on the first.
+    """
+    walk = current_function_mode()
+    if isinstance(walk, StageForward):
+        value = value_of(tensor)
+        home = 0 if value is None or value.owner is not walk or value.home is None else value.home
+        return home == walk.stage
+    return not isinstance(tensor, FakeTensor)  # inside a layer of another stage, of which only the shapes are found
