@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright._torch_private import without_function_modes
 from meshwright.apply.modules.copies import copy_module, sharing_attributes
-from meshwright.apply.pipeline.ownership.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
@@ -23,7 +22,7 @@ from meshwright.apply.pipeline.tracing.functions import (
     writes_to,
 )
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
-from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
+from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, tensors_of, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
@@ -110,7 +109,6 @@ class _ForwardObserver(TorchFunctionMode):
         self._of_outputs: set[int] | None = None
         self._has_loss_beside = False
         self._shared = SharedState(module, self._units)
-        self._attributes = SharedAttributes(module, self._units)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -226,7 +224,7 @@ class _ForwardObserver(TorchFunctionMode):
         for path, kind, key, value in scene.changes():
             if kind == "del" or not holds_tensors(value):
                 if isinstance(path[0], tuple):
-                    self._attributes.note(call["unit"], path, key)
+                    self._shared.note(call["unit"], path, key)
                 continue
             if isinstance(path[0], tuple):
                 slot = (path[0][1], path[1] if len(path) > 1 else key)
@@ -357,10 +355,10 @@ class _ForwardObserver(TorchFunctionMode):
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             has_loss_beside=self._has_loss_beside,
-            counts=self._attributes.units,
+            counts=self._shared.units,
             leaks=tuple(dict.fromkeys(self._leaks)),
-            shared=(*self._shared.texts(), *self._attributes.texts()),
-            bonds=self._attributes.bonds(),
+            shared=tuple(self._shared.texts()),
+            bonds=self._shared.bonds(),
         )
 
 
