@@ -198,11 +198,9 @@ def stale_activation(stack: Stack) -> None:
     original = p2p.Post.receive
     kept: dict[Any, Tensor] = {}
 
-    def receive(self: Any, meta: Any, **where: Any) -> Tensor:
-        tensor = original(self, meta, **where)
-        if where["is_gradient"]:
-            return tensor
-        key = (where["source"], where["target"], tuple(tensor.shape))
+    def receive(self: Any, meta: Any, route: p2p.Route) -> Tensor:
+        tensor = original(self, meta, route)
+        key = (route.source, route.target, tuple(tensor.shape))
         before, kept[key] = kept.get(key, tensor), tensor.clone()
         return before.clone()
 

@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.engine import Engine
 from meshwright.apply.nested import OuterEngine
-from meshwright.apply.pipeline.p2p import Post
+from meshwright.apply.pipeline.p2p import Post, Route
 from meshwright.apply.tensor.proof import proof
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -187,9 +187,9 @@ def stage_input(model: mw.ParallelModel, share: Any, told: dict[str, Any]) -> An
     told["name"] = "boundary of stage 1"
     receive = Post.receive
 
-    def wrong(self: Post, meta: Any, **where: Any) -> Tensor:
-        tensor = receive(self, meta, **where)
-        if not where["is_gradient"] and tensor.is_floating_point() and tensor.numel():
+    def wrong(self: Post, meta: Any, route: Route) -> Tensor:
+        tensor = receive(self, meta, route)
+        if tensor.is_floating_point() and tensor.numel():
             tensor.view(-1)[0] += 0.25
         return tensor
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from meshwright.apply.pipeline.ownership.settled import Buffers
 from meshwright.apply.pipeline.tracing.scene import plain_tensors
-from meshwright.apply.pipeline.walking.received import with_leaf
+from meshwright.apply.pipeline.walking.bookkeeping import with_leaf
 from meshwright.apply.pipeline.walking.shapes import describe_call
 from meshwright.apply.pipeline.walking.stand_ins import Meta, StandIn
 

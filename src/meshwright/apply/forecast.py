@@ -32,6 +32,9 @@ class Forecast:
     tells once the model was closed, since a model is copied to be described, and copies must not run hooks.
     """
 
+    learned_bytes = 0.0
+    """What `learn` has found, where that is all [bytes]."""
+
     def end_watching(self) -> None:
         """Take note that the step which may be watched is over."""
 
@@ -40,4 +43,4 @@ class Forecast:
 
     def sent_bytes(self) -> float | None:
         """Return what this rank should send in such a step; None where there is no formula for it [bytes]."""
-        return 0.0
+        return self.learned_bytes

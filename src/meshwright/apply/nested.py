@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.finding import Finding
 from meshwright.apply.gradient_sums import GradientExit
-from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+
+def _handed_on(name: str, *, from_the_start: bool = False) -> Any:
+    """Return a method of `Engine` that asks the inner engine.
+
+    Args:
+        name: The name in `Engine`.
+        from_the_start: Whether the base class answers while there is no inner engine; else that is an error.
+    """
+    base = vars(Engine)[name]
+
+    @functools.wraps(base)
+    def ask(self: OuterEngine, *args: Any, **kwargs: Any) -> Any:
+        if from_the_start and not self.is_prepared:
+            return base(self, *args, **kwargs)
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return ask
 
 
 class OuterEngine(Engine):
@@ -64,9 +81,6 @@ class OuterEngine(Engine):
         if self._inner is not None:
             self._inner.use_switch(switch)
 
-    def held_parts(self, moment: RunMoment) -> list[tuple[Tensor, ShardFacts]]:
-        return [] if self._inner is None else self._inner.held_parts(moment)
-
     def gradient_terms(self) -> set[int]:
         return set() if self._inner is None else self._inner.gradient_terms()
 
@@ -78,8 +92,8 @@ class OuterEngine(Engine):
     def fixes_memory(self) -> bool:
         return self.is_prepared
 
-    def accept_groups(self, optimizer: torch.optim.Optimizer) -> ApplyError | None:
-        return super().accept_groups(optimizer) if self._inner is None else self._inner.accept_groups(optimizer)
+    def gradient_norm(self) -> Tensor:
+        return self.norm_of_squares()
 
     # -- what the inner engine says: it knows of no other, and would be right alone -------------------------------------
 
@@ -103,88 +117,34 @@ class OuterEngine(Engine):
     def num_walks(self) -> int:
         return self.inner.num_walks
 
-    def trainable_states(self) -> dict[str, bool]:
-        return self.inner.trainable_states()
+    trainable_states = _handed_on("trainable_states")
+    refuse_taken = _handed_on("refuse_taken")
+    idle_pass = _handed_on("idle_pass")
+    end_failed_pass = _handed_on("end_failed_pass")
+    gradient_pieces = _handed_on("gradient_pieces")
+    sum_over_pieces = _handed_on("sum_over_pieces")
+    begin_step = _handed_on("begin_step")
+    arm = _handed_on("arm")
+    begin_forward = _handed_on("begin_forward")
+    end_forward = _handed_on("end_forward")
+    begin_backward = _handed_on("begin_backward")
+    refresh_trainable = _handed_on("refresh_trainable")
+    begin_inspection = _handed_on("begin_inspection")
+    end_inspection = _handed_on("end_inspection")
+    copies_of_state = _handed_on("copies_of_state")
+    gradient_tensors = _handed_on("gradient_tensors")
+    finish_step = _handed_on("finish_step")
+    leave_out_step = _handed_on("leave_out_step")
+    load_compression_state = _handed_on("load_compression_state")
+    held_tensors = _handed_on("held_tensors")
+    sync_buffers = _handed_on("sync_buffers")
 
-    def refuse_lost_writes(self) -> None:
-        if self._inner is not None:
-            self._inner.refuse_lost_writes()
+    # -- the same, and before there is an inner engine what the base class says: nothing is cut yet ---------------------
 
-    def refuse_taken(self) -> None:
-        self.inner.refuse_taken()
-
-    def idle_pass(self) -> None:
-        self.inner.idle_pass()
-
-    def end_failed_pass(self) -> None:
-        self.inner.end_failed_pass()
-
-    def gradient_pieces(self) -> list[tuple[Tensor, nn.Parameter]]:
-        return self.inner.gradient_pieces()
-
-    def sum_over_pieces(self, values: Tensor) -> None:
-        self.inner.sum_over_pieces(values)
-
-    # -- the step -----------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        self.inner.begin_step()
-
-    def arm(self) -> None:
-        self.inner.arm()
-
-    def begin_forward(self) -> None:
-        self.inner.begin_forward()
-
-    def end_forward(self) -> None:
-        self.inner.end_forward()
-
-    def before_layer(self, layer: nn.Module) -> None:
-        if self._inner is not None:
-            self._inner.before_layer(layer)
-
-    def begin_backward(self) -> None:
-        self.inner.begin_backward()
-
-    def refresh_trainable(self) -> None:
-        self.inner.refresh_trainable()
-
-    def begin_inspection(self, number: int) -> str | None:
-        return self.inner.begin_inspection(number)
-
-    def end_inspection(self) -> Sequence[Finding]:
-        return self.inner.end_inspection()
-
-    def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, Tensor]]]]:
-        return self.inner.copies_of_state()
-
-    def gradient_tensors(self) -> Sequence[Tensor]:
-        return self.inner.gradient_tensors()
-
-    def gradient_norm(self) -> Tensor:
-        return self.norm_of_squares()
-
-    def finish_step(self) -> None:
-        self.inner.finish_step()
-
-    def leave_out_step(self) -> None:
-        self.inner.leave_out_step()
-
-    def compression_state(self) -> dict[str, Tensor]:
-        return {} if self._inner is None else self._inner.compression_state()
-
-    def load_compression_state(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_compression_state(state)
-
-    def held_tensors(self) -> dict[str, list[Tensor]]:
-        return self.inner.held_tensors()
-
-    def buffers_changed(self) -> bool:
-        return self._inner is not None and self._inner.buffers_changed()
-
-    def note_buffers(self) -> None:
-        if self._inner is not None:
-            self._inner.note_buffers()
-
-    def sync_buffers(self) -> None:
-        self.inner.sync_buffers()
+    held_parts = _handed_on("held_parts", from_the_start=True)
+    accept_groups = _handed_on("accept_groups", from_the_start=True)
+    refuse_lost_writes = _handed_on("refuse_lost_writes", from_the_start=True)
+    before_layer = _handed_on("before_layer", from_the_start=True)
+    compression_state = _handed_on("compression_state", from_the_start=True)
+    buffers_changed = _handed_on("buffers_changed", from_the_start=True)
+    note_buffers = _handed_on("note_buffers", from_the_start=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,16 +25,10 @@ def total_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     if not tensors:
         return torch.zeros((), device=device)
     dense = [values_of(tensor) for tensor in tensors]
-    return finite_norm(torch.nn.utils.get_total_norm(dense), lambda: dense, device)
-
-
-def norm_of_norms(
-    norms: Sequence[torch.Tensor], tensors: Callable[[], Sequence[torch.Tensor]], device: torch.device
-) -> torch.Tensor:
-    """Return the 2-norm over all tensors from the norms of their parts, a scalar; as `total_norm`."""
-    if not norms:
-        return torch.zeros((), device=device)
-    return finite_norm(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])), tensors, device)
+    norm = torch.nn.utils.get_total_norm(dense)
+    if math.isfinite(norm.item()):
+        return norm
+    return torch.linalg.vector_norm(torch.stack([_norm_in_float64(tensor).to(device) for tensor in dense]))
 
 
 def squares_of(tensors: Sequence[torch.Tensor], device: torch.device, *, exact: bool) -> torch.Tensor:
@@ -48,16 +42,6 @@ def squares_of(tensors: Sequence[torch.Tensor], device: torch.device, *, exact: 
         norms = foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype])
         total += torch.stack(norms).abs().double().square().sum()
     return total
-
-
-def finite_norm(
-    norm: torch.Tensor, tensors: Callable[[], Sequence[torch.Tensor]], device: torch.device
-) -> torch.Tensor:
-    """Return the norm, computed again in float64 where it is not finite."""
-    if math.isfinite(norm.item()):
-        return norm
-    norms = [_norm_in_float64(tensor).to(device) for tensor in tensors()]
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _norm_in_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.distributed import DistributedEngine
-from meshwright.apply.data.gathering import REDUCE_BYTES
 from meshwright.apply.data.sharded import ShardedEngine
-from meshwright.apply.data.sharding import WHOLE_BELOW_BYTES, Sharding
+from meshwright.apply.data.sharding import REDUCE_BYTES, WHOLE_BELOW_BYTES, Sharding
 from meshwright.apply.engine import Engine
 from meshwright.apply.model_guard import refuse_shared_memory, refuse_unfinished, require_equal_on_ranks
 from meshwright.apply.one_process.data_parallel import ReplicasEngine

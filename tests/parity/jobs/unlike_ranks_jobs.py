@@ -78,9 +78,9 @@ def inspect_with_a_fault() -> tuple[list[str | None], list[str]]:
         post = engine._post
         receive = post.receive
 
-        def wrong(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = receive(*args, **kwargs)
-            if kwargs["micro_batch"] == 0:
+        def wrong(meta: Any, route: Any) -> Tensor:
+            tensor = receive(meta, route)
+            if route.micro_batch == 0:
                 tensor[0, 0] += 1e-9
             return tensor
 

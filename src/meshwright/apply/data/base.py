@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.apply.data.sparse import names_with_sparse_gradients
 from meshwright.apply.engine import Engine
 from meshwright.apply.norm import values_of
+from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.errors import ApplyError
@@ -158,11 +159,7 @@ class DataParallelEngine(Engine):
 
 def describe_buffers(module: nn.Module) -> dict[str, list[Any]]:
     """Return FQN -> [shape, dtype, whether it is persistent] of each buffer."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, owner in module.named_modules()
-        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
-    }
+    kept = {name for name, _ in persistent_buffers(module)}
     return {name: [list(b.shape), str(b.dtype), name in kept] for name, b in module.named_buffers()}
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from meshwright.apply.data.unbucketed import raise_taken
 from meshwright.comm.communicator import Communicator
-from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
+from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, Reducer
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -127,7 +127,7 @@ class GradientBuckets:
         group: The ranks that hold copies of these parameters.
         bucket_bytes: The size at which a bucket is full [bytes]; None is the default of each device.
         overlap: Whether reduction may run while backward does.
-        reducer: Sums the buckets over the group; None sums them uncompressed.
+        reducer: Sums the buckets over the group.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class GradientBuckets:
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         group: Communicator,
         *,
-        bucket_bytes: int | None = None,
-        overlap: bool = True,
-        reducer: Reducer | None = None,
+        bucket_bytes: int | None,
+        overlap: bool,
+        reducer: Reducer,
     ) -> None:
         self.group = group
-        self.reducer = PlainReducer(group) if reducer is None else reducer
+        self.reducer = reducer
         self.bucket_bytes = bucket_bytes
         self.overlap = overlap
         self.names = [name for name, _ in named_parameters]
@@ -281,9 +281,12 @@ class GradientBuckets:
         """Return tensors that together hold each gradient element once."""
         return [bucket.gradients for bucket in self.buckets]
 
-    def norms(self) -> list[torch.Tensor]:
-        """Return norms whose squares add up to that of the whole gradient's norm."""
-        return [bucket.norm for bucket in self.buckets]
+    def squares(self, device: torch.device) -> torch.Tensor:
+        """Return the sum of the whole gradient's squares, a float64 scalar on this device."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for bucket in self.buckets:
+            total += bucket.norm.to(device).double().square()
+        return total
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

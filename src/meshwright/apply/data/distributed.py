@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from meshwright.apply.data.buckets import GradientBuckets
 from meshwright.apply.data.expected_bytes import CopiesForecast
 from meshwright.apply.data.unbucketed import LooseGradients
 from meshwright.apply.forecast import Forecast
-from meshwright.apply.norm import norm_of_norms
+from meshwright.apply.norm import squares_of
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
@@ -94,8 +95,9 @@ class DistributedEngine(DataParallelEngine):
         return self._buckets.tensors() + self.sparse_values()
 
     def gradient_norm(self) -> torch.Tensor:
-        norms = self._buckets.norms() + [torch.linalg.vector_norm(values) for values in self.sparse_values()]
-        return norm_of_norms(norms, self.gradient_tensors, self.device)
+        # Measured while gradients were on their way; an engine around this one may change them after that, and asks for squares.
+        squares = self._buckets.squares(self.device) + squares_of(self.sparse_values(), self.device, exact=False)
+        return squares.sqrt() if math.isfinite(squares.item()) else self.norm_of_squares()
 
     def refuse_taken(self) -> None:
         self._buckets.refuse_taken()

@@ -28,14 +28,12 @@ class CopiesForecast(Forecast):
         self._module = module
         self._num_ranks = num_ranks
         self._reducer = reducer
-        self._bytes = 0.0
 
     def learn(self, step: SeenStep) -> None:
         del step
-        self._bytes = ring_gradient_bytes(payload_bytes(dense_gradients(self._module), self._reducer), self._num_ranks)
-
-    def sent_bytes(self) -> float | None:
-        return self._bytes
+        self.learned_bytes = ring_gradient_bytes(
+            payload_bytes(dense_gradients(self._module), self._reducer), self._num_ranks
+        )
 
 
 class ShardsForecast(Forecast):
@@ -62,7 +60,6 @@ class ShardsForecast(Forecast):
         self._sharding = sharding
         self._reducer = reducer
         self._memory_bytes = memory_bytes
-        self._bytes = 0.0
 
     def learn(self, step: SeenStep) -> None:
         dense, shares = dense_gradients(self._module), self._memory_bytes()
@@ -72,7 +69,7 @@ class ShardsForecast(Forecast):
         replicas = self._num_ranks // shards
         # An all-reduce is twice a reduce-scatter.
         times = 1 if self._reducer.sends_slices or replicas > 1 else 2
-        self._bytes = sharded_bytes(
+        self.learned_bytes = sharded_bytes(
             as_they_are if replicas > 1 else times * payload,
             shares["whole"],
             shares["gathered"],
@@ -83,9 +80,6 @@ class ShardsForecast(Forecast):
             per_step=self._sharding.per_step,
             replicated_bytes=payload,
         )
-
-    def sent_bytes(self) -> float | None:
-        return self._bytes
 
 
 def dense_gradients(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,8 +12,9 @@ from torch import nn
 from meshwright._torch_private import foreach_add_, foreach_mul_
 from meshwright.apply.data.buckets import dense_stride
 from meshwright.apply.data.flat import FlatLayout, Span
-from meshwright.comm.communicator import Communicator, Pending
-from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, PlainReducer, Reducer
+from meshwright.apply.data.sharding import Sharding
+from meshwright.comm.communicator import Pending
+from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, Reducer
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -42,32 +43,29 @@ class FlatUnit:
 
     Args:
         named_parameters: (FQN, parameter) pairs, in registration order; all of one dtype and device.
-        group: The ranks that share the memory.
+        sharding: Settings of ZeRO, with the ranks that share the memory. With `offload` the optimizer works on a copy of the
+            segment in the host's memory, and gradients are copied there.
+        within: Sums gradients over these ranks.
         keep_whole: Whether no parameter may be cut.
         is_gathered: Whether values are whole only while needed.
-        keeps_gradients: Whether whole gradients stay.
-        offload: Whether the optimizer works in the host's memory: on a copy of the segment, with gradients copied there.
-        within: Sums gradients over the group; None sums them uncompressed.
     """
 
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, nn.Parameter]],
-        group: Communicator,
+        sharding: Sharding,
+        within: Reducer,
         *,
         keep_whole: bool,
         is_gathered: bool,
-        keeps_gradients: bool,
-        offload: bool = False,
-        within: Reducer | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
-        self.group = group
+        self.group = group = sharding.shard_group
         self.is_gathered = is_gathered
-        self.keeps_gradients = keeps_gradients
-        self.offload = offload
-        self._within = PlainReducer(group) if within is None else within
+        self.keeps_gradients = sharding.zero == 1
+        self.offload = sharding.offload
+        self._within = within
         self.layout = FlatLayout([p.numel() for p in self.parameters], group.size, keep_whole=keep_whole)
         self._strides = [dense_stride(parameter) for parameter in self.parameters]
         self._shapes = [parameter.shape for parameter in self.parameters]

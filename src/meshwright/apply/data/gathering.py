@@ -29,16 +29,14 @@ from meshwright._torch_private import without_dispatch_modes, without_function_m
 from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_order, complete, forward_order
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.lookup_hooks import WatchedParameters
-from meshwright.apply.data.requests import Requests, spare_bytes
+from meshwright.apply.data.requests import agree_on_unit, spare_bytes
+from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
-
-REDUCE_BYTES = 32 * 2**20
-"""Whole gradients that ZeRO-2 lets lie before it sums them; DeepSpeed's `reduce_bucket_size` is 5e8 elements [bytes]."""
 
 
 class Gathering:
@@ -50,8 +48,7 @@ class Gathering:
         owners: The module that each unit's parameters belong to.
         group: The data-parallel ranks, which follow one order.
         device: The device of small exchanges.
-        prefetches: Whether the next unit may be gathered while this one computes.
-        reduce_bytes: Gradients of units that are always whole are summed when so many are there [bytes].
+        sharding: Whether to prefetch, and when the gradients of units that are always whole are summed.
     """
 
     def __init__(
@@ -62,14 +59,13 @@ class Gathering:
         group: Communicator,
         device: torch.device,
         *,
-        prefetches: bool = True,
-        reduce_bytes: int = REDUCE_BYTES,
+        sharding: Sharding,
     ) -> None:
-        self._reduce_bytes, self._ready_bytes = reduce_bytes, 0
+        self._reduce_bytes, self._ready_bytes = sharding.reduce_bytes, 0
         self._module = module
         self._units = list(units)
         self._group = group
-        self._prefetches = prefetches and not group.shares_memory
+        self._prefetches = sharding.prefetches and not group.shares_memory
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
         self._order: list[Action] = []
@@ -84,7 +80,6 @@ class Gathering:
         self._events: dict[str, list[Action]] = {"forward": [], "backward": []}
         """What this rank did in each phase of the first step, in its order."""
         self._is_over: set[int] = set()
-        self._requests = Requests(group)
         self._keeps_now = False
         """Whether this forward deviates from the exchange order: then nothing is released before its end."""
         self.keeps_until_end: set[int] = set()
@@ -224,7 +219,7 @@ class Gathering:
             if not self._units[index].is_whole:
                 self._keeps_now = True
             while not self._units[index].is_whole:
-                self._serve(self._requests.agree(index))
+                self._serve(agree_on_unit(self._group, index))
             self._fetch_next()
 
     def _serve(self, index: int | None) -> None:
@@ -236,7 +231,7 @@ class Gathering:
         """Run the rest of the order, and then the gathers that other ranks request."""
         with without_function_modes():
             self._run_rest()
-            while self._gathered and (wanted := self._requests.agree(None)) is not None:
+            while self._gathered and (wanted := agree_on_unit(self._group, None)) is not None:
                 self._serve(wanted)
                 self._let_all_go()
 

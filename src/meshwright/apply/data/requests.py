@@ -10,29 +10,20 @@ from meshwright.comm.communicator import Communicator
 __all__: list[str] = []
 
 
-class Requests:
-    """Small exchanges, at the same point on all ranks, that name a unit which some rank needs outside the exchange order.
+def agree_on_unit(group: Communicator, wanted: int | None) -> int | None:
+    """Return one unit that some rank needs outside the exchange order, the same on all ranks; None where none needs any.
 
     A rank whose data makes it call a layer again, after the layer's values were released, cannot gather them alone: the other
     ranks are elsewhere. It runs the order to the end of the phase and asks here; then all ranks gather that unit.
 
     Args:
         group: The data-parallel ranks, which follow one order.
+        wanted: The unit that this rank wants, or None where it is done with this phase.
     """
-
-    def __init__(self, group: Communicator) -> None:
-        self._group = group
-
-    def agree(self, wanted: int | None) -> int | None:
-        """Return one unit that some rank wants, the same on all ranks; None where none wants any.
-
-        Args:
-            wanted: The unit that this rank wants, or None where it is done with this phase.
-        """
-        highest = torch.tensor([-1 if wanted is None else wanted], dtype=torch.int64)
-        self._group.all_reduce(highest, "max")
-        unit = int(highest)
-        return None if unit < 0 else unit
+    highest = torch.tensor([-1 if wanted is None else wanted], dtype=torch.int64)
+    group.all_reduce(highest, "max")
+    unit = int(highest)
+    return None if unit < 0 else unit
 
 
 def spare_bytes(group: Communicator, device: torch.device) -> int:

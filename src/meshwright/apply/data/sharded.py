@@ -141,13 +141,7 @@ class ShardedEngine(DataParallelEngine):
         )
         if self.sharding.zero > 1 and not self.sharding.per_step:
             self._gathering = Gathering(
-                self.module,
-                self.units,
-                self._owners,
-                self.group,
-                self.device,
-                prefetches=self.sharding.prefetches,
-                reduce_bytes=self.sharding.reduce_bytes,
+                self.module, self.units, self._owners, self.group, self.device, sharding=self.sharding
             )
 
     def copies_of_state(self) -> list[tuple[Communicator, list[tuple[str, torch.Tensor]]]]:

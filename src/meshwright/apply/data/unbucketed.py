@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright._torch_private import foreach_mul_, foreach_norm
+from meshwright._torch_private import foreach_mul_
+from meshwright.apply.norm import squares_of
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
@@ -34,7 +35,6 @@ class LooseGradients:
         self.group = group
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
-        self._norm: torch.Tensor | None = None
         self._watched: dict[int, Any] = {}
         self._taken: set[int] = set()
 
@@ -46,7 +46,6 @@ class LooseGradients:
                 watch = functools.partial(self._notice, index)
                 self._watched[index] = parameter.register_post_accumulate_grad_hook(watch)
         self._taken.clear()
-        self._norm = None
 
     def _notice(self, index: int, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -88,16 +87,12 @@ class LooseGradients:
         """Return the existing gradients."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def norms(self) -> list[torch.Tensor]:
-        """Return norms whose squares add up to the whole gradient's: each rank measures a part, and all learn all parts."""
-        tensors = self.tensors()
-        mine = _share(tensors, self.group.group_rank, self.group.size)
-        squares = torch.zeros((), dtype=torch.float64)
-        for dtype in {tensor.dtype for tensor in mine}:
-            norms = foreach_norm([tensor for tensor in mine if tensor.dtype == dtype])
-            squares += torch.stack(norms).double().square().sum()
+    def squares(self, device: torch.device) -> torch.Tensor:
+        """Return the sum of the whole gradient's squares, as of buckets: each rank measures a part, and all learn all parts."""
+        mine = _share(self.tensors(), self.group.group_rank, self.group.size)
+        squares = squares_of(mine, device, exact=False)
         self.group.all_reduce(squares)
-        return [squares.sqrt().to(tensors[0].dtype.to_real() if tensors else torch.float32)]
+        return squares
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

@@ -49,12 +49,10 @@ def cut_into_units(
             size = sum(parameter.nbytes for _, parameter in kind)
             unit = FlatUnit(
                 kind,
-                sharding.shard_group,
+                sharding,
+                within,
                 keep_whole=keep_whole,
                 is_gathered=sharding.zero == 3 and size >= max(1, sharding.whole_below),
-                keeps_gradients=sharding.zero == 1,
-                offload=sharding.offload,
-                within=within,
             )
             units.append(unit)
             owners.append(owner)

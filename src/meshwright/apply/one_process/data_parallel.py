@@ -8,7 +8,7 @@ memory of the parameters; only gradients are their own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -217,10 +217,5 @@ def _refuse_called_hooks(parameter: nn.Parameter) -> None:
         )
 
 
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -28,16 +28,12 @@ class ReplicasForecast(Forecast):
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._module = module
         self._others = sum(device != devices[0] for device in devices)
-        self._bytes = 0.0
 
     def learn(self, step: SeenStep) -> None:
         del step
         parameters = sum(parameter.nbytes for parameter in self._module.parameters())
         gradients = sum(parameter.nbytes for parameter in dense_gradients(self._module).values())
-        self._bytes = float(replica_copy_bytes(parameters, gradients, self._others))
-
-    def sent_bytes(self) -> float | None:
-        return self._bytes
+        self.learned_bytes = float(replica_copy_bytes(parameters, gradients, self._others))
 
 
 class LayersForecast(Forecast):

@@ -62,8 +62,6 @@ class LayersEngine(Engine):
         self._home: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> stage that it was made on
         self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> {stage: its copy there}
         self._place(list(self.layers), [self._parameter_share(layer) for layer in self.layers.values()])
-        self.balanced_by = "parameters"
-        """What the cut was made by: "parameters", or "parameters and FLOPs" once inputs were seen."""
         self._hooks: list[Any] = []
         self._attach()
 
@@ -127,7 +125,6 @@ class LayersEngine(Engine):
             return
         finally:
             self._attach()
-        self.balanced_by = "parameters and FLOPs"
         called = {cost.name for cost in chain.layers}
         order = [cost.name for cost in chain.layers] + [name for name in self.layers if name not in called]
         self._place(order, self._costs(chain, order))

@@ -12,7 +12,6 @@ executor        actions of a schedule, in their order, whatever the schedule
 p2p             tensors between stages
 notes           notes beside tensors: a forward has ended, a stage has failed
 tensor_cut      tensor parallelism inside of stages
-inspection      what stages receive, compared with what was sent
 engine          the engine
 expected_bytes  expected bytes of a step
 

@@ -27,8 +27,8 @@ from meshwright.apply.pipeline.p2p import Post
 from meshwright.apply.pipeline.placed import Placed
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tracing.call_trace import Flow
-from meshwright.apply.pipeline.tracing.observation import observe_undisturbed
-from meshwright.apply.pipeline.walking.own_values import is_own
+from meshwright.apply.pipeline.tracing.observation import observe
+from meshwright.apply.pipeline.walking.stage_forward import is_own
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_compiled, refuse_functional_call
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
@@ -121,17 +121,16 @@ class PipelineEngine(OuterEngine):
             return
         layout = None if self._tensor is None else self._tensor.find_layout(run)
         closed = set[str]() if layout is None else closed_units(layout)
-        look = lambda run: self._observe(run, closed).to_json()  # noqa: E731
-        told = tell_everyone(self._everyone, self.device, self.module, run, look)
-        flow = Flow.from_json(told)
+        is_cut, num_stages = self._tensor is not None, self._plan.num_stages
+
+        def look(run: Callable[[nn.Module], Any]) -> dict[str, Any]:
+            # On a copy what is cut afterwards: it must not have a graph, which knows parameters' shapes.
+            return observe(self.module, run, num_stages=num_stages, closed=closed, on_copy=is_cut).to_json()
+
+        flow = Flow.from_json(tell_everyone(self._everyone, self.device, self.module, run, look))
         flow.refuse()
         self._copies_before.end()
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
-
-    def _observe(self, run: Callable[[nn.Module], Any], closed: set[str]) -> Flow:
-        # What is cut afterwards must not have a graph, which knows parameters' shapes.
-        is_cut = self._tensor is not None
-        return observe_undisturbed(self.module, run, num_stages=self._plan.num_stages, closed=closed, on_copy=is_cut)
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
         placed = self._placed = Placed(
@@ -325,10 +324,10 @@ class PipelineEngine(OuterEngine):
         """Start checking that stages receive what was sent, and one part of the inner engine."""
         self.inner.begin_inspection(number)
         # Equal on all ranks, whether or not there is a part to inspect on each.
-        return self._placed.inspection.begin() if self._post.has_notes(self.device) else "parts of stages"
+        return self._placed.begin_inspection() if self._post.has_notes(self.device) else "parts of stages"
 
     def end_inspection(self) -> Sequence[Finding]:
-        return [*self.inner.end_inspection(), *self._placed.inspection.end()]
+        return [*self.inner.end_inspection(), *self._placed.end_inspection()]
 
     # -- whole values -------------------------------------------------------------------------------------------
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.apply.pipeline.notes import COUNT, FAILED, FRAME_BYTES, UNUSED, UNUSED_BYTES, Note, read_note
+from meshwright.apply.finding import Finding
+from meshwright.apply.pipeline.notes import (
+    COUNT,
+    DIGEST,
+    FAILED,
+    FRAME_BYTES,
+    UNUSED,
+    UNUSED_BYTES,
+    Note,
+    digest_of,
+    read_note,
+)
 from meshwright.apply.pipeline.walking.stand_ins import Meta
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.comm.shm.transport_errors import WrongLengthError
@@ -29,10 +40,20 @@ class OtherStageError(ApplyError):
     """Another stage has failed while this one waited for it."""
 
 
+class Route(NamedTuple):
+    """Way of a message from stage to stage."""
+
+    source: int
+    target: int
+    micro_batch: int
+    is_gradient: bool = False
+    """Whether it is the gradient of a tensor that went the other way."""
+
+
 class Post:
     """Sends and receives for the stages of this rank.
 
-    Each message has its own tag: the two stages, the micro-batch and the direction. So ranks need not agree on an order. A stage
+    Each message has its own tag, made of its route. So ranks need not agree on an order. A stage
     on the same rank gets the tensor itself.
 
     Args:
@@ -64,22 +85,17 @@ class Post:
         """Tell whether a stage is on another rank."""
         return self._rank_of[stage] != self.group.group_rank
 
-    @property
-    def num_stages(self) -> int:
-        """Stages [count]."""
-        return len(self._rank_of)
-
-    def _tag(self, source: int, target: int, micro_batch: int, *, is_gradient: bool) -> int:
+    def _tag(self, route: Route) -> int:
         num = len(self._rank_of)
-        place = (((micro_batch * num) + source) * num + target) * 2 + is_gradient
+        place = (((route.micro_batch * num) + route.source) * num + route.target) * 2 + route.is_gradient
         return (self.life % 1024) * _LIFE + place % _LIFE
 
-    def send(self, tensor: Tensor, *, source: int, target: int, micro_batch: int, is_gradient: bool) -> None:
+    def send(self, tensor: Tensor, route: Route) -> None:
         """Start sending a tensor from a stage of this rank to another stage."""
-        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
-        rank = self._rank_of[target]
+        tag = self._tag(route)
+        rank = self._rank_of[route.target]
         if rank == self.group.group_rank:
-            self._boxes[tag].append(tensor if is_gradient else tensor.clone())  # the stage may write over it
+            self._boxes[tag].append(tensor if route.is_gradient else tensor.clone())  # the stage may write over it
             return
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if tensor.numel():
@@ -87,67 +103,60 @@ class Post:
         while self._under_way and self._under_way[0][0].is_done:
             self._under_way.popleft()
 
-    def receive(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor:
+    def receive(self, meta: Meta, route: Route) -> Tensor:
         """Return the next tensor that another stage sends to one of this rank's: contiguous, in memory of its own.
 
         Raises:
             OtherStageError: The other stage has failed.
             ApplyError: It has sent something else.
         """
-        tensor = self._next(meta, source, target, micro_batch, is_gradient=False)
+        tensor = self.receive_if_used(meta, route)
         if tensor is None:
-            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=False)
+            raise _unexpected(None, meta, route)
         return tensor
 
-    def receive_gradient(self, meta: Meta, *, source: int, target: int, micro_batch: int) -> Tensor | None:
-        """Return the gradient of a tensor that went to another stage; None where it did not contribute to the loss there.
+    def send_no_gradient(self, leaf: Tensor, route: Route) -> None:
+        """Tell the stage that sent a tensor that it has no gradient; what it was computed from may have none either."""
+        if not self.is_elsewhere(route.target):
+            self._boxes[self._tag(route)].append(None)
+        elif leaf.numel() and self.has_notes(leaf.device):
+            self.send_note(Note(UNUSED, 0), route)
+        else:
+            self.send(leaf.new_zeros(leaf.shape), route)
+
+    def receive_if_used(self, meta: Meta, route: Route) -> Tensor | None:
+        """Return the next tensor as `receive`; None for the gradient of one that did not contribute to the loss there.
 
         Raises:
             OtherStageError: The other stage has failed.
             ApplyError: It has sent something else.
         """
-        return self._next(meta, source, target, micro_batch, is_gradient=True)
-
-    def send_no_gradient(self, *, source: int, target: int, micro_batch: int, leaf: Tensor) -> None:
-        """Tell the stage that sent a tensor that it has no gradient; what it was computed from may have none either."""
-        if not self.is_elsewhere(target):
-            self._boxes[self._tag(source, target, micro_batch, is_gradient=True)].append(None)
-        elif leaf.numel() and self.has_notes(leaf.device):
-            self.send_note(Note(UNUSED, 0), source=source, target=target, micro_batch=micro_batch, is_gradient=True)
-        else:
-            zeros = leaf.new_zeros(leaf.shape)
-            self.send(zeros, source=source, target=target, micro_batch=micro_batch, is_gradient=True)
-
-    def _next(self, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool) -> Tensor | None:
-        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
-        rank = self._rank_of[source]
+        tag = self._tag(route)
+        rank = self._rank_of[route.source]
         if rank == self.group.group_rank:
-            return self._from_box(tag, meta, source, target, micro_batch, is_gradient=is_gradient)
+            return self._from_box(tag, meta, route)
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
         if not tensor.numel():
             return tensor
         try:
             note = self._receive(tensor, rank, tag)
         except WrongLengthError as error:
-            if is_gradient and error.sent_bytes == UNUSED_BYTES:
+            if route.is_gradient and error.sent_bytes == UNUSED_BYTES:
                 return None
-            raise _unexpected(error, meta, source, target, micro_batch, is_gradient=is_gradient) from error
+            raise _unexpected(error, meta, route) from error
         if note is None:
             return tensor
-        if is_gradient and note.kind == UNUSED:
+        if route.is_gradient and note.kind == UNUSED:
             return None
-        raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
+        raise _unexpected(None, meta, route)
 
-    def _from_box(
-        self, tag: int, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
-    ) -> Tensor | None:
+    def _from_box(self, tag: int, meta: Meta, route: Route) -> Tensor | None:
         box = self._boxes[tag]
         if not box:
-            raise _unexpected(None, meta, source, target, micro_batch, is_gradient=is_gradient)
+            raise _unexpected(None, meta, route)
         tensor = box.popleft()
         if tensor is not None and (tensor.shape != meta.shape or tensor.dtype != meta.dtype):
-            came = f"shape {list(tensor.shape)}, {tensor.dtype}"
-            raise _unexpected(came, meta, source, target, micro_batch, is_gradient=is_gradient)
+            raise _unexpected(f"shape {list(tensor.shape)}, {tensor.dtype}", meta, route)
         return tensor
 
     def _receive(self, tensor: Tensor, rank: int, tag: int) -> Note | None:
@@ -169,31 +178,30 @@ class Post:
 
     # -- notes --------------------------------------------------------------------------------------------------
 
-    def send_note(self, note: Note, *, source: int, target: int, micro_batch: int, is_gradient: bool = False) -> None:
+    def send_note(self, note: Note, route: Route) -> None:
         """Send a note to a stage on another rank, after earlier messages with the same tag. The ledger counts tensors only."""
         group = self.group.process_group
         if group is None:
             return
         tensor = note.to_tensor()
-        tag = self._tag(source, target, micro_batch, is_gradient=is_gradient)
-        self._notes.append((group.send([tensor], self._rank_of[target], tag), tensor))
+        self._notes.append((group.send([tensor], self._rank_of[route.target], self._tag(route)), tensor))
         while self._notes and self._notes[0][0].is_completed():
             self._notes.popleft()
 
-    def receive_note(self, *, source: int, target: int, micro_batch: int) -> Note | None:
+    def receive_note(self, route: Route) -> Note | None:
         """Return the next note from a stage on another rank; None where a tensor came instead."""
         group = self.group.process_group
         if group is None:
             return None
         tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        tag = self._tag(source, target, micro_batch, is_gradient=False)
+        rank, tag = self._rank_of[route.source], self._tag(route)
         try:
-            self.group.run_waiting("receive", lambda: group.recv([tensor], self._rank_of[source], tag).wait())
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait())
         except WrongLengthError:
             return None
         note = read_note(tensor)
         if note is not None and note.kind == FAILED:
-            raise OtherStageError(f"stage {source} has failed while stage {target} was waiting for it")
+            raise OtherStageError(f"stage {route.source} has failed while stage {route.target} was waiting for it")
         return note
 
     def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
@@ -227,12 +235,8 @@ class Post:
             return
         for micro_batch in range(max(num_micro_batches, 1)):
             for source in self.own:
-                for target in range(self.num_stages):
-                    if self.is_elsewhere(target):
-                        note = Note(FAILED, 0)
-                        self.send_note(
-                            note, source=source, target=target, micro_batch=micro_batch, is_gradient=target < source
-                        )
+                for target in filter(self.is_elsewhere, range(len(self._rank_of))):
+                    self.send_note(Note(FAILED, 0), Route(source, target, micro_batch, is_gradient=target < source))
 
     def finish_tensors(self) -> None:
         """Wait until all sent tensors have left."""
@@ -269,10 +273,60 @@ class Post:
         self._boxes.clear()
 
 
-def _unexpected(
-    came: WrongLengthError | str | None, meta: Meta, source: int, target: int, micro_batch: int, *, is_gradient: bool
-) -> ApplyError:
+class Mail:
+    """Transfers of one stage in one micro-batch's forward.
+
+    Args:
+        post: The way to the other stages.
+        stage: The stage.
+        micro_batch: The micro-batch.
+        findings: Where digests show that something else came than was sent; None where they are not compared.
+    """
+
+    __slots__ = ("_findings", "_micro_batch", "_post", "_stage")
+
+    def __init__(self, post: Post, stage: int, micro_batch: int, findings: list[Finding] | None) -> None:
+        self._post = post
+        self._stage = stage
+        self._micro_batch = micro_batch
+        self._findings = findings
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Send a tensor to another stage."""
+        route = Route(self._stage, stage, self._micro_batch)
+        self._post.send(tensor, route)
+        if self._findings is not None and self._post.is_elsewhere(stage):
+            self._post.send_note(Note(DIGEST, digest_of(tensor)), route)
+
+    def receive(self, meta: Meta, stage: int) -> Tensor:
+        """Return the next tensor from another stage."""
+        route = Route(stage, self._stage, self._micro_batch)
+        tensor = self._post.receive(meta, route)
+        if self._findings is not None and self._post.is_elsewhere(stage):
+            note = self._post.receive_note(route)
+            if tensor.numel() and (note is None or note.digest != digest_of(tensor)):
+                text = (
+                    f"bytes of a tensor of shape {list(tensor.shape)} that stage {stage} sent in micro-batch "
+                    f"{self._micro_batch}, by a digest, with what stage {self._stage} has received"
+                )
+                self._findings.append(
+                    Finding(part=boundary_name(self._stage), difference=1.0, tolerance=0.0, text=text)
+                )
+        return tensor
+
+    def flush(self) -> None:
+        """Wait until sent tensors have left and may be written over."""
+        self._post.finish_tensors()
+
+
+def boundary_name(stage: int) -> str:
+    """Return the name of a stage's inputs from other stages, as a part that can be inspected."""
+    return f"boundary of stage {stage}"
+
+
+def _unexpected(came: WrongLengthError | str | None, meta: Meta, route: Route) -> ApplyError:
     """Return the error for what came in place of a tensor; None is a note, or nothing."""
+    source, target, micro_batch, is_gradient = route
     what = "the gradient of a tensor" if is_gradient else "a tensor"
     if came is None or (isinstance(came, WrongLengthError) and came.sent_bytes == FRAME_BYTES):
         return OtherStageError(

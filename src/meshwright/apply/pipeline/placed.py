@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from meshwright.apply.pipeline.inspection import BoundaryInspection
+from meshwright.apply.finding import Finding
 from meshwright.apply.pipeline.ownership.broadcasts import Collector
 from meshwright.apply.pipeline.ownership.holding import Holding
 from meshwright.apply.pipeline.ownership.tied import TiedGradients
 from meshwright.apply.pipeline.ownership.whole_buffers import Homes
-from meshwright.apply.pipeline.p2p import Post
+from meshwright.apply.pipeline.p2p import Post, boundary_name
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
@@ -70,7 +70,7 @@ class Placed:
         self.homes = Homes(module, self._around, group, device)
         """Buffers of modules that are no part of a unit."""
         twins = {} if together is None else make_twins(module, flow.units)
-        self.shapes = Shapes(twins, lambda _: around, flow.draws_python)
+        self.shapes = Shapes(twins, around, flow.draws_python)
         """Shapes of what other stages' calls give."""
         seed, life = pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=device)[0]
         post.life = life * 37  # failures count on from here: not into the lives of the next pipeline
@@ -91,15 +91,13 @@ class Placed:
             for index in own
         }
         """This rank's stages, by number."""
-        self.inspection = BoundaryInspection(self.stages.values())
-        """What stages receive, compared with what was sent."""
         self.holding = Holding(module, self.stage_map.holders, own)
         """Parameters that this rank holds, and those that it does not."""
         holders = self.stage_map.holders.items()
         places = {name: sorted({ranks[stage] for stage in held}) for name, held in holders}
         self.collector = Collector(pipe, device, places)
         """Values and gradients of other stages, brought here."""
-        self.tied = TiedGradients.over(places, self.holding.all, make_group, pipe.rank)
+        self.tied = TiedGradients(places, self.holding.all, make_group, pipe.rank)
         """Parameters that several stages use."""
         self.interception: Interception
 
@@ -125,3 +123,17 @@ class Placed:
         """Take note that the forwards of a step, or those without one, are over."""
         if self._own_state is not None:
             self._own_state.end_step()
+
+    def begin_inspection(self) -> str:
+        """Start comparing digests of what stages receive with those of what was sent; return the first boundary's name."""
+        for stage in self.stages.values():
+            stage.is_inspected = True
+        return boundary_name(1)
+
+    def end_inspection(self) -> list[Finding]:
+        """Return what was found."""
+        found: list[Finding] = []
+        for stage in self.stages.values():
+            found += stage.findings
+            stage.findings, stage.is_inspected = [], False
+        return found

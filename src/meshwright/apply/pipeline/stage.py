@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from meshwright.apply.finding import Finding
-from meshwright.apply.pipeline.notes import DIGEST, END, Note, digest_of
+from meshwright.apply.pipeline.notes import END, Note
 from meshwright.apply.pipeline.ownership.settled import Buffers
-from meshwright.apply.pipeline.p2p import Post, other_way
+from meshwright.apply.pipeline.p2p import Mail, Post, Route, other_way
 from meshwright.apply.pipeline.split_backward import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.pipeline.walking.draws import Draws
@@ -90,7 +90,7 @@ class Stage:
         None where the loss reads values that other stages hold and needs nothing of this one. `in_halves` says whether its
         backward will run in halves.
         """
-        mail = _MicroBatchMail(self, self._post, micro_batch)
+        mail = Mail(self._post, self.index, micro_batch, self.findings if self.is_inspected else None)
         way = Way(micro_batch, is_training=self._module.training)
         walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk
@@ -121,9 +121,8 @@ class Stage:
         if not self._has_notes:
             return
         note = Note(END, way.digest, way.num_calls, way.last)
-        for target in range(self.index + 1, self._map.num_stages):
-            if self._post.is_elsewhere(target):
-                self._post.send_note(note, source=self.index, target=target, micro_batch=micro_batch)
+        for target in filter(self._post.is_elsewhere, range(self.index + 1, self._map.num_stages)):
+            self._post.send_note(note, Route(self.index, target, micro_batch))
 
     def _check_way(self, micro_batch: int, way: Way) -> None:
         """Refuse a forward that took another path on another stage.
@@ -133,11 +132,9 @@ class Stage:
         """
         if not self._has_notes:
             return
-        for source in range(self.index):
-            if not self._post.is_elsewhere(source):
-                continue
-            note = self._post.receive_note(source=source, target=self.index, micro_batch=micro_batch)
-            if note is None or note.digest != way.note_digest:
+        for source in filter(self._post.is_elsewhere, range(self.index)):
+            note = self._post.receive_note(Route(source, self.index, micro_batch))
+            if note is None or note.digest != way.digest:
                 names = list(self._map.calls)
                 mine = _way_text(way.num_calls, way.last, names)
                 theirs = "more layers" if note is None else _way_text(note.num_calls, note.last, names)
@@ -166,11 +163,11 @@ class Stage:
         elif roots and passed.split is not None:
             self._rest[micro_batch] = passed.split.backward(roots, gradients)
         for leaf, stage in passed.received:
-            way = {"source": self.index, "target": stage, "micro_batch": micro_batch}
+            route = Route(self.index, stage, micro_batch, is_gradient=True)
             if leaf.grad is None:
-                self._post.send_no_gradient(leaf=leaf, **way)
+                self._post.send_no_gradient(leaf, route)
             else:
-                self._post.send(leaf.grad, is_gradient=True, **way)
+                self._post.send(leaf.grad, route)
 
     def run_rest(self, micro_batch: int) -> None:
         """Run the second half of a backward, for which no stage waits."""
@@ -183,7 +180,7 @@ class Stage:
         """
         sums: dict[tuple[int, int], tuple[GradientEdge, Tensor]] = {}
         for edge, meta, stage in passed.sent:
-            gradient = self._post.receive_gradient(meta, source=stage, target=self.index, micro_batch=micro_batch)
+            gradient = self._post.receive_if_used(meta, Route(stage, self.index, micro_batch, is_gradient=True))
             if gradient is None:
                 continue
             key = (id(edge.node), edge.output_nr)
@@ -202,47 +199,3 @@ def _way_text(num_calls: int, last: int, names: list[str]) -> str:
         return "no layer"
     name = f", the last one '{names[last]}'" if 0 <= last < len(names) else ""
     return f"{num_calls} layers{name}"
-
-
-class _MicroBatchMail:
-    """Transfers of one stage in one micro-batch's forward."""
-
-    __slots__ = ("_micro_batch", "_post", "_stage")
-
-    def __init__(self, stage: Stage, post: Post, micro_batch: int) -> None:
-        self._stage = stage
-        self._post = post
-        self._micro_batch = micro_batch
-
-    def send(self, tensor: Tensor, stage: int) -> None:
-        source, micro_batch = self._stage.index, self._micro_batch
-        self._post.send(tensor, source=source, target=stage, micro_batch=micro_batch, is_gradient=False)
-        if self._stage.is_inspected and self._post.is_elsewhere(stage):
-            note = Note(DIGEST, digest_of(tensor))
-            self._post.send_note(note, source=source, target=stage, micro_batch=micro_batch)
-
-    def receive(self, meta: Meta, stage: int) -> Tensor:
-        target, micro_batch = self._stage.index, self._micro_batch
-        tensor = self._post.receive(meta, source=stage, target=target, micro_batch=micro_batch)
-        if self._stage.is_inspected and self._post.is_elsewhere(stage):
-            note = self._post.receive_note(source=stage, target=target, micro_batch=micro_batch)
-            if tensor.numel() and (note is None or note.digest != digest_of(tensor)):
-                self._stage.findings.append(
-                    Finding(
-                        part=boundary_name(target),
-                        difference=1.0,
-                        tolerance=0.0,
-                        text=f"bytes of a tensor of shape {list(tensor.shape)} that stage {stage} sent in micro-batch "
-                        f"{micro_batch}, by a digest, with what stage {target} has received",
-                    )
-                )
-        return tensor
-
-    def flush(self) -> None:
-        """Wait until sent tensors have left and may be written over."""
-        self._post.finish_tensors()
-
-
-def boundary_name(stage: int) -> str:
-    """Return the name of a stage's inputs from other stages, as a part that can be inspected."""
-    return f"boundary of stage {stage}"

@@ -16,12 +16,7 @@ __all__: list[str] = []
 
 
 class Repetition:
-    """The results of one call of a layer, kept until its repetition.
-
-    Args:
-        name: The layer's FQN.
-        findings: The list to which a difference is added.
-    """
+    """The results of one call of a layer, kept until its repetition."""
 
     def __init__(self, name: str, findings: list[Finding]) -> None:
         self._name = name

@@ -56,8 +56,6 @@ ELEMENTWISE = OPERATORS | _names("""
     bool cpu cuda copy fill zero zeros_like ones_like full_like empty_like where real xlogy
     """)
 
-LINEAR = _names("mul multiply div divide truediv true_divide neg negative pos add sub subtract rsub where")
-
 MAPS = _names("clone contiguous detach to type float double half bfloat16 zeros_like zero")
 """Linear whatever else they are given."""
 

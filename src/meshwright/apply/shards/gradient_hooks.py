@@ -41,12 +41,7 @@ def is_ours(hook: Any) -> bool:
 
 
 class UserHook:
-    """A user's hook, in a wrapper that distinguishes it from ours.
-
-    Args:
-        hook: The hook.
-        switch: Guards the model's tensors while it runs.
-    """
+    """A user's hook, in a wrapper that distinguishes it from ours."""
 
     def __init__(self, hook: Callable[..., Any], switch: ShardSwitch) -> None:
         self.hook = hook

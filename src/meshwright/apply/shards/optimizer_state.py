@@ -102,22 +102,18 @@ class OptimizerState:
         if not is_part and "pp" not in self._axes:
             return None
         what = known.name if known is not None else f"a parameter of shape {tuple(parameter.shape)}"
-        held = (
-            known.held
-            if known is not None and is_part
-            else f"a rank's optimizer has its own layers alone ({self.axis})"
-        )
+        held = f"a rank's optimizer has its own layers alone ({self.axis})"
+        if known is not None and is_part:
+            held = known.held
         is_alike = value.shape == parameter.shape
-        facts = dataclasses.replace(known) if known is not None else self._new_facts()
+        new = ShardFacts(name="", held="", moment=self._moment, values="shard", key=None, axis=self.axis)
+        facts = new if known is None else dataclasses.replace(known)
         facts.name, facts.held, facts.values, facts.is_cut = f"the optimizer's '{name}' of {what}", held, "shard", True
         key = known.key if known is not None else ("state", id(parameter))
         facts.key = key if is_alike else (key, name)
         facts.read = facts.write = self.fix
         facts.elsewhere, facts.saves_as_plain = "", True
         return facts
-
-    def _new_facts(self) -> ShardFacts:
-        return ShardFacts(name="", held="", moment=self._moment, values="shard", key=None, axis=self.axis)
 
     @property
     def fix(self) -> str:

@@ -26,11 +26,7 @@ Entry = tuple[Tensor, type[Tensor], type[Tensor]]
 
 
 class ShardSwitch:
-    """Switches the classes of a model's tensors of which this rank has a part.
-
-    Args:
-        plan: The plan, for errors.
-    """
+    """Switches the classes of a model's tensors of which this rank has a part."""
 
     def __init__(self, plan: str = "") -> None:
         self.moment = RunMoment(plan)
@@ -45,9 +41,7 @@ class ShardSwitch:
     def adopt(self, parts: Sequence[tuple[Tensor, ShardFacts]]) -> None:
         """Guard these tensors from now on, instead of the previous ones."""
         before, self.state = self.state, "plain"
-        for tensor, *_ in self._entries["plain"]:
-            set_facts(tensor, None)
-        self._entries = {"plain": [], "between": [], "inside": [], "whole": []}
+        self._forget()
         for tensor, facts in parts:
             if isinstance(tensor, ShardTensor) or not _is_ordinary(type(tensor)):
                 continue  # a subclass with functions of its own
@@ -133,6 +127,9 @@ class ShardSwitch:
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None
+        self._forget()
+
+    def _forget(self) -> None:
         for tensor, *_ in self._entries["plain"]:
             set_facts(tensor, None)
         self._entries = {"plain": [], "between": [], "inside": [], "whole": []}

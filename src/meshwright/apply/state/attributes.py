@@ -235,11 +235,7 @@ def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
 
 
 class Attributes:
-    """The buffers and attributes of a layer and of the modules in it.
-
-    Args:
-        layer: The layer; its children stay the same modules.
-    """
+    """The buffers and attributes of a layer and of the modules in it."""
 
     def __init__(self, layer: nn.Module) -> None:
         children = [child for child in layer.modules() if _may_keep_state(child)]

@@ -34,11 +34,7 @@ def holds_values(tensor: torch.Tensor) -> bool:
 
 
 class BufferSnapshot:
-    """The buffers of a module at one moment.
-
-    Args:
-        module: The module.
-    """
+    """The buffers of a module at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
         slots = ((owner, name, getattr(owner, name)) for owner, name in buffer_slots(module))

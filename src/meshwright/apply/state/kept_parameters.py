@@ -18,9 +18,6 @@ class KeptParameters:
     """The parameters of a module at one moment: small ones with their values, large ones with a sum of their bits.
 
     Versions alone cannot show a write: `.data` leaves them unchanged.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

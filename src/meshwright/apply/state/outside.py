@@ -82,12 +82,7 @@ class _OfCell:
 
 
 class Outside:
-    """State that the code of a module, and of further functions, keeps outside the module's parameters and buffers.
-
-    Args:
-        module: The module, or None.
-        functions: Further code.
-    """
+    """State that the code of a module, and of further functions, keeps outside the module's parameters and buffers."""
 
     def __init__(self, module: nn.Module | None, functions: Sequence[Any] = ()) -> None:
         self._module = None if module is None else weakref.ref(module)
@@ -105,10 +100,8 @@ class Outside:
             self._look_at_callable(function)
 
     @classmethod
-    def of(cls, module: nn.Module | None, functions: Sequence[Any] = ()) -> Outside:
-        """Return the record of a module; that of its own code alone is cached."""
-        if module is None or functions:
-            return cls(module, functions)
+    def of(cls, module: nn.Module) -> Outside:
+        """Return the record of a module, which is cached."""
         found = _KNOWN.get(module)
         if found is None or found[0] != _kinds(module):
             found = _KNOWN[module] = (_kinds(module), cls(module))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,21 +20,28 @@ class PythonState:
     """The states of Python's and NumPy's global generators."""
 
     def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")  # without the import, nothing has drawn from its generator
         self.python = random.getstate()
-        self.numpy: Any = None if numpy is None else numpy.random.get_state()
+        self.numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
         """Restore both."""
         random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        np.random.set_state(self.numpy)
+
+    def has_moved(self) -> bool:
+        """Tell whether either has drawn since."""
+        now: Any = np.random.get_state()
+        is_same = now[2:] == self.numpy[2:] and np.array_equal(now[1], self.numpy[1])
+        return not is_same or random.getstate() != self.python
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Positions of both in their blocks of numbers."""
+        return self.python[1][-1], self.numpy[2]
 
     def to_json(self) -> list[Any]:
         """Return both as JSON values, equal where the states are."""
         version, words, gauss = self.python
-        if self.numpy is None:
-            return [[version, list(words), gauss], None]
         kind, keys, *rest = self.numpy
         return [[version, list(words), gauss], [kind, keys.tolist(), *rest]]
 
@@ -42,31 +49,25 @@ class PythonState:
     def from_json(cls, value: list[Any]) -> PythonState:
         """Return what `to_json` gave."""
         state = cls()
-        (version, words, gauss), arrays = value
+        (version, words, gauss), (kind, keys, *rest) = value
         state.python = (version, tuple(words), gauss)
-        if state.numpy is not None and arrays is not None:
-            state.numpy = (arrays[0], sys.modules["numpy"].array(arrays[1], dtype="uint32"), *arrays[2:])
+        state.numpy = (kind, np.array(keys, dtype="uint32"), *rest)
         return state
 
 
 @contextlib.contextmanager
-def kept_random_states(
-    devices: Iterable[torch.device] = (), *, module: nn.Module | None = None, functions: Sequence[Any] = ()
-) -> Iterator[None]:
+def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) -> Iterator[None]:
     """Restore the global generators, and the state that user code keeps elsewhere, after the context.
 
     Args:
         devices: Devices whose generators are restored beside the CPU's.
         module: The module that runs; its own generators, lists and objects, and the state that its code keeps outside, are
             restored too.
-        functions: Further code that runs, such as a loss.
     """
-    before = PythonState()
-    outside = Outside.of(module, functions).take() if module is not None or functions else None
+    before, outside = PythonState(), Outside.of(module).take()
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         try:
             yield
         finally:
             before.restore()
-            if outside is not None:
-                outside.restore()
+            outside.restore()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from meshwright.apply.state.buffers import BufferSnapshot, buffer_slots
-from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.random_states import PythonState, kept_random_states
 
 __all__: list[str] = []
 
@@ -32,25 +30,20 @@ class GeneratorStates:
         self._device = device
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._numpy: Any = np.random.get_state()
-        self._python = random.getstate()
+        self._python = PythonState()
 
     def have_moved(self) -> bool:
         """Tell whether any of them has drawn a number since."""
-        if not torch.equal(self._torch, torch.get_rng_state()) or random.getstate() != self._python:
-            return True
         if self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)):
             return True
-        now: Any = np.random.get_state()
-        return now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1])
+        return not torch.equal(self._torch, torch.get_rng_state()) or self._python.has_moved()
 
     def restore(self) -> None:
         """Restore all of them."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._python.restore()
 
 
 class AttributeSnapshot:
@@ -58,9 +51,6 @@ class AttributeSnapshot:
 
     A list, dict or set is restored with its contents; the contents of other objects are not. Hooks are restored together with
     the flags that announce them: libraries register some in their first forward.
-
-    Args:
-        module: The model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -105,22 +95,14 @@ def is_trying() -> bool:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it.
-
-    Args:
-        module: The model.
-        device: Its device.
-    """
+    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it."""
     global _trials
-    generators, buffers, attributes = GeneratorStates(device), BufferSnapshot(module), AttributeSnapshot(module)
-    outside = Outside.of(module).take()
-    _trials += 1
-    try:
-        with torch.no_grad():
+    with kept_random_states([device], module=module), torch.no_grad():
+        buffers, attributes = BufferSnapshot(module), AttributeSnapshot(module)
+        _trials += 1
+        try:
             yield
-    finally:
-        _trials -= 1
-        attributes.restore()
-        buffers.restore()
-        outside.restore()
-        generators.restore()
+        finally:
+            _trials -= 1
+            attributes.restore()
+            buffers.restore()

@@ -7,7 +7,6 @@ tied           parameters that several stages use
 broadcasts     values of one rank, given to all
 whole_buffers  buffers on every rank
 settled        memory of buffers between two forwards
-shared_state   state outside modules that stages would change separately
 early_copies   copies of the model made before the cut
 
 To share another kind of state, touch `broadcasts.py`.

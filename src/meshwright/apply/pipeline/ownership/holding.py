@@ -154,12 +154,7 @@ class Holding:
 
 
 class _ModuleParameters:
-    """The parameters of one module, in two dicts: all of them, and those that this rank holds.
-
-    Args:
-        owner: The module.
-        absent: Ids of the parameters that are not held.
-    """
+    """The parameters of one module, in two dicts: all of them, and those that this rank holds."""
 
     __slots__ = ("absent", "all", "attributes", "own", "seen")
 

@@ -11,11 +11,7 @@ __all__: list[str] = []
 
 
 class Buffers:
-    """The buffers of a model. They are looked up again only after a module inside was replaced.
-
-    Args:
-        module: The model.
-    """
+    """The buffers of a model. They are looked up again only after a module inside was replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -2,13 +2,13 @@
 
 One rank runs the first batch on the plain model and records the calls of layers, their cost and what passes between them.
 
-observation        the traced forward
-call_trace         calls of layers in order: cost, parameters, reads and writes
-functions          torch functions between layers: which of their arguments they write
-scene              containers, objects and attributes that a call can write into
-memory             memory that several tensors share
-shared_attributes  attributes that a layer changes and other code uses
-stage_map          the stage of each call, the stages of each parameter
+observation   the traced forward
+call_trace    calls of layers in order: cost, parameters, reads and writes
+functions     torch functions between layers: which of their arguments they write
+scene         containers, objects and attributes that a call can write into
+memory        memory that several tensors share
+shared_state  state that a layer changes and other code uses
+stage_map     the stage of each call, the stages of each parameter
 
 To record something more, touch `observation.py`, add a field in `call_trace.py` and use it in `stage_map.py`.
 """

@@ -40,7 +40,7 @@ class Flow:
         calls: The calls of units, in the order in which they ran.
         units: Names of the modules whose calls are assigned to stages.
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
-        draws: Whether the code between the units drew random numbers.
+        draws: Whether the code between the units drew random numbers, by which it may leave units out.
         reads: What the model's code between the units read of a tensor that a unit computes, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
@@ -75,21 +75,9 @@ class Flow:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Flow:
         """Return what `to_json` gave."""
-        calls = tuple(
-            UnitCall(**{**call, "parameters": tuple(call["parameters"]), "takes": tuple(call["takes"])})
-            for call in value["calls"]
-        )
-        idle = {unit: tuple(names) for unit, names in value["idle"].items()}
-        texts = {
-            key: tuple(value[key]) for key in ("units", "reads", "opens", "leaks", "shared", "counts", "draws_python")
-        }
-        slots = {
-            key: {unit: tuple((module, name) for module, name in found) for unit, found in value[key].items()}
-            for key in ("leaves", "takes")
-        }
-        flags = {key: value[key] for key in ("draws", "has_loss_beside")}
-        bonds = {text: tuple(units) for text, units in value["bonds"].items()}
-        return cls(calls=calls, idle=idle, bonds=bonds, **texts, **slots, **flags)
+        fields = _with_tuples(value)
+        calls = tuple(UnitCall(**call) for call in fields.pop("calls"))
+        return cls(calls=calls, **fields)
 
     def refuse(self) -> None:
         """Raise if the forward cannot be cut into stages.
@@ -114,6 +102,13 @@ class Flow:
                 f"{'; '.join(self.shared[:3])}: each stage runs only its own layers, and would see other values",
                 fix="keep it as an attribute of the layer that changes it; or use pp=1",
             )
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a JSON value with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 _FLOPS_PER_PARAMETER = 48

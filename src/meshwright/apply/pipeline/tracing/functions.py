@@ -15,54 +15,18 @@ from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
-_METADATA = {
-    "dim",
-    "size",
-    "stride",
-    "numel",
-    "nelement",
-    "element_size",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "is_signed",
-    "storage_offset",
-    "get_device",
-    "is_inference",
-    "__len__",
-    "__hash__",
-    "__repr__",
-    "__format__",
-    "requires_grad_",
-    "register_hook",
-}
+_METHODS = """
+    dim size stride numel nelement element_size ndimension is_floating_point is_complex is_contiguous is_signed storage_offset
+    get_device is_inference __len__ __hash__ __repr__ __format__ requires_grad_ register_hook
+    """
+_PROPERTIES = """
+    shape dtype device ndim requires_grad layout is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_mkldnn is_leaf
+    itemsize nbytes output_nr _version
+    """
 METADATA = frozenset(
     {
-        *(getattr(torch.Tensor, name) for name in _METADATA),
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "ndim",
-                "requires_grad",
-                "layout",
-                "is_cuda",
-                "is_cpu",
-                "is_meta",
-                "is_sparse",
-                "is_nested",
-                "is_quantized",
-                "is_mkldnn",
-                "is_leaf",
-                "itemsize",
-                "nbytes",
-                "output_nr",
-                "_version",
-            )
-        ),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,

@@ -17,11 +17,7 @@ __all__: list[str] = []
 
 
 class Memory:
-    """Shared memory of one forward's tensors, as one stage knows it.
-
-    Args:
-        stage: The stage.
-    """
+    """Shared memory of one forward's tensors, as one stage knows it."""
 
     __slots__ = ("_copies", "_moved", "_stage", "is_touched")
 

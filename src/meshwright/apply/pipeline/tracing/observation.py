@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright._torch_private import without_function_modes
 from meshwright.apply.modules.copies import copy_module, sharing_attributes
-from meshwright.apply.pipeline.ownership.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
@@ -23,14 +22,14 @@ from meshwright.apply.pipeline.tracing.functions import (
     writes_to,
 )
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
-from meshwright.apply.pipeline.tracing.shared_attributes import SharedAttributes
+from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
-from meshwright.apply.pipeline.walking.draws import python_moved, read_python
-from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, replace_tensors, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, tensors_of, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
@@ -42,29 +41,11 @@ _MADE = "_meshwright_made"
 
 
 def observe(
-    module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str] = ()
-) -> Flow:
-    """Run a model once, or a few times until its units are small enough for this number of stages.
-
-    Args:
-        module: The plain model.
-        run: Runs it and its loss on a small batch.
-        num_stages: Stages that it will be cut into [count].
-        closed: Modules that stay in one piece.
-    """
-    units = [name for name, _ in find_layers(module)]
-    while True:
-        flow = _observe_once(module, run, units)
-        finer = with_one_opened(module, flow, units, num_stages, closed)
-        if finer is None:
-            return flow
-        units = finer
-
-
-def observe_undisturbed(
     module: nn.Module, run: Callable[[nn.Module], Any], *, num_stages: int, closed: Collection[str], on_copy: bool
 ) -> Flow:
-    """Observe a model and restore it: its buffers, and counts and lists that its forward changes in attributes.
+    """Run a model once, or a few times until its units are small enough for this number of stages, and restore it.
+
+    Its buffers are restored, and counts and lists that its forward changes in attributes.
 
     Args:
         module: The plain model.
@@ -76,9 +57,15 @@ def observe_undisturbed(
     # The ranks that do not observe run no forward, so the observing one must end with the same buffers and attributes.
     buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
+    units = [name for name, _ in find_layers(observed)]
     try:
         with sharing_attributes(module, observed):
-            return observe(observed, run, num_stages=num_stages, closed=closed)
+            while True:
+                flow = _observe_once(observed, run, units)
+                finer = with_one_opened(observed, flow, units, num_stages, closed)
+                if finer is None:
+                    return flow
+                units = finer
     finally:
         attributes.restore()
         buffers.restore()
@@ -117,12 +104,11 @@ class _ForwardObserver(TorchFunctionMode):
         self._draws = False
         self._draws_python: set[str] = set()
         self._random_state = torch.get_rng_state()
-        self._python_state = read_python()
+        self._python_state = PythonState()
         self._changed_buffers: dict[int, str] = {}
         self._of_outputs: set[int] | None = None
         self._has_loss_beside = False
         self._shared = SharedState(module, self._units)
-        self._attributes = SharedAttributes(module, self._units)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -160,13 +146,13 @@ class _ForwardObserver(TorchFunctionMode):
         self._note_python_draws("")
 
     def _note_python_draws(self, unit: str) -> None:
-        if unit not in self._draws_python and python_moved(self._python_state):
+        if unit not in self._draws_python and self._python_state.has_moved():
             self._draws_python.add(unit)
 
     def _enter_model(self, *_: Any) -> None:
         self._is_in_model, self._of_outputs = True, None
         self._random_state = torch.get_rng_state()
-        self._python_state = read_python()
+        self._python_state = PythonState()
 
     def _leave_model(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
         if self._is_in_model:
@@ -206,7 +192,7 @@ class _ForwardObserver(TorchFunctionMode):
                 }
             )
             self._running = place
-            self._python_state = read_python()
+            self._python_state = PythonState()
 
         return hook
 
@@ -218,7 +204,7 @@ class _ForwardObserver(TorchFunctionMode):
         call = self._calls[place]
         self._random_state = torch.get_rng_state()
         self._note_python_draws(call["unit"])
-        self._python_state = read_python()
+        self._python_state = PythonState()
         call["flops"] = self.counter.get_total_flops() - call["flops"]
         self._note_left(call, place)
         self._shared.end(call["unit"], call.pop("elsewhere"))
@@ -238,7 +224,7 @@ class _ForwardObserver(TorchFunctionMode):
         for path, kind, key, value in scene.changes():
             if kind == "del" or not holds_tensors(value):
                 if isinstance(path[0], tuple):
-                    self._attributes.note(call["unit"], path, key)
+                    self._shared.note(call["unit"], path, key)
                 continue
             if isinstance(path[0], tuple):
                 slot = (path[0][1], path[1] if len(path) > 1 else key)
@@ -255,14 +241,10 @@ class _ForwardObserver(TorchFunctionMode):
 
     def _parameters_in(self, tree: Any) -> set[str]:
         found: set[str] = set()
-
-        def look(tensor: Tensor) -> Tensor:
+        for tensor in tensors_of(tree):
             if id(tensor) in self._names:
                 found.add(self._names[id(tensor)])
             found.update(self._made_of.get(id(tensor), ()))
-            return tensor
-
-        replace_tensors(tree, look)
         return found
 
     def __torch_function__(
@@ -373,10 +355,10 @@ class _ForwardObserver(TorchFunctionMode):
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             has_loss_beside=self._has_loss_beside,
-            counts=self._attributes.units,
+            counts=self._shared.units,
             leaks=tuple(dict.fromkeys(self._leaks)),
-            shared=(*self._shared.texts(), *self._attributes.texts()),
-            bonds=self._attributes.bonds(),
+            shared=tuple(self._shared.texts()),
+            bonds=self._shared.bonds(),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.walking.stand_ins import replace_tensors
+from meshwright.apply.pipeline.walking.stand_ins import replace_tensors, tensors_of
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.trees import LEAVES
 
@@ -44,53 +44,41 @@ def fields_of(item: Any) -> dict[str, Any] | None:
     return found if type(found) is dict and found else None
 
 
-class Places:
-    """The lists, dicts and attribute dicts of objects that are reachable from some roots.
+def places_in(roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> list[tuple[Path, Any]]:
+    """Return (path, list or dict) of the lists, dicts and attribute dicts of objects that some roots reach, each once.
 
     Args:
         roots: (name, object) of the arguments; (name, attributes) of modules.
         opens: Whether to look into attributes of objects.
     """
+    found: list[tuple[Path, Any]] = []
+    seen: set[int] = set()
 
-    def __init__(self, roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> None:
-        self._opens = opens
-        self.found: list[tuple[Path, Any]] = []
-        """(path, list or dict), each once."""
-        self._seen: set[int] = set()
-        for name, root in roots:
-            self._look((name,), root, _DEPTH)
-
-    def _look(self, path: Path, item: Any, depth: int) -> None:
+    def look(path: Path, item: Any, depth: int) -> None:
         if isinstance(item, Tensor) or type(item) in LEAVES or not depth:
             return
         if isinstance(item, (list, dict)):
-            if id(item) in self._seen:
+            if id(item) in seen:
                 return
-            self._seen.add(id(item))
-            self.found.append((path, item))
-        if isinstance(item, (list, tuple)):
-            for key, value in enumerate(item):
-                self._look((*path, key), value, depth - 1)
-            return
-        if isinstance(item, dict):
-            for key, value in list(item.items()):
-                self._look((*path, key), value, depth - 1)
-        elif self._opens:
-            self._look((*path, VARS), fields_of(item), depth - 1)
+            seen.add(id(item))
+            found.append((path, item))
+        if isinstance(item, (list, tuple, dict)):
+            for key, value in list(item.items()) if isinstance(item, dict) else enumerate(item):
+                look((*path, key), value, depth - 1)
+        elif opens:
+            look((*path, VARS), fields_of(item), depth - 1)
+
+    for name, root in roots:
+        look((name,), root, _DEPTH)
+    return found
 
 
 def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
-    """Return the places that a call can write into through its arguments; usually these are tensors alone, and there is none.
-
-    Args:
-        args: The call's arguments.
-        kwargs: Its keyword arguments.
-        opens: Whether to look into attributes of objects.
-    """
+    """Return the places that a call can write into through its arguments; usually these are tensors alone, and there is none."""
     roots = [*enumerate(args), *kwargs.items()]
     if all(isinstance(item, Tensor) or type(item) in LEAVES for _, item in roots):
         return []
-    return Places(roots, opens=opens).found
+    return places_in(roots, opens=opens)
 
 
 def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
@@ -109,19 +97,13 @@ def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
 
 def places_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[Path, Any]]:
     """Return the places that code of these modules can write into: their attributes, and the containers in those."""
-    roots = [(("module", name), _AttributesOf(module)) for name, module in modules]
     found: list[tuple[Path, Any]] = []
-    for name, attributes in roots:
-        own = {key: value for key, value in attributes.present.items() if key not in OF_TORCH}
-        found.append(((name,), attributes.present))
-        found += [((name, *path), item) for path, item in Places(own.items()).found]
+    for name, module in modules:
+        own = {key: value for key, value in vars(module).items() if key not in OF_TORCH}
+        found.append(((("module", name),), vars(module)))
+        found += [((("module", name), *path), item) for path, item in places_in(own.items())]
     seen: set[int] = set()
     return [(path, item) for path, item in found if not (id(item) in seen or seen.add(id(item)))]
-
-
-class _AttributesOf:
-    def __init__(self, module: nn.Module) -> None:
-        self.present = vars(module)
 
 
 def _items(place: Any) -> Iterator[tuple[Any, Any]]:
@@ -135,21 +117,14 @@ def _copy(place: Any) -> Any:
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[tuple[Path, Any]]) -> list[Tensor]:
     """Return the tensors among a call's arguments, in an order that is the same on all stages."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
     for item in (*args, *kwargs.values()):
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif type(item) is tuple:
-            replace_tensors(item, note)
+        if isinstance(item, Tensor) or type(item) is tuple:
+            found += tensors_of(item)
     for path, place in places:
         if not _is_module(path):
             for _, item in _items(place):
                 if isinstance(item, (Tensor, tuple)):
-                    replace_tensors(item, note)
+                    found += tensors_of(item)
     return list({id(tensor): tensor for tensor in found}.values())
 
 
@@ -255,11 +230,7 @@ class Scene:
         return found
 
     def effects(self, encode: Callable[[Any], Any]) -> list[Effect]:
-        """Return the writes that other stages must repeat; of module attributes only those that hold tensors.
-
-        Args:
-            encode: Encodes a value without its tensors.
-        """
+        """Return the writes that other stages must repeat; of module attributes only those that hold tensors."""
         found = []
         for path, kind, key, value in self.changes():
             if not _is_module(path) or (kind != "del" and holds_tensors(value)):
@@ -274,7 +245,7 @@ class Scene:
 
 def tensors_below(item: Any) -> list[Tensor]:
     """Return the tensors in the lists, dicts and plain objects of a value, itself among them."""
-    return tensors_of_call((item,), {}, Places([(0, item)]).found)
+    return tensors_of_call((item,), {}, places_in([(0, item)]))
 
 
 def holds_tensors(value: Any) -> bool:
@@ -283,7 +254,7 @@ def holds_tensors(value: Any) -> bool:
         return False
     if isinstance(value, Tensor):
         return True
-    found = Places([(0, value)]).found
+    found = places_in([(0, value)])
     return any(isinstance(item, Tensor) for _, place in found for _, item in _items(place)) or (
         isinstance(value, tuple) and any(holds_tensors(item) for item in value)
     )

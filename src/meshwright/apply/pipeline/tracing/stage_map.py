@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -26,30 +27,19 @@ class StageMap:
         calls: Unit's name -> the stage of its first, second, ... call; a unit without calls goes to its neighbour's stage.
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
-        leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
-        takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
-        opens: Units whose calls use tensors inside of objects that they are given.
-        draws: Whether the code between units draws random numbers, by which it may leave units out.
-        has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
-        numbers: Unit's name -> its number among the units.
+        flow: The calls as they were traced.
     """
 
     num_stages: int
     calls: Mapping[str, tuple[int, ...]]
     holders: Mapping[str, tuple[int, ...]]
     shares: tuple[float, ...]
-    leaves: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
-    takes: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
-    opens: frozenset[str] = frozenset()
-    has_loss_beside: bool = False
-    draws: bool = False
-    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    flow: Flow
 
-    def number_of(self, unit: str) -> int:
-        """Return a unit's number, equal on all ranks."""
-        if not self.numbers:
-            self.numbers.update((name, number) for number, name in enumerate(self.calls))
-        return self.numbers[unit]
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Unit's name -> its number, equal on all ranks."""
+        return {name: number for number, name in enumerate(self.calls)}
 
     def place_of_call(self, unit: str, before: int, module: nn.Module, homes: Iterable[int | None]) -> int:
         """Return the stage that runs a unit's call; every stage, and the forecast of bytes, asks here.
@@ -65,7 +55,7 @@ class StageMap:
         """
         stages = self.calls[unit]
         stage, latest = stages[min(before, len(stages) - 1)], latest_of(homes)
-        place = _place_of(stage, latest, is_bare=not _holds_tensors(module), draws=self.draws)
+        place = _place_of(stage, latest, is_bare=not _holds_tensors(module), draws=self.flow.draws)
         if latest is None or latest <= place:
             return place
         if latest in stages and not any(True for _ in module.buffers()):
@@ -186,11 +176,7 @@ def cut(
         calls={name: tuple(found) for name, found in by_unit.items()},
         holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
-        leaves=flow.leaves,
-        has_loss_beside=flow.has_loss_beside,
-        takes=flow.takes,
-        opens=frozenset(flow.opens),
-        draws=flow.draws,
+        flow=flow,
     )
 
 

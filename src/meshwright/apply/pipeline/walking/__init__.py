@@ -14,8 +14,6 @@ written          tensors that a layer leaves beside its results
 own_state        state of the code between layers, on a rank with several stages
 draws            random numbers that several stages draw
 path_hash        hash of a forward's path, compared between stages
-received         a tensor from another stage, as an autograd leaf
-own_values       test of which tensors a stage computes, for those who look on
 
 To let code between layers do more, touch `stage_forward.py`, with a test in `tests/parity/test_never_wrong_pipeline.py`.
 """

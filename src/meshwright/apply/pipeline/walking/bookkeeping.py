@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from meshwright._torch_private import without_view
+from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
-from meshwright.apply.pipeline.walking.received import with_leaf
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -26,30 +27,30 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 
-class Mail(Protocol):
-    """Transfers between stages, as the bookkeeping uses them."""
+class _Arrival(torch.autograd.Function):
+    """Turns a leaf into a tensor that is neither leaf nor view, without a copy."""
 
-    def send(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor to another stage."""
-        ...
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:  # noqa: ARG004 - autograd goes through it
+        ctx.mark_dirty(data)
+        return data
 
-    def receive(self, meta: Meta, stage: int) -> Tensor:
-        """Return the next tensor from another stage."""
-        ...
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - torch's signature
+        return gradients[0], None
 
-    def flush(self) -> None:
-        """Wait until sent tensors have left and may be written over."""
-        ...
+
+def with_leaf(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (leaf, tensor) for a received tensor: the leaf collects the gradient, this stage's code uses the tensor."""
+    if data.layout == torch.strided:
+        leaf = data.requires_grad_()
+        return leaf, without_view(leaf, leaf.shape)  # in C++: each micro-batch comes here, and so does its backward
+    leaf = data.new_empty(()).expand(data.shape).requires_grad_()
+    return leaf, _Arrival.apply(leaf, data)
 
 
 class Bookkeeping(TorchFunctionMode):
-    """Records of one forward's tensors on a stage.
-
-    Args:
-        stage: The stage.
-        mail: Transfers to and from the other stages.
-        module: The model.
-    """
+    """Records of one forward's tensors on a stage."""
 
     def __init__(self, stage: int, mail: Mail, module: nn.Module) -> None:
         super().__init__()

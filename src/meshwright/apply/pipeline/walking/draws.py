@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
+
+from meshwright.apply.state.random_states import PythonState
 
 __all__: list[str] = []
 
@@ -34,7 +34,7 @@ class Draws:
         self.device = device
         self.apart = apart
         self.python = python
-        self._python_at: dict[int | None, Any] = {}
+        self._python_at: dict[int | None, PythonState] = {}
         self._step_seed = 0
         self._micro_batch = 0
         self._own: Any = None
@@ -42,7 +42,7 @@ class Draws:
 
     def begin_step(self) -> None:
         """Take a new seed for the draws between layers, and start all stages at the same state of Python's generators."""
-        self._python_at = {None: read_python()} if self.python else {}
+        self._python_at = {None: PythonState()} if self.python else {}
         self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
 
     def begin_forward(self) -> None:
@@ -85,12 +85,12 @@ class Draws:
             self._own = self._read_torch()
             torch.manual_seed(self._seed)
         if self.python:
-            set_python(self._python_at.get(stage, self._python_at[None]))
+            self._python_at.get(stage, self._python_at[None]).restore()
         try:
             yield
         finally:
             if self.python:
-                self._python_at[stage] = read_python()
+                self._python_at[stage] = PythonState()
             if self.apart:
                 self._set_torch(self._own)
                 self._own = None
@@ -112,27 +112,3 @@ class Draws:
         torch.set_rng_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
-
-
-def read_python() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's global generators."""
-    return random.getstate(), np.random.get_state(legacy=True)
-
-
-def set_python(states: tuple[Any, Any]) -> None:
-    """Set Python's and NumPy's global generators back to what `read_python` gave."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
-def python_place() -> tuple[int, int]:
-    """Return the positions of Python's and NumPy's global generators in their current blocks of numbers."""
-    python, numpy = read_python()
-    return python[1][-1], numpy[2]
-
-
-def python_moved(before: tuple[Any, Any]) -> bool:
-    """Tell whether Python's or NumPy's generator has drawn since `read_python` returned this."""
-    now = read_python()
-    (_, keys, place, *_), (_, old_keys, old_place, *_) = now[1], before[1]
-    return now[0] != before[0] or place != old_place or not np.array_equal(keys, old_keys)

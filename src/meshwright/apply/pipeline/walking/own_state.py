@@ -37,10 +37,6 @@ class OwnState:
 
     Without it a counter in the model's forward would count once for each stage. Between steps each module shows the buffer of the
     stage that computes it; a change made from outside then applies to all stages.
-
-    Args:
-        modules: The modules whose forward every stage runs.
-        stages: The stages of this rank.
     """
 
     def __init__(self, modules: Sequence[nn.Module], stages: Iterable[int]) -> None:

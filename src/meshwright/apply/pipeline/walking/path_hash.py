@@ -12,12 +12,7 @@ _MASK = 2**63 - 1
 
 
 class Way:
-    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them.
-
-    Args:
-        micro_batch: The micro-batch.
-        is_training: The model's mode.
-    """
+    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them."""
 
     __slots__ = ("_hash", "in_hook", "is_over", "last", "num_calls")
 
@@ -36,12 +31,7 @@ class Way:
 
     @property
     def digest(self) -> int:
-        """The digest of the path so far."""
-        return self._hash
-
-    @property
-    def note_digest(self) -> int:
-        """The digest in the form that a note carries."""
+        """The digest of the path so far, in the form that a note carries."""
         return self._hash & _MASK
 
     def call(self, number: int, stage: int, values: Iterable[StageValue]) -> None:

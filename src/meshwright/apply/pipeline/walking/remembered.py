@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,12 +117,6 @@ class Known:
         self.effects = effects
         self.writes = writes
 
-    def make(self, tensor_of: Callable[[Meta], Tensor]) -> Any:
-        """Return the results with tensors made from their descriptions, in containers of their own."""
-        if type(self.results) is Meta:
-            return tensor_of(self.results)
-        return _Decoder(tensor_of, [], (), {}).decode(self.results)
-
     @property
     def is_plain(self) -> bool:
         """Whether the call returned one tensor and wrote nothing."""
@@ -131,7 +125,7 @@ class Known:
     def repeat(
         self,
         tensor_of: Callable[[Meta], Tensor],
-        given: list[Tensor],
+        given: Sequence[Tensor],
         call: tuple[tuple[Any, ...], dict[str, Any]],
         module_of: Callable[[str], nn.Module],
     ) -> Any:
@@ -143,24 +137,25 @@ class Known:
             call: All arguments.
             module_of: Name -> module.
         """
-        decoder = _Decoder(tensor_of, given, *call)
+        if self.is_plain:
+            return tensor_of(self.results)
+
+        def place_at(path: Path) -> Any:
+            return resolve(path, *call, module_of)
+
+        decoder = _Decoder(tensor_of, given, place_at)
         for effect in self.effects:
-            write(effect, resolve(effect.path, *call, module_of), decoder.decode(effect.tree))
+            write(effect, place_at(effect.path), decoder.decode(effect.tree))
         return decoder.decode(self.results)
 
 
 class _Decoder:
     def __init__(
-        self,
-        tensor_of: Callable[[Meta], Tensor],
-        given: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, tensor_of: Callable[[Meta], Tensor], given: Sequence[Tensor], place_at: Callable[[Path], Any]
     ) -> None:
         self._tensor_of = tensor_of
         self._given = given
-        self._args = args
-        self._kwargs = kwargs
+        self._place_at = place_at
         self._made: dict[int, Tensor] = {}
 
     def decode(self, tree: Any) -> Any:
@@ -184,7 +179,9 @@ class _Decoder:
         if isinstance(tree, _Old):
             return self._given[tree.place]
         if isinstance(tree, _Given):
-            return self._object_at(tree.path)
+            return self._place_at(
+                tree.path[:-1] if tree.path[-1] == VARS else tree.path
+            )  # of an attribute dict its object
         if isinstance(tree, _Made):
             made = copy.copy(tree.shell)
             vars(made).update({key: self.decode(item) for key, item in tree.attributes.items()})
@@ -193,13 +190,3 @@ class _Decoder:
             names = [field.name for field in dataclasses.fields(tree) if field.init]
             return dataclasses.replace(tree, **{name: self.decode(getattr(tree, name)) for name in names})
         return tree
-
-    def _object_at(self, path: Path) -> Any:
-        """Return the argument at a path; for an attribute dict its object."""
-        if path[-1] == VARS:
-            path = path[:-1]
-        first, *rest = path
-        item = self._args[first] if isinstance(first, int) else self._kwargs[first]
-        for key in rest:
-            item = vars(item) if key == VARS and not isinstance(item, dict) else item[key]
-        return item

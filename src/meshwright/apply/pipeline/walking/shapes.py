@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.tracing.scene import Scene, substitute_call
-from meshwright.apply.pipeline.walking.draws import read_python, set_python
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
@@ -21,6 +20,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     describe_tensor,
     make_fake,
     replace_tensors,
+    tensors_of,
     value_of,
 )
 from meshwright.apply.pipeline.walking.without_numbers import (
@@ -31,7 +31,8 @@ from meshwright.apply.pipeline.walking.without_numbers import (
     zeros_like_meta,
 )
 from meshwright.apply.state.buffers import buffer_slots
-from meshwright.trees import LEAVES, tensors_in
+from meshwright.apply.state.random_states import PythonState
+from meshwright.trees import LEAVES
 
 __all__: list[str] = []
 
@@ -47,19 +48,19 @@ class Shapes:
 
     Args:
         twins: Unit's name -> a copy without values that runs in its place: the unit itself may be cut, and exchange.
-        scope: Unit's name -> (name, module) whose attributes a call may write, beside the unit's own.
+        around: (name, module) whose attributes a call may write, beside the unit's own.
         drawing: Units that may draw from Python's or NumPy's global generator: each of their calls runs, for its draws.
     """
 
     def __init__(
         self,
         twins: Mapping[str, nn.Module],
-        scope: Callable[[str], Sequence[tuple[str, nn.Module]]] = lambda _: (),
-        drawing: Collection[str] = (),
+        around: Sequence[tuple[str, nn.Module]],
+        drawing: Collection[str],
     ) -> None:
         self._twins = twins
         self._drawing = frozenset(drawing)
-        self._scope = scope
+        self._around = around
         self._known: dict[Any, Known] = {}
         self._needs_numbers: set[Any] = set()
 
@@ -73,39 +74,36 @@ class Shapes:
 
     def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Return the cached results of such a call of a unit, or None, without running anything."""
-        return None if name in self._drawing else self._look_up(self._key_of_unit(name, module, args, kwargs))
+        return None if name in self._drawing else self._look_up(self._key(name, module.training, args, kwargs))
 
     def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Known:
         """Run a unit's call on fake tensors, or on zeros where its code needs values, and cache the result."""
-        key = self._key_of_unit(name, module, args, kwargs)
+        key = self._key(name, module.training, args, kwargs)
         twin = self._twins.get(name)
         scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
         if twin is None:
-            scope += self._scope(name)
+            scope += self._around
         else:
             twin.train(module.training)
             module, forward = twin, _forward_of_twin
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
         scene = Scene(args, kwargs, scope)
         run = functools.partial(forward, module)
-        generators = read_python()
+        generators = PythonState()
         try:
             if name not in self._needs_numbers:
                 try:
                     return self._remember(key, _run_watched(scene, run, (args, kwargs), module, make_fake))
                 except NeedsNumbersError:
-                    set_python(generators)
+                    generators.restore()
                     self._needs_numbers.add(name)
-                    key = self._key_of_unit(name, module, args, kwargs)
+                    key = self._key(name, module.training, args, kwargs)
             return self._remember(key, _run_watched(scene, run, (args, kwargs), module, zeros_like_meta))
         finally:
             if name not in self._drawing:
-                set_python(generators)
-
-    def _key_of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._key(name, module.training, args, kwargs)
+                generators.restore()
 
     def _key(self, what: Any, is_training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, integers = describe_call(args, kwargs)
@@ -264,7 +262,7 @@ def _describe_argument(item: Any, integers: list[Tensor]) -> Any:
     kind = type(item)
     if kind in LEAVES:
         return (kind, item)
-    _find_integers(item, integers)
+    integers += [t for t in tensors_of(item) if value_of(t) is None and _is_exact(t.dtype)]
     return describe(item)
 
 
@@ -292,22 +290,3 @@ def _numbers_in(tensor: Tensor) -> Any:
         numbers = tensor.tolist()
         return tuple(numbers) if isinstance(numbers, list) else numbers
     return tuple(tensor.flatten().tolist()) if tensor.layout == torch.strided else str(tensor.tolist())
-
-
-def _find_integers(tree: Any, found: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        if _is_exact(tree.dtype) and value_of(tree) is None:
-            found.append(tree)
-    elif type(tree) in (tuple, list):
-        for item in tree:
-            _find_integers(item, found)
-    elif type(tree) is dict:
-        for item in tree.values():
-            _find_integers(item, found)
-    elif type(tree) is slice:
-        _find_integers((tree.start, tree.stop, tree.step), found)
-    elif type(tree) not in LEAVES:
-        found += [t for t in tensors_in(tree) if value_of(t) is None and t.dtype in _EXACT]
-
-
-_EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -13,13 +13,14 @@ shapes that change between micro-batches, and branches that the inputs decide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
+from meshwright._torch_private import FakeTensor, PlainCheckpoints, current_function_mode, without_function_modes
+from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
 from meshwright.apply.pipeline.tracing.scene import (
     places_of_call,
@@ -29,8 +30,8 @@ from meshwright.apply.pipeline.tracing.scene import (
     tensors_of_call,
 )
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
-from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Mail
-from meshwright.apply.pipeline.walking.draws import Draws, python_place
+from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping
+from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.shapes import Shapes
@@ -45,22 +46,13 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 )
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
+from meshwright.apply.state.random_states import PythonState
 
 __all__: list[str] = []
 
 
 class StageForward(Bookkeeping):
-    """A walk: one stage's forward of one micro-batch, which runs inside this context.
-
-    Args:
-        stage: The stage.
-        stage_map: The stage of each call.
-        shapes: Output shapes of other stages' calls.
-        mail: Transfers to and from the other stages.
-        draws: Random numbers: layers draw from a stream of their own.
-        module: The model.
-        way: Record of the forward's path.
-    """
+    """A walk: one stage's forward of one micro-batch, which runs inside this context."""
 
     def __init__(
         self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
@@ -102,20 +94,6 @@ class StageForward(Bookkeeping):
         """Run the code inside the context unwatched."""
         return _Paused(self)
 
-    def pause(self) -> bool:
-        """Stop watching; tell whether this function mode was the one on top."""
-        self.is_paused = True
-        if current_function_mode() is not self:
-            return False  # the user's own mode is, and must stay
-        super().__exit__(None, None, None)
-        return True
-
-    def go_on(self, *, was_on_top: bool) -> None:
-        """Watch again."""
-        if was_on_top:
-            super().__enter__()
-        self.is_paused = False
-
     # -- units --------------------------------------------------------------------------------------------------
 
     def call_unit(
@@ -123,7 +101,7 @@ class StageForward(Bookkeeping):
     ) -> Any:
         """Run one call of a unit on its stage, or return stand-ins for it on the others."""
         with without_function_modes():  # what is done here with tensors is not the user's code
-            taken = self._stage_map.takes.get(name)
+            taken = self._stage_map.flow.takes.get(name)
             given = None if taken else plain_tensors(args, kwargs)
             is_plain = given is not None
             places: list[Any] = []
@@ -131,9 +109,9 @@ class StageForward(Bookkeeping):
                 places, given = self._look_into(name, args, kwargs)
             values = self._values_of(given)
             stage = self._place_of_call(name, module, values)
-            self._way.call(self._stage_map.number_of(name), stage, values)
+            self._way.call(self._stage_map.numbers[name], stage, values)
             if self._draws.python:
-                self._way.draw(*python_place())
+                self._way.draw(*PythonState().places)
             known = None
             if stage != self.stage:
                 self._send_all(values, stage)
@@ -165,8 +143,8 @@ class StageForward(Bookkeeping):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
         """Return the places that a call can write into, and the tensors among its arguments and in those places."""
-        places = places_of_call(args, kwargs, opens=name in self._stage_map.opens)
-        taken = self._stage_map.takes.get(name)
+        places = places_of_call(args, kwargs, opens=name in self._stage_map.flow.opens)
+        taken = self._stage_map.flow.takes.get(name)
         if taken:
             places = [*places, *places_of_slots(self._module, taken)]
         return places, tensors_of_call(args, kwargs, places)
@@ -202,7 +180,7 @@ class StageForward(Bookkeeping):
                 if version != old_version:
                     self._note_written(tensor, self.stage)
         old = {id(tensor) for tensor in given}
-        leaves = self._stage_map.leaves.get(name, ())
+        leaves = self._stage_map.flow.leaves.get(name, ())
         places = [] if call is None else places_of_call(*call)
         if places or leaves:
             for tensor in written_tensors(places, self._module, leaves):
@@ -225,13 +203,8 @@ class StageForward(Bookkeeping):
             for place, meta in known.writes:
                 self._write_remote(given[place], meta, stage)
         if known.effects:
-            refuse_unseen(name, known.effects, self._stage_map.leaves.get(name, ()))
-
-        def make(meta: Meta) -> Tensor:
-            tensor = StandIn(meta)
-            return mark(tensor, StageValue(self, stage, None, tensor))
-
-        return known.repeat(make, given, call, self._module.get_submodule)
+            refuse_unseen(name, known.effects, self._stage_map.flow.leaves.get(name, ()))
+        return self._stand_in(known, stage, given, call)
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
         """Mark a layer's result; an existing tensor (an input, a buffer) is marked through a view of it."""
@@ -250,13 +223,13 @@ class StageForward(Bookkeeping):
         """Record the model's outputs; the loss comes next."""
         self.outputs = outputs
         if self._draws.python:
-            self._way.draw(*python_place())
+            self._way.draw(*PythonState().places)
         self._way.is_over = True
 
     @property
     def owes_nothing_to_the_loss(self) -> bool:
         """Whether the model is done and other stages alone have its outputs, so that the loss cannot need this one."""
-        if self.outputs is None or self._stage_map.has_loss_beside:
+        if self.outputs is None or self._stage_map.flow.has_loss_beside:
             return False
         homes = [value.home for value in values_in(self.outputs)]
         return bool(homes) and self.stage not in homes and None not in homes
@@ -317,14 +290,20 @@ class StageForward(Bookkeeping):
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def _stand_in(self, known: Known, home: int | None) -> Any:
-        """Return stand-ins for the results of a call."""
+    def _stand_in(
+        self,
+        known: Known,
+        home: int | None,
+        given: Sequence[Tensor] = (),
+        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
+    ) -> Any:
+        """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
 
         def make(meta: Meta) -> Tensor:
             tensor = StandIn(meta)
             return mark(tensor, StageValue(self, home, None, tensor))
 
-        return known.make(make)
+        return known.repeat(make, given, call, self._module.get_submodule)
 
 
 def _versions_of(tensors: list[Tensor]) -> list[int]:
@@ -344,7 +323,26 @@ class _Paused:
         self._was_on_top = False
 
     def __enter__(self) -> None:
-        self._was_on_top = self._walk.pause()
+        walk = self._walk
+        walk.is_paused = True
+        self._was_on_top = current_function_mode() is walk  # else the user's own mode is, and must stay
+        if self._was_on_top:
+            Bookkeeping.__exit__(walk, None, None, None)
 
     def __exit__(self, *_: object) -> None:
-        self._walk.go_on(was_on_top=self._was_on_top)
+        if self._was_on_top:
+            Bookkeeping.__enter__(self._walk)
+        self._walk.is_paused = False
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Tell whether the stage whose forward is under way computes a tensor, to one that stands inside of that forward.
+
+    What comes of the inputs alone every stage computes: it counts on the first.
+    """
+    walk = current_function_mode()
+    if isinstance(walk, StageForward):
+        value = value_of(tensor)
+        home = 0 if value is None or value.owner is not walk or value.home is None else value.home
+        return home == walk.stage
+    return not isinstance(tensor, FakeTensor)  # inside a layer of another stage, of which only the shapes are found

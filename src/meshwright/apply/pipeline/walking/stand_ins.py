@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright._torch_private import FakeTensorMode, WrapperTensor
 from meshwright.errors import ApplyError
-from meshwright.trees import LEAVES, map_tensors
+from meshwright.trees import LEAVES, map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -120,6 +120,22 @@ def replace_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if kind is slice:
         return slice(*(replace_tensors(part, function) for part in (tree.start, tree.stop, tree.step)))
     return map_tensors(tree, function)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in the same containers, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind in LEAVES:
+        return []
+    if kind is slice:
+        tree = (tree.start, tree.stop, tree.step)
+    elif kind is dict:
+        tree = tree.values()
+    elif kind is not tuple and kind is not list:
+        return list(tensors_in(tree))
+    return [tensor for item in tree for tensor in tensors_of(item)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

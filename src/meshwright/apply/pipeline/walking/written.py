@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.tracing.scene import Effect, Path, Places, fields_of, tensors_of_call
+from meshwright.apply.pipeline.tracing.scene import Effect, Path, fields_of, places_in, tensors_below, tensors_of_call
 from meshwright.errors import ApplyError
 from meshwright.trees import LEAVES, map_tensors
 
@@ -23,11 +23,7 @@ def written_tensors(places: Sequence[tuple[Path, Any]], model: nn.Module, leaves
     if places:
         yield from tensors_of_call((), {}, places)
     for module, attribute in leaves:
-        item = vars(model.get_submodule(module)).get(attribute)
-        if isinstance(item, Tensor):
-            yield item
-        else:
-            yield from tensors_of_call((item,), {}, Places([(0, item)]).found)
+        yield from tensors_below(vars(model.get_submodule(module)).get(attribute))
 
 
 def places_of_slots(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[Path, Any]]:
@@ -39,7 +35,7 @@ def places_of_slots(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[Path,
             item = attributes[attribute]
             if isinstance(item, (Tensor, tuple)):
                 found.append(((("slot", module), attribute), _WrittenAttribute(attributes, attribute)))
-            found += [((("slot", module), attribute, *path), place) for path, place in Places([(0, item)]).found]
+            found += [((("slot", module), attribute, *path), place) for path, place in places_in([(0, item)])]
     return found
 
 

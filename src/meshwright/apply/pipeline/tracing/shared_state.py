@@ -1,7 +1,8 @@
-"""Attributes without tensors that a layer changes and other code uses, such as a call count in a common object or a list.
+"""State that a layer changes and other code uses: attributes without tensors, global variables, closures, generators.
 
 Only the stage that runs a layer sees such a change. Layers that use each other's attributes are kept on one stage. Code between
-the layers runs on every stage, and is refused. Uses are read off the functions: the names they load, of the objects they reach.
+the layers runs on every stage, and is refused, as is what layers share outside of modules. Who uses an attribute is read off the
+functions: the names they load, of the objects they reach.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from meshwright.apply.pipeline.tracing.call_trace import modules_around
 from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, resolve
 from meshwright.apply.state.attributes import OF_TORCH
+from meshwright.apply.state.outside import Elsewhere, Outside
 
 __all__: list[str] = []
 
@@ -39,8 +41,8 @@ _MAX_FUNCTIONS = 3000
 """Functions that are followed [count]."""
 
 
-class SharedAttributes:
-    """Attributes that units change, and their other users.
+class SharedState:
+    """What units change, and its other users.
 
     Args:
         module: The model.
@@ -50,11 +52,25 @@ class SharedAttributes:
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         self._module = module
         self._units = units
+        self._outside: dict[str, Outside] = {}
+        self._changes_outside: dict[str, dict[Any, str]] = {}
         self._changes: dict[str, dict[tuple[int, str | None], str]] = {}
+
+    def begin(self, name: str, unit: nn.Module) -> Elsewhere:
+        """Return the state outside of modules that a unit's code can reach before its call."""
+        if name not in self._outside:
+            self._outside[name] = Outside(unit)
+        return self._outside[name].take(with_attributes=False)
+
+    def end(self, name: str, before: Elsewhere) -> None:
+        """Record what the call has changed of it."""
+        changes = before.changed()
+        if changes:
+            self._changes_outside.setdefault(name, {}).update(changes)
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The units that change any."""
+        """The units that change any attribute."""
         return tuple(sorted(self._changes))
 
     def note(self, unit: str, path: Path, key: Any) -> None:
@@ -82,15 +98,28 @@ class SharedAttributes:
         return found
 
     def texts(self) -> Iterator[str]:
-        """Yield a text for each attribute that a unit changes and the code between the units uses."""
-        if not self._changes:
-            return
+        """Yield a text for each state outside of modules that a unit changes and others use, and for each attribute that a unit
+        changes and the code between the units uses.
+        """
         around = [child for _, child in modules_around(self._module, self._units)]
-        uses = _AttributeUses(self._module, around)
-        for changes in self._changes.values():
-            for change, text in changes.items():
-                if uses.includes(change):
-                    yield f"{text}, which the code between layers uses as well"
+        if self._changes_outside:
+            yield from self._texts_outside(around)
+        if self._changes:
+            uses = _AttributeUses(self._module, around)
+            for changes in self._changes.values():
+                for change, text in changes.items():
+                    if uses.includes(change):
+                        yield f"{text}, which the code between layers uses as well"
+
+    def _texts_outside(self, around: Sequence[nn.Module]) -> Iterator[str]:
+        users = {f"layer '{name}'": outside for name, outside in self._outside.items()}
+        users["the code between layers"] = Outside(None, [type(child).forward for child in around])
+        for name, changes in self._changes_outside.items():
+            for user, outside in users.items():
+                used = outside.take(with_attributes=False).reaches(changes) if user != f"layer '{name}'" else []
+                if used:
+                    yield f"layer '{name}' changes {used[0]}, which {user} uses as well"
+                    break
 
 
 class _AttributeUses:
