@@ -31,7 +31,7 @@ from meshwright.apply.tensor.matrices import WholeMatrices
 from meshwright.apply.tensor.partial import sum_term
 from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.search.search import Search
-from meshwright.apply.tensor.slices import Slices, whole_outputs
+from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import TensorLayout, is_readable
 from meshwright.apply.tensor.whole import assign_values
 from meshwright.apply.tensor.wishes import refuse_opaque, refuse_unknown
@@ -285,7 +285,7 @@ class TensorEngine(OuterEngine):
         if self.cutting is not None:
             self.cutting.begin_step()
         with self.switch.user_code():
-            return whole_outputs(self.inner.forward(args, kwargs))
+            return make_whole(self.inner.forward(args, kwargs))
 
     def finish_gradients(self, scale: float) -> None:
         leave = self.inner.gradients_leave

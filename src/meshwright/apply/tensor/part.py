@@ -26,7 +26,7 @@ from meshwright.apply.tensor.roles import change_stream
 from meshwright.apply.tensor.slices import make_whole, plain_values
 from meshwright.apply.tensor.whole import replaced_tensors
 from meshwright.errors import ApplyError
-from meshwright.trees import map_tensors, tensors_in
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -192,7 +192,7 @@ class Part:
         return change_stream(outputs, hand_on)
 
     def _run_whole(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = map_tensors((args, kwargs), make_whole)
+        args, kwargs = make_whole((args, kwargs))
         return original(module, *args, **kwargs, **{_WAY: _WHOLE})
 
     def _on_slices(self, dim: int, sizes: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:

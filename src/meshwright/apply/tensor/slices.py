@@ -159,7 +159,7 @@ class Slices(Tensor):
             kept = first._kept_in_slices(func, args, kwargs)
             if kept is not None:
                 return kept
-        return func(*_gathered(args), **_gathered(kwargs))
+        return func(*make_whole(args), **make_whole(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -331,7 +331,7 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     given = [
         tensor.local if is_sliced else make_whole(tensor) for tensor, is_sliced in zip(inputs, sliced, strict=True)
     ]
-    found = torch.autograd.grad(_gathered(outputs), given, *_gathered(args), **_gathered(kwargs))
+    found = torch.autograd.grad(make_whole(outputs), given, *make_whole(args), **make_whole(kwargs))
     return tuple(
         tensor._whole_gradient(gradient) if is_sliced and gradient is not None else gradient
         for tensor, gradient, is_sliced in zip(inputs, found, sliced, strict=True)
@@ -358,30 +358,17 @@ def _wrapper(local: Tensor, dim: int, sizes: Sequence[int]) -> Slices:
     return Tensor._make_wrapper_subclass(Slices, shape, dtype=local.dtype, device=local.device)
 
 
-def _map_slices(tree: Any, function: Callable[[Slices], Any]) -> Any:
-    if isinstance(tree, Slices):
-        return function(tree)
-    if isinstance(tree, (list, tuple)):
-        items = [_map_slices(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {key: _map_slices(value, function) for key, value in tree.items()}
-    return tree
-
-
-def _gathered(tree: Any) -> Any:
-    return _map_slices(tree, Slices.gathered)
-
-
 def plain_values(tree: Any) -> Any:
     """Return arguments with whole values, without a graph, for tensors in slices, which stay as they are."""
 
-    def values(tensor: Slices) -> Tensor:
+    def values(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Slices):
+            return tensor
         if not tensor.is_in_slices:
             return tensor.gathered().detach()
         return gather_from_group(tensor.local.detach(), tensor.group, dim=tensor.cut_dim, sizes=tensor.sizes)
 
-    return _map_slices(tree, values)
+    return map_tensors(tree, values)
 
 
 def _first_of(tree: Any) -> Slices:
@@ -389,10 +376,5 @@ def _first_of(tree: Any) -> Slices:
 
 
 def make_whole(tree: Any) -> Any:
-    """Return the tensor, gathered if it is in slices."""
-    return tree.gathered() if isinstance(tree, Slices) else tree
-
-
-def whole_outputs(outputs: Any) -> Any:
-    """Return a model's outputs with every tensor in slices gathered."""
-    return map_tensors(outputs, make_whole)
+    """Return a tensor, or containers, with every tensor in slices gathered."""
+    return map_tensors(tree, lambda tensor: tensor.gathered() if isinstance(tensor, Slices) else tensor)

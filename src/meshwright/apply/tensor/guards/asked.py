@@ -13,7 +13,7 @@ sizes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -255,12 +255,7 @@ def _other_numbers(tensor: Tensor) -> Tensor:
 
 def sizes_of(arguments: Any) -> set[int]:
     """Return the sizes of all dims of tensors."""
-    return set(_each_size(arguments))
-
-
-def _each_size(arguments: Any) -> Iterator[int]:
-    for tensor in tensors_in(arguments):
-        yield from tensor.shape
+    return {size for tensor in tensors_in(arguments) for size in tensor.shape}
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:

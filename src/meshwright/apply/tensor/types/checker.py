@@ -34,11 +34,10 @@ from meshwright.apply.tensor.types.state import UNKNOWN, TypingState
 from meshwright.apply.tensor.types.typed_run import (
     Record,
     find_where,
-    flat_tensors,
     is_torchs_own,
     name_of,
 )
-from meshwright.trees import tensors_in
+from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
 
@@ -92,10 +91,10 @@ class Checker(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._state.closed or self._state.is_over:
             return func(*args, **kwargs)
-        inputs = [self._state.typed(tensor) for tensor in flat_tensors((args, kwargs))]
+        inputs = [self._state.typed(tensor) for tensor in arguments_in((args, kwargs))]
         result = func(*args, **kwargs)
         name = name_of(func)
-        outputs = list(flat_tensors(result))
+        outputs = list(arguments_in(result))
         if not outputs and name != "setitem":
             return self._fact(func, name, args, inputs, result)
         where, is_own = find_where()
@@ -259,7 +258,7 @@ def _by_meta(func: Callable[..., Any], op: Operation) -> list[tuple[int, ...]] |
     try:
         with torch.no_grad():
             return [
-                tuple(t.shape) for t in flat_tensors(func(*full(op.args), **{k: full(v) for k, v in op.kwargs.items()}))
+                tuple(t.shape) for t in arguments_in(func(*full(op.args), **{k: full(v) for k, v in op.kwargs.items()}))
             ]
     except Exception:  # noqa: BLE001 - whatever a function raises on tensors without values
         return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, RefusedError, Type, Typed, shard
-from meshwright.apply.tensor.types.typed_run import flat_tensors
 
 __all__: list[str] = []
 
@@ -169,11 +168,6 @@ def words(text: str) -> frozenset[str]:
 def normal(dim: int, num_dims: int) -> int:
     """Return a dim counted from 0."""
     return dim + num_dims if dim < 0 else dim
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument."""
-    return flat_tensors(tree)
 
 
 Rule = Callable[[Operation], list[Type]]

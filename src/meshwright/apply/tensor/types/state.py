@@ -9,7 +9,8 @@ from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import Tape
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, Where, shard
 from meshwright.apply.tensor.types.report import TypeReport
-from meshwright.apply.tensor.types.typed_run import Record, flat_tensors
+from meshwright.apply.tensor.types.typed_run import Record
+from meshwright.trees import arguments_in
 
 __all__: list[str] = []
 
@@ -39,7 +40,7 @@ class TypingState:
         self._constants = {**record.constants}
         for child in self.module.modules():
             for tree in vars(child).values():
-                self._constants.update((id(tensor), tensor) for tensor in flat_tensors(tree))
+                self._constants.update((id(tensor), tensor) for tensor in arguments_in(tree))
         self._start()
 
     def _start(self) -> None:

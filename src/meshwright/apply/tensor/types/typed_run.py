@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.tensor.types.lattice import NOWHERE, RefusedError, Where
-from meshwright.trees import tensors_in
+from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
 
@@ -171,12 +171,12 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in flat_tensors((args, kwargs)):
+        for tensor in arguments_in((args, kwargs)):
             if (made := self._made.get(id(tensor))) is None or made() is not tensor:
                 self._record.constants[id(tensor)] = tensor
         result = func(*args, **kwargs)
         name = name_of(func)
-        outputs = list(flat_tensors(result))
+        outputs = list(arguments_in(result))
         self._made.update((id(tensor), weakref.ref(tensor)) for tensor in outputs)
         if outputs or name == "setitem":
             where, _ = find_where()
@@ -206,15 +206,3 @@ def run_and_watch(module: nn.Module, inputs: Any, record: Record) -> Any:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def flat_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments or results of a torch function."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from flat_tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from flat_tensors(item)
