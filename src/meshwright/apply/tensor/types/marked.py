@@ -9,6 +9,14 @@ from typing import Any
 __all__: list[str] = []
 
 
+def _computing(function: Callable[[int, int], Any], *, turned: bool = False) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self._computed(other, function, turned=turned)
+
+
+def _asking(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self._asked(other, function)
+
+
 class Size(int):
     """A size on this rank.
 
@@ -58,53 +66,24 @@ class Size(int):
             self.compared(local == full, not isinstance(other, Size))
         return local
 
-    def __add__(self, other: Any) -> Any:
-        return self._computed(other, operator.add)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._computed(other, operator.add, turned=True)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._computed(other, operator.sub)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._computed(other, operator.sub, turned=True)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._computed(other, operator.mul)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._computed(other, operator.mul, turned=True)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._computed(other, operator.floordiv)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._computed(other, operator.floordiv, turned=True)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._computed(other, operator.mod)
+    __add__ = _computing(operator.add)
+    __radd__ = _computing(operator.add, turned=True)
+    __sub__ = _computing(operator.sub)
+    __rsub__ = _computing(operator.sub, turned=True)
+    __mul__ = _computing(operator.mul)
+    __rmul__ = _computing(operator.mul, turned=True)
+    __floordiv__ = _computing(operator.floordiv)
+    __rfloordiv__ = _computing(operator.floordiv, turned=True)
+    __mod__ = _computing(operator.mod)
+    __eq__ = _asking(operator.eq)
+    __ne__ = _asking(operator.ne)
+    __lt__ = _asking(operator.lt)
+    __le__ = _asking(operator.le)
+    __gt__ = _asking(operator.gt)
+    __ge__ = _asking(operator.ge)
 
     def __neg__(self) -> Any:
         return Size(-int(self), -self.full, self.compared)
-
-    def __eq__(self, other: Any) -> bool:
-        return self._asked(other, operator.eq)
-
-    def __ne__(self, other: Any) -> bool:
-        return self._asked(other, operator.ne)
-
-    def __lt__(self, other: Any) -> bool:
-        return self._asked(other, operator.lt)
-
-    def __le__(self, other: Any) -> bool:
-        return self._asked(other, operator.le)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._asked(other, operator.gt)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._asked(other, operator.ge)
 
     def __bool__(self) -> bool:
         return self._asked(0, operator.ne)
