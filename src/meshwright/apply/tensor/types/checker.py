@@ -6,6 +6,7 @@ differs from another's for any other reason than its share, it has read a value 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ class Checker(TorchFunctionMode):
     def _mark_integer(self, owner: nn.Module, key: str, full: int) -> None:
         local = getattr(owner, key)
         if local != full:
-            setattr(owner, key, Size(local, full, self._compared))
+            setattr(owner, key, Size(local, full, self._comes_out_otherwise))
 
     def run_and_watch(self, inputs: Any) -> Any:
         """Run the module and return its results; the report then has the types."""
@@ -190,8 +191,6 @@ class Checker(TorchFunctionMode):
             self.report.refuse(name, where, f"sets the data of a tensor, and takes {other.type}")
         elif name in _HOOKS:
             self.report.refuse(name, where, f"lets code see the gradient of a tensor that is {other.type}")
-        elif name == "len" and other.type.dim == 0 and not is_own:
-            self.report.compared_sizes.add((where.file, where.line))  # Python makes a plain integer of it
         elif name in ("shape", "size", "numel") and other.type.dim is not None and not is_own:
             return self._marked(result, name, args, inputs[0])
         return result
@@ -199,30 +198,20 @@ class Checker(TorchFunctionMode):
     def _marked(self, result: Any, name: str, args: Sequence[Any], value: Typed) -> Any:
         if isinstance(result, torch.Size):
             sizes = [
-                Size(own, full, self._compared) if own != full else own
+                Size(own, full, self._comes_out_otherwise) if own != full else own
                 for own, full in zip(result, value.full, strict=True)
             ]
             return torch.Size(sizes)
         if name == "numel":
-            full = 1
-            for size in value.full:
-                full *= size
-            return Size(result, full, self._compared)
+            return Size(result, math.prod(value.full), self._comes_out_otherwise)
         dim = args[1] if len(args) > 1 and isinstance(args[1], int) else None
         if dim is None or value.full[dim] == result:
             return result
-        return Size(result, value.full[dim], self._compared)
+        return Size(result, value.full[dim], self._comes_out_otherwise)
 
-    def _compared(self, is_same: bool, is_plain: bool) -> None:
-        if is_torchs_own(sys._getframe(1)):
-            return
+    def _comes_out_otherwise(self) -> None:
         where, is_own = find_where()
-        if is_own or self._state.closed:
-            return
-        # The run has shown the outcome for two shard sizes: both follow from the layout.
-        if is_plain:
-            self.report.compared_sizes.add((where.file, where.line))
-        if not is_same and is_plain and not self._state.is_over:
+        if not (is_torchs_own(sys._getframe(1)) or is_own or self._state.closed or self._state.is_over):
             self.report.refuse(
                 "a comparison", where, "of the size of a sharded dim comes out otherwise than on one device"
             )

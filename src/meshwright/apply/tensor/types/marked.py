@@ -23,16 +23,16 @@ class Size(int):
     Args:
         local: The size on this rank.
         full: The whole tensor's.
-        compared: Called at each comparison with (whether one device gets the same result, whether the other is a plain number).
+        told: Called at each comparison with a plain number of which one device gets another result.
     """
 
     full: int
-    compared: Callable[[bool, bool], None]
+    told: Callable[[], None]
 
-    def __new__(cls, local: int, full: int, compared: Callable[[bool, bool], None]) -> Size:
+    def __new__(cls, local: int, full: int, told: Callable[[], None]) -> Size:
         made = int.__new__(cls, local)
         made.full = full
-        made.compared = compared
+        made.told = told
         return made
 
     __hash__ = int.__hash__
@@ -57,13 +57,14 @@ class Size(int):
             full = function(first[1], second[1])
         except ArithmeticError:
             return local
-        return Size(local, full, self.compared)
+        return Size(local, full, self.told)
 
     def _asked(self, other: Any, function: Callable[[Any, Any], bool]) -> bool:
-        local = function(int(self), int(other) if isinstance(other, Size) else other)
-        if isinstance(other, (int, float)):
-            full = function(self.full, other.full if isinstance(other, Size) else other)
-            self.compared(local == full, not isinstance(other, Size))
+        if isinstance(other, Size):  # the proof has run with both, and both follow from the layout
+            return function(int(self), int(other))
+        local = function(int(self), other)
+        if isinstance(other, (int, float)) and function(self.full, other) != local:
+            self.told()
         return local
 
     __add__ = _computing(operator.add)
@@ -83,7 +84,7 @@ class Size(int):
     __ge__ = _asking(operator.ge)
 
     def __neg__(self) -> Any:
-        return Size(-int(self), -self.full, self.compared)
+        return Size(-int(self), -self.full, self.told)
 
     def __bool__(self) -> bool:
         return self._asked(0, operator.ne)
