@@ -10,14 +10,11 @@ import time
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from torch import nn
-
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
-from meshwright.apply.tensor.search.pairs import Names
 from meshwright.apply.tensor.search.trace import Trace
 from meshwright.apply.tensor.tensor_layout import Region
 from meshwright.errors import ApplyError
@@ -45,17 +42,14 @@ class Proving:
     """Proves regions of one model.
 
     Args:
-        model: The copy that was traced.
         trace: The trace.
-        names: The names.
         regions: The regions found so far; other code adds to them.
         num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_tp_ranks: int) -> None:
-        self._model = model
+    def __init__(self, trace: Trace, regions: list[Region], num_tp_ranks: int) -> None:
+        self._model = trace.module
         self._trace = trace
-        self._names = names
         self._regions = regions
         self._num_tp_ranks = num_tp_ranks
         self._deadline = time.monotonic() + MAX_SECONDS
@@ -200,11 +194,11 @@ class Proving:
     def _shape_of(self, scope: str, keys: set[int]) -> Any:
         """Return a key that scopes which are likely to be cut alike share: structure, calls, position. Each is still proven."""
         prefix = len(scope) + 1 if scope else 0
-        own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
+        own = sorted(name[prefix:] for key in keys for name in self._trace.names[key])
         return describe_likeness(self._model.get_submodule(scope)), own, list(self._trace.distinct[scope])
 
     def _fits(self, region: Region) -> bool:
-        names = {name for names in self._names.of.values() for name in names}
+        names = {name for names in self._trace.names.values() for name in names}
         buffers = {name for name, _ in self._model.named_buffers()}
         return all(name in names or name in buffers for name in region.cuts)
 
@@ -218,7 +212,7 @@ class Proving:
         inside = f"{region.scope}." if region.scope else ""
         held = set(region.partial)
         if region.roles.get(region.scope) == "sum":
-            held |= {name for names in self._names.of.values() for name in names if name.startswith(inside)}
+            held |= {name for names in self._trace.names.values() for name in names if name.startswith(inside)}
         return held - set(region.cuts)
 
     def prove_each(self, region: Region) -> None:

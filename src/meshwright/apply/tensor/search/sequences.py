@@ -28,25 +28,22 @@ MAX_TRIALS = 32
 """Places of entry that are tried for one layer [count]."""
 
 
-def find_chains(
-    model: nn.Module, trace: Trace, regions: Sequence[Region], num_tp_ranks: int
-) -> tuple[tuple[Chain, ...], list[Region]]:
+def find_chains(trace: Trace, regions: Sequence[Region], num_tp_ranks: int) -> tuple[tuple[Chain, ...], list[Region]]:
     """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
 
     Args:
-        model: The traced model.
         trace: The trace.
         regions: The regions.
         num_tp_ranks: Ranks [count].
     """
     chains: list[Chain] = []
     found = list(regions)
-    for layers in _runs(model, trace):
+    for layers in _runs(trace):
         in_slices = [outer for chain in chains for outer in chain.layers]
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         if is_within or not all(_inside(layer, found) for layer in layers):
             continue
-        chain, changed = _try_run(model, trace, layers, found, num_tp_ranks)
+        chain, changed = _try_run(trace, layers, found, num_tp_ranks)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
@@ -59,9 +56,9 @@ def _inside(layer: str, regions: Sequence[Region]) -> list[Region]:
     ]
 
 
-def _runs(model: nn.Module, trace: Trace) -> Iterator[list[str]]:
+def _runs(trace: Trace) -> Iterator[list[str]]:
     """Yield names of consecutive modules in a list, each called with the result of the one before."""
-    for name, container in model.named_modules():
+    for name, container in trace.module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         run: list[str] = []
@@ -90,7 +87,7 @@ def _hands_on(layer: str, following: str, trace: Trace) -> bool:
 
 
 def _try_run(
-    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
+    trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
 ) -> tuple[Chain | None, dict[int, Region]]:
     changed: dict[int, Region] = {}
     partial: list[str] = []
@@ -106,10 +103,12 @@ def _try_run(
             whole_inputs=tuple(_below(layer, name) for name in whole),
             drops=layer in trace.drawing,
         )
-        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks)
+        trial = _LayerTrial(
+            trace.module.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks
+        )
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
-            if dims_here and not _used_elsewhere(layer, own, model, trace):
+            if dims_here and not _used_elsewhere(layer, own, trace):
                 break
         else:
             return None, {}
@@ -132,9 +131,9 @@ def _known_first(known: tuple[Region, ...] | None, ways: Iterator[tuple[Region, 
     yield from (way for way in itertools.islice(ways, MAX_TRIALS) if way != known)
 
 
-def _used_elsewhere(layer: str, partial: Sequence[str], model: nn.Module, trace: Trace) -> bool:
+def _used_elsewhere(layer: str, partial: Sequence[str], trace: Trace) -> bool:
     """Tell whether a parameter with a gradient to be summed is also used outside, where every rank has its whole gradient."""
-    found = (trace.uses.get(id(find_tensor(model, f"{layer}.{name}")), {}) for name in partial)
+    found = (trace.uses.get(id(find_tensor(trace.module, f"{layer}.{name}")), {}) for name in partial)
     return any(layer not in path for uses in found for path in uses)
 
 
