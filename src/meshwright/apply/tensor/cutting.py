@@ -14,7 +14,6 @@ from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
-from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.held_buffers import HeldBuffer
 from meshwright.apply.tensor.part import CallGuard, Part
 from meshwright.apply.tensor.region_state import Drawing, RunningChain, RunningRegion
@@ -182,9 +181,7 @@ class Cutting:
         takes_whole = set() if chain is None else {id(self.module.get_submodule(n)) for n in chain.chain.whole_inputs}
         roles = {id(child := self.module.get_submodule(name)): (child, role) for name, role in region.roles.items()}
         for child, role in roles.values():
-            if role == "attention":
-                self._exchange(child, attention_forward(child, running), running)
-            elif role in ("row", "sum", "vocabulary"):  # these roles change attributes while the module runs
+            if role in ("row", "sum", "vocabulary"):  # these roles change attributes while the module runs
                 self._change(
                     child, "__class__", with_repeated_forward(child, functools.partial(_repeated, role, running))
                 )
@@ -301,7 +298,7 @@ class Cutting:
 
     def forget(self, device: torch.device) -> None:
         """Drop the state of forwards that did not end."""
-        self._drawing.forget(device)
+        self._drawing.together(device)
         for running in self._running:
             running.forget()
 
