@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, RefusedError, Type, Typed, shard
+from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, Kind, RefusedError, Type, Typed, shard
 
 __all__: list[str] = []
 
@@ -56,24 +56,26 @@ class Operation:
                 return self.kwargs[name]
         return self.args[place] if len(self.args) > place else default
 
-    def whole_integer(self, place: int, name: str, default: int) -> int:
-        """Return the whole run's value of an integer argument."""
-        return self.integers.get(name, self.integers.get(place, default))
+    def groups(self, place: int, name: str) -> tuple[int, int]:
+        """Return the number of groups of channels, on this rank and in the whole run."""
+        own = int(self.argument(place, name, default=1))
+        return own, self.integers.get(name, self.integers.get(place, own))
+
+    def check_groups(self, place: int, name: str, data: Tensor, dim: int) -> None:
+        """Refuse channels in parts, along this dim of the data, where the groups are not divided like them."""
+        own, whole = self.groups(place, name)
+        full = next(value.full[dim] for value in self.inputs if value.tensor is data)
+        if whole * data.shape[dim] != own * full:
+            raise RefusedError("has as many groups on shards as the whole: its groups would be other channels")
 
     @property
     def is_replicated(self) -> bool:
         """Whether all its arguments are replicated."""
         return all(value.type.kind == "replicated" for value in self.inputs)
 
-    @property
-    def has_varying(self) -> bool:
-        """Whether an argument is varying."""
-        return any(value.type.kind == "varying" for value in self.inputs)
-
-    @property
-    def has_partial(self) -> bool:
-        """Whether an argument is a term of a sum."""
-        return any(value.type.kind == "partial" for value in self.inputs)
+    def has(self, kind: Kind) -> bool:
+        """Tell whether an argument is of this kind."""
+        return any(value.type.kind == kind for value in self.inputs)
 
     # -- building blocks of rules ---------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class Operation:
 
     def linear(self) -> list[Type] | None:
         """Return partial for each output where every argument is a term of a sum, or zeros; None where none is a term."""
-        if not self.has_partial:
+        if not self.has("partial"):
             return None
         for value in self.inputs:
             if value.type.kind != "partial" and not value.type.is_zero:
@@ -134,7 +136,7 @@ class Operation:
         Raises:
             RefusedError: It is.
         """
-        if self.has_partial:
+        if self.has("partial"):
             raise RefusedError("is not linear, and takes a term of a sum (partial): f(a) + f(b) is not f(a + b)")
 
     def refuse_others(self, *allowed: Any) -> None:
@@ -168,6 +170,13 @@ def words(text: str) -> frozenset[str]:
 def normal(dim: int, num_dims: int) -> int:
     """Return a dim counted from 0."""
     return dim + num_dims if dim < 0 else dim
+
+
+def chosen(dims: Any, num_dims: int) -> set[int]:
+    """Return the dims that an argument names, one or several, counted from 0; None names all of them."""
+    if dims is None or dims == ():
+        return set(range(num_dims))
+    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
 
 
 Rule = Callable[[Operation], list[Type]]

@@ -9,21 +9,18 @@ from meshwright.apply.tensor.types.operation import Operation, mixing, words
 
 __all__: list[str] = []
 
-LINEAR = frozenset(
-    words(
-        """
+LINEAR = words(
+    """
     add sub neg positive negative clone to float double half bfloat16 type type_as contiguous detach data
     requires_grad cpu cuda lift_fresh alias resolve_conj resolve_neg real imag conj rsub identity
     """
-    )
 )
 """f(a) + f(b) = f(a + b)."""
 
 SCALING = frozenset(["mul", "div", "multiply", "divide", "true_divide"])
 
-NONLINEAR = frozenset(
-    words(
-        """
+NONLINEAR = words(
+    """
     abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal pow rpow float_power sin
     cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv sign sgn
     floor ceil round trunc fix frac clamp clip clamp_min clamp_max minimum maximum fmin fmax remainder fmod
@@ -35,7 +32,6 @@ NONLINEAR = frozenset(
     long int short byte hypot ldexp copysign xlogy sinc heaviside isclose polar complex view_as_complex
     view_as_real deg2rad rad2deg lgamma digamma i0 nextafter logaddexp logaddexp2 signbit mul_add gumbel
     """
-    )
 )
 
 FILLS = frozenset(["zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill"])
@@ -59,9 +55,9 @@ def pointwise(op: Operation) -> list[Type]:
     """Follow a function that keeps shapes, or broadcasts."""
     if op.name == "where" and len(op.args) == 1:
         raise RefusedError("has as many entries as the values say, of a tensor that is not replicated")
-    if op.has_varying:
+    if op.has("varying"):
         return op.all(VARYING)
-    if op.has_partial:
+    if op.has("partial"):
         return _of_terms(op)
     if op.name == "prelu" and op.args[1].numel() > 1:
         return _channels(op)
