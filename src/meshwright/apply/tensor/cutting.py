@@ -192,7 +192,7 @@ class Cutting:
             child = self.module.get_submodule(name)
             whole = id(child) in takes_whole
             self._exchange(child, shared_forward(child, full_units, running, takes_whole=whole), running)
-        if region.inputs or region.resizes or any(result.dim is not None for result in region.results):
+        if region.inputs or region.resizes or region.results:
             scope = self.module.get_submodule(region.scope)
             self._exchange(scope, scope_forward(scope, running), running)
         if region.entry is not None and chain is not None:

@@ -95,7 +95,6 @@ def _row_forward(original: Forward, running: RunningRegion) -> Forward:
 
 
 def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
-    terms = {result.index for result in running.region.results if result.dim is None} or {0}
     once = running.region.below(running.region.scope).once
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +110,7 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
         is_here = int(running.group.group_rank == 0)
         with replaced_tensors(self, {name: self.get_parameter(name) * is_here for name in once}):
             outputs = original(self, *args, **kwargs)
-        return map_tensors(outputs, lambda tensor: running.leave(tensor) if next(position) in terms else tensor)
+        return map_tensors(outputs, lambda tensor: running.leave(tensor) if next(position) == 0 else tensor)
 
     return forward
 
@@ -162,7 +161,7 @@ def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
     original = type(module).forward
     region = running.region
     inputs = dict(region.inputs)
-    results = {result.index: result.dim for result in region.results if result.dim is not None}
+    results = dict(region.results)
 
     def enter(index: int, tensor: Tensor) -> Tensor:
         # Slices of another region with the same units, at any position: an earlier argument may be missing in this call.

@@ -57,19 +57,6 @@ class Cut(Value):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Value):
-    """The difference of the i-th tensor that the scope returns: on shards it is a term of a sum, or in slices along a dim."""
-
-    FORMAT: ClassVar[str] = "result"
-
-    index: int
-    dim: int | None = None
-
-    def __post_init__(self) -> None:
-        self._check_types()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Region(Value):
     """One region.
 
@@ -84,7 +71,7 @@ class Region(Value):
         partial: FQNs of parameters that every rank has whole, with the gradient of its own units only.
         once: FQNs of parameters that only rank 0's term of a sum includes: a bias after the row, inside the scope.
         inputs: (i, dim): the scope's i-th tensor argument is sliced along the dim, too.
-        results: Tensors that the scope returns and that are not whole.
+        results: (i, dim): the i-th tensor that the scope returns is in slices along the dim.
         drops: Whether dropout draws inside.
         entry: In a layer that runs on slices of the sequence, the module at which it is gathered; None is at the columns.
         entered: Index of that tensor among the module's arguments.
@@ -102,7 +89,7 @@ class Region(Value):
     partial: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     inputs: tuple[tuple[int, int], ...] = ()
-    results: tuple[Result, ...] = ()
+    results: tuple[tuple[int, int], ...] = ()
     drops: bool = False
     entry: str | None = None
     entered: tuple[int, ...] = ()

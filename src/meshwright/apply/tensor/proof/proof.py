@@ -38,7 +38,7 @@ from meshwright.apply.tensor.proof.unchecked import check_shapes
 from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.tensor_layout import Region, Result, TensorLayout
+from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
 from meshwright.apply.tensor.types.checker import Checker
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.typed_run import Record, run_and_watch
@@ -314,12 +314,12 @@ class Experiment:
     def _with_slices(self, region: Region, error: MisshapenError) -> Region:
         """Mark a result that is smaller in one dim as a slice, and run the proof again."""
         differing = [dim for dim, sizes in enumerate(zip(error.own, error.whole, strict=False)) if sizes[0] != sizes[1]]
-        known = any(result.index == error.place for result in region.results)
+        known = error.place in dict(region.results)
         if known or len(error.own) != len(error.whole) or len(differing) != 1:
             raise error
         if region.shares(error.whole[differing[0]], self.num_tp_ranks) is None:
             raise error
-        return region.replace(results=(*region.results, Result(index=error.place, dim=differing[0])))
+        return region.replace(results=(*region.results, (error.place, differing[0])))
 
     def _check_outputs(self, outcomes: list[Outcome]) -> None:
         slices = outcomes[0].slices
