@@ -40,8 +40,8 @@ class Cutting:
         module: The module, whole; its parameters keep their identity and get this rank's shards as values.
         layout: The layout.
         group: The ranks that share the module.
-        make_guard: Gives the guard of a part, from (name, module, copy without values, layout, names of shards, group,
-            integers); None where something is being proven, and nothing else may run.
+        make_guard: Gives the guard of a part, from (this, its name, its layout, its copy from before the cut, whose parameters
+            have no values); None where something is being proven, and nothing else may run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Cutting:
         layout: TensorLayout,
         group: Communicator,
         *,
-        make_guard: Callable[..., CallGuard] | None = None,
+        make_guard: Callable[[Cutting, str, TensorLayout, nn.Module], CallGuard] | None = None,
     ) -> None:
         self.module = module
         self.layout = layout
@@ -60,7 +60,8 @@ class Cutting:
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._full_shapes: dict[int, tuple[int, ...]] = {}  # by id: a tied tensor has several names
-        self._attributes: dict[tuple[int, str], Any] = {}  # (id of a module, attribute) -> of the whole model
+        self.attributes: dict[tuple[int, str], Any] = {}
+        """(id of a module, attribute) -> its value in the whole model, where the shard has another."""
         own = layout.parts() if make_guard is not None or layout.chains else {}
         self._make_guard = make_guard
         self.misplaced: list[str] = []
@@ -200,42 +201,28 @@ class Cutting:
             self._exchange(entry, entry_forward(entry, running), running)
 
     def _part(self, name: str, layout: TensorLayout, template: nn.Module | None) -> Part:
-        module = self.module.get_submodule(name)
+        make = self._make_guard
         chain = next((chain for chain in self._chains if name in chain.chain.layers and layout.chains), None)
         running = [
             running
             for running in self._running
             if any(_is_same(running.region, own.above(name)) for own in layout.regions)
         ]
-        make, guard = self._make_guard, None
-        if make is not None:
-            prefix = f"{name}." if name else ""
-            shards = frozenset(n[len(prefix) :] for n in self.layout.cuts if n.startswith(prefix))
-            guard = make(
-                name,
-                module,
-                template=template,
-                layout=layout,
-                shards=shards,
-                group=self.group,
-                attributes=self._attributes,
-                model=self.module,
-            )
         return Part(
             name,
-            module,
+            self.module.get_submodule(name),
             regions=running,
             chain=chain,
             hands_on=chain is not None and chain.chain.layers[-1] != name,
             values=functools.partial(self._whole_values, name, layout),
             attributes=self._attributes_of(running),
-            guard=guard,
+            guard=None if make is None or template is None else make(self, name, layout, template),
         )
 
     def _attributes_of(self, regions: Sequence[RunningRegion]) -> dict[tuple[int, str], Any]:
         """Return the whole model's values of these regions' integers; a part inside another one stays cut then."""
         keys = {(id(self.module.get_submodule(n)), key) for running in regions for n, key in running.region.integers}
-        return {key: full for key, full in self._attributes.items() if key in keys}
+        return {key: full for key, full in self.attributes.items() if key in keys}
 
     def _whole_values(self, name: str, layout: TensorLayout) -> dict[str, Tensor]:
         """Return the tensors with which this module runs whole, by name from there: gathered, with gradients shared out."""
@@ -256,7 +243,7 @@ class Cutting:
                 self._set_attribute(child, "use_nested_tensor", False)
 
     def _set_attribute(self, owner: nn.Module, attribute: str, value: Any) -> None:
-        self._attributes[id(owner), attribute] = getattr(owner, attribute)
+        self.attributes[id(owner), attribute] = getattr(owner, attribute)
         self._change(owner, attribute, value)
 
     def _set_integer(self, owner: nn.Module, attribute: str, region: Region) -> None:

@@ -33,8 +33,6 @@ class ThreadGroup:
         group_rank: This rank.
     """
 
-    shares_memory = False
-
     def __init__(self, meeting: Meeting, size: int, group_rank: int) -> None:
         self.size = size
         self.group_rank = group_rank
