@@ -64,13 +64,7 @@ class Drawing:
 
 
 class RunningChain:
-    """A chain of layers on one rank, while it runs.
-
-    Args:
-        chain: The layers.
-        group: The ranks.
-        drawing: Their random numbers.
-    """
+    """A chain of layers on one rank, while it runs."""
 
     def __init__(self, chain: Chain, group: Communicator, drawing: Drawing) -> None:
         self.chain = chain
@@ -135,14 +129,7 @@ class RunningChain:
 
 
 class RunningRegion:
-    """A region on one rank, while it runs.
-
-    Args:
-        region: The region.
-        group: The ranks that share it.
-        drawing: What they draw.
-        chain: The layers on slices that it lies in, or None.
-    """
+    """A region on one rank, while it runs; `chain` are the layers on slices that it lies in."""
 
     def __init__(
         self, region: Region, group: Communicator, drawing: Drawing, chain: RunningChain | None = None
@@ -158,11 +145,9 @@ class RunningRegion:
         self._entered: tuple[Tensor, int | None, bool, Tensor] | None = None
 
     def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:
-        """Take a tensor into the region, whole or as this rank's slice; projections of one tensor share one exchange.
+        """Take a column's input into the region, gathered where it comes in slices; projections of one tensor share one exchange.
 
-        Args:
-            tensor: The input of a column.
-            is_whole: Whether it is whole even where layers run on slices.
+        With `is_whole` it is whole even where layers run on slices.
         """
         tensor = make_whole(tensor)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

@@ -88,14 +88,7 @@ class Slices(Tensor):
 
     @staticmethod
     def of(local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> Slices:
-        """Return the tensor with the slice `local` on this rank.
-
-        Args:
-            local: This rank's slice, with its graph.
-            group: The ranks.
-            dim: The sliced dim.
-            sizes: Every rank's size along it.
-        """
+        """Return the tensor with the slice `local`, with its graph, on this rank; `sizes` are every rank's along the dim."""
         dim, sizes = dim % local.dim(), tuple(sizes)
         if local.requires_grad and torch.is_grad_enabled():
             made: Slices = _Wrap.apply(local, group, dim, sizes)  # pyright: ignore[reportAssignmentType]

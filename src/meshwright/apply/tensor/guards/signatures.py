@@ -124,9 +124,6 @@ class StructureSnapshot:
 
     A comparison checks the identity of each attribute, and of the entries of lists, dicts and objects among them; it takes about
     a microsecond a module. The snapshot keeps these objects alive, so that no other object gets the same address.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -52,12 +52,7 @@ class Difference:
 
 
 class DisprovedError(MeshwrightError):
-    """The shards do not give what the whole gives; the message says where they part.
-
-    Args:
-        message: What was found where.
-        kind: What kind of difference it is.
-    """
+    """The shards do not give what the whole gives; the message says where they part."""
 
     def __init__(self, message: str, kind: Disproof = Disproof.OTHER) -> None:
         super().__init__(message)
@@ -129,11 +124,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def check_left(own: Sequence[Left], whole: Left, cutting: Cutting) -> None:
-    """Compare the side effects of forwards.
-
-    Raises:
-        DisprovedError: A parameter, buffer, argument or attribute differs; it is named.
-    """
+    """Raise DisprovedError, with its name, where forwards have left another parameter, buffer, argument or attribute."""
     for name in sorted(whole.changed.union(*(left.changed for left in own))):
         found = [_value(left, name) for left in own]
         layouts = _layouts_of(name, cutting)

@@ -25,13 +25,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    """A Communicator among threads of one process, with the calls that layers need.
-
-    Args:
-        meeting: Shared by all.
-        size: Number of ranks [count].
-        group_rank: This rank.
-    """
+    """A Communicator among threads of one process, with the calls that layers need; all threads share the meeting."""
 
     def __init__(self, meeting: Meeting, size: int, group_rank: int) -> None:
         self.size = size

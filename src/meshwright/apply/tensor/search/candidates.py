@@ -24,13 +24,7 @@ _MAX_CHANGES = 3
 
 
 class Options:
-    """The ways to cut a pair, likelier ones first.
-
-    Args:
-        pair: The products.
-        trace: The trace.
-        num_tp_ranks: Ranks [count].
-    """
+    """The ways to cut a pair, likelier ones first."""
 
     def __init__(self, pair: Pair, trace: Trace, num_tp_ranks: int) -> None:
         self.pair = pair
@@ -328,11 +322,7 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
 
 
 class _Trials:
-    """Tried regions and why each failed.
-
-    Args:
-        num_tp_ranks: Ranks [count].
-    """
+    """Tried regions and why each failed."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts

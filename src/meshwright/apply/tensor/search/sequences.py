@@ -29,13 +29,7 @@ MAX_TRIALS = 32
 
 
 def find_chains(trace: Trace, regions: Sequence[Region], num_tp_ranks: int) -> tuple[tuple[Chain, ...], list[Region]]:
-    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
-
-    Args:
-        trace: The trace.
-        regions: The regions.
-        num_tp_ranks: Ranks [count].
-    """
+    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter."""
     chains: list[Chain] = []
     found = list(regions)
     for layers in _runs(trace):
@@ -141,14 +135,8 @@ class _LayerTrial:
     """A layer, prepared to run on slices.
 
     Every slice needs at least two positions, or two samples: a slice of everything would also prove a layer that mixes them.
-    Where the first batch was smaller, the layer's arguments are repeated.
-
-    Args:
-        layer: The module.
-        call: Its recorded call.
-        stream: The argument that is to be sliced.
-        chain: The layer as a chain of one.
-        num_tp_ranks: Ranks [count].
+    Where the first batch was smaller, the layer's arguments are repeated. `stream` is the argument that is to be sliced, `chain`
+    the layer as a chain of one.
     """
 
     def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_tp_ranks: int) -> None:

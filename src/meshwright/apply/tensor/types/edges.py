@@ -82,14 +82,7 @@ def _exchange(state: TypingState, name: str, function: Any, tensor: Tensor, grou
 
 
 class _Closed:
-    """A module that is not followed inside.
-
-    Args:
-        state: The types known so far.
-        module: The module.
-        path: Its name.
-        role: Its role.
-    """
+    """A module that is not followed inside."""
 
     def __init__(self, state: TypingState, module: nn.Module, path: str, role: Role) -> None:
         self._state = state

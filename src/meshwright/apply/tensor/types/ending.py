@@ -18,13 +18,7 @@ __all__: list[str] = []
 
 
 def finish(state: TypingState, outputs: Any, given: Sequence[Typed]) -> None:
-    """Check the results and side effects of a run, and complete the report.
-
-    Args:
-        state: The types.
-        outputs: The module's results.
-        given: Its arguments.
-    """
+    """Check the results and side effects of a run, and complete the report; `given` are its arguments."""
     try:
         state.whole.finish()
     except RefusedError as error:

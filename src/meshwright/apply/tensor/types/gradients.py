@@ -70,12 +70,7 @@ class Tape:
 
 
 class GradientError(RefusedError):
-    """The gradient of a tensor is not one device's.
-
-    Args:
-        value: The tensor.
-        why: What is wrong.
-    """
+    """The gradient of a tensor is not one device's."""
 
     def __init__(self, value: Typed, why: str) -> None:
         super().__init__(f"the gradient {why}")

@@ -131,20 +131,12 @@ class Operation:
         return self.all(PARTIAL)
 
     def refuse_partial(self) -> None:
-        """Refuse arguments that are terms of a sum.
-
-        Raises:
-            RefusedError: It is.
-        """
+        """Refuse arguments that are terms of a sum."""
         if self.has("partial"):
             raise RefusedError("is not linear, and takes a term of a sum (partial): f(a) + f(b) is not f(a + b)")
 
     def refuse_others(self, *allowed: Any) -> None:
-        """Refuse tensors that are not replicated, besides those named.
-
-        Raises:
-            RefusedError: There is one.
-        """
+        """Refuse tensors that are not replicated, besides those named."""
         known = {id(value) for value in allowed}
         for value in self.inputs:
             if id(value.tensor) not in known and value.type.kind != "replicated":

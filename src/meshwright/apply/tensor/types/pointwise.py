@@ -73,11 +73,7 @@ def _channels(op: Operation) -> list[Type]:
 
 
 def broadcast(op: Operation) -> Type:
-    """Return the shard that all operands agree on, counted from the right.
-
-    Raises:
-        RefusedError: They do not.
-    """
+    """Return the shard that all operands agree on, counted from the right; refuse those that do not agree."""
     num_dims = max(value.tensor.dim() for value in op.inputs)
     places = {value.type.dim - value.tensor.dim() for value in op.inputs if value.type.dim is not None}
     if len(places) != 1:
@@ -89,11 +85,7 @@ def broadcast(op: Operation) -> Type:
 
 
 def check_beside(value: Typed, place: int) -> None:
-    """Refuse a replicated tensor that differs along the sharded dim; `place` is counted from the right.
-
-    Raises:
-        RefusedError: It is not.
-    """
+    """Refuse a replicated tensor that differs along the sharded dim; `place` is counted from the right."""
     if value.type.kind == "replicated" and value.tensor.dim() >= -place and value.full[place] != 1:
         size = value.full[place]
         raise RefusedError(f"meets a replicated tensor of {size} entries in the dim where the other is in parts")

@@ -19,12 +19,7 @@ UNKNOWN = "a tensor that no torch function made"
 
 
 class TypingState:
-    """The types of all tensors, and the report.
-
-    Args:
-        cutting: The layout, applied to a copy of the module.
-        record: Calls of the whole run.
-    """
+    """The types of all tensors, and the report, of a run on a copy of the module that is cut."""
 
     def __init__(self, cutting: Cutting, record: Record) -> None:
         self.cutting = cutting

@@ -102,22 +102,14 @@ class Record:
 
 
 class Follower:
-    """A reader of a record.
-
-    Args:
-        events: The whole run's events.
-    """
+    """A reader of a record."""
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self._next = 0
 
     def call(self, name: str, where: Where) -> Event:
-        """Return the whole run's call that matches this one.
-
-        Raises:
-            RefusedError: The whole run calls something else here.
-        """
+        """Return the whole run's call that matches this one; refuse one that calls something else here."""
         while self._next < len(self._events) and self._events[self._next].module is not None:
             self._next += 1
         found = self._events[self._next] if self._next < len(self._events) else Event("nothing")
@@ -127,21 +119,13 @@ class Follower:
         return found
 
     def finish(self) -> None:
-        """Record the end of the run.
-
-        Raises:
-            RefusedError: The whole run has more calls.
-        """
+        """Refuse a run that ends before the whole one does."""
         rest = [event for event in self._events[self._next :] if event.module is None]
         if rest:
             raise RefusedError(f"takes another path on shards: the whole also calls {rest[0].name} at {rest[0].where}")
 
     def pass_module(self, path: str) -> list[tuple[int, ...]]:
-        """Skip a module's call, and return the shapes of its results.
-
-        Raises:
-            RefusedError: The whole run does not call it here.
-        """
+        """Skip a module's call, and return the shapes of its results; refuse one that the whole run does not make here."""
         depth = 0
         for index in range(self._next, len(self._events)):
             event = self._events[index]
@@ -156,11 +140,7 @@ class Follower:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of a run.
-
-    Args:
-        record: The record to write.
-    """
+    """Records the calls of a run."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
