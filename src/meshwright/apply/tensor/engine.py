@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -136,18 +135,14 @@ class TensorEngine(OuterEngine):
             return plan
         plan = self.inner.detail(plan)
         layout = self.cutting.layout
-        layouts = {name: cut.kind for name, (_, cut) in layout.cuts.items()}
-        return plan.replace(
-            layouts=layouts | dict.fromkeys(layout.whole, "whole"), reasons=(*plan.reasons, *self._reasons(layout))
-        )
-
-    def _reasons(self, layout: TensorLayout) -> list[str]:
-        sizes = {name: self._full_numel(name) for name, _ in self.module.named_parameters()}
-        return reasons_of(layout, sizes, self.tp_group.size, () if self.cutting is None else self.cutting.parts)
-
-    def _full_numel(self, name: str) -> int:
-        shape = self.cutting.full_shape(name) if self.cutting is not None else None
-        return math.prod(shape) if shape is not None else find_tensor(self.module, name).numel()
+        kinds = {name: cut.kind for name, (_, cut) in layout.cuts.items()}
+        by_id = self.cutting.layouts_by_id()
+        sizes = {
+            name: by_id[id(parameter)][0].full_numel if id(parameter) in by_id else parameter.numel()
+            for name, parameter in self.module.named_parameters()
+        }
+        reasons = reasons_of(layout, sizes, self.tp_group.size, self.cutting.parts)
+        return plan.replace(layouts=kinds | dict.fromkeys(layout.whole, "whole"), reasons=(*plan.reasons, *reasons))
 
     def _refuse_uncut(self, layout: TensorLayout) -> None:
         if layout.regions:
@@ -353,7 +348,7 @@ class TensorEngine(OuterEngine):
         found = self.inner.full_gradients()
         if self.cutting is None:
             return found
-        by_id = {id(find_tensor(self.module, name)): own for name, own in self.cutting.layouts.items()}
+        by_id = self.cutting.layouts_by_id()
         empty = [
             name
             for name, parameter in self.module.named_parameters()

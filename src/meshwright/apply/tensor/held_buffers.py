@@ -19,17 +19,13 @@ class HeldBuffer:
         name: Its FQN.
         slots: The buffer dict of its module.
         own: Its name there.
-        shape: The whole buffer's shape.
         layout: This rank's part of it.
     """
 
-    def __init__(
-        self, name: str, slots: dict[str, Tensor | None], own: str, shape: tuple[int, ...], layout: ShardLayout
-    ) -> None:
+    def __init__(self, name: str, slots: dict[str, Tensor | None], own: str, layout: ShardLayout) -> None:
         self._name = name
         self._slots = slots
         self._own = own
-        self._shape = shape
         self._layout = layout
         self._tensor = slots[own]
 
@@ -42,15 +38,15 @@ class HeldBuffer:
         found, tensor = self._slots.get(self._own), self._tensor
         if found is tensor or tensor is None:
             return
-        if found is None or tuple(found.shape) not in (self._shape, tuple(tensor.shape)):
+        if found is None or tuple(found.shape) not in (self._layout.shape, tuple(tensor.shape)):
             what = "None" if found is None else f"a tensor of shape {list(found.shape)}"
             raise ApplyError(
                 f"{what} was assigned to the buffer '{self._name}', of which the ranks have parts of shape {list(tensor.shape)}",
-                fix=f"assign a tensor of its whole shape {list(self._shape)}, alike on every rank, or of its own entries",
+                fix=f"assign a tensor of its whole shape {list(self._layout.shape)}, alike on every rank, or of its own entries",
             )
         with without_function_subclasses():
             values = found.detach().as_subclass(Tensor)
-            if tuple(values.shape) == self._shape:
+            if tuple(values.shape) == self._layout.shape:
                 values = take_shard(values, self._layout)
             tensor.data = values.to(tensor.device).clone()
         self._slots[self._own] = tensor

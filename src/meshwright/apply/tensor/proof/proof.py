@@ -332,15 +332,13 @@ class Experiment:
                 check_equal(outcome.outputs[index], whole, f"result {index}")
 
     def _check_gradients(self, outcomes: list[Outcome], cutting: Cutting) -> list[str]:
-        layouts = cutting.layouts
-        tied = {name: name for name in layouts}
-        for name in cutting.layout.cuts:
-            tied.setdefault(name, next(n for n in layouts if _same(cutting.module, n, name)))
+        cuts, by_id = cutting.layout.cuts, cutting.layouts_by_id()
         partial = []
         for name, whole in self.whole.gradients.items():
             own = [outcome.gradients[name] for outcome in outcomes]
-            if name in tied:
-                check_gradient(join(own, layouts[tied[name]]), whole, name, self._scale)
+            layouts = by_id[id(find_tensor(cutting.module, name))] if name in cuts else None
+            if layouts is not None:
+                check_gradient(join(own, layouts), whole, name, self._scale)
             elif len({gradient is None for gradient in own}) > 1:
                 # Another batch may skip it on another rank, and all ranks must sum the same gradients.
                 raise DisprovedError(f"{name} is used by some of the ranks")
@@ -350,10 +348,6 @@ class Experiment:
             elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
                 partial.append(name)  # zero up to rounding, which differs between ranks: copies would drift apart
         return partial
-
-
-def _same(module: nn.Module, one: str, other: str) -> bool:
-    return find_tensor(module, one) is find_tensor(module, other)
 
 
 def _double(tensor: Tensor) -> Tensor:

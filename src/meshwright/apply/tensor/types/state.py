@@ -42,9 +42,10 @@ class TypingState:
         layout = self.cutting.layout
         once = {path for region in layout.regions for path in region.once}
         cuts = {id(find_tensor(self.module, path)): cut.dim for path, (_, cut) in layout.cuts.items()}
+        by_id = self.cutting.layouts_by_id()
         for path, tensor in (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()):
             if id(tensor) in cuts:
-                kind, full = shard(cuts[id(tensor)]), self.cutting.full_shape(path) or tuple(tensor.shape)
+                kind, full = shard(cuts[id(tensor)]), by_id[id(tensor)][0].shape
             else:
                 kind, full = PARTIAL if path in once else REPLICATED, tuple(tensor.shape)
             self._values.setdefault(id(tensor), Typed(tensor, kind, full, path))
