@@ -94,7 +94,7 @@ class Cutting:
                 path, _, own = name.rpartition(".")
                 slots = self.module.get_submodule(path)._buffers
                 if own in slots:
-                    self._buffers.append(HeldBuffer(name, slots, own, known[id(tensor)](rank)))
+                    self._buffers.append(HeldBuffer(name, slots, own, tensor, known[id(tensor)](rank)))
 
     def _is_in_place(self, whole: Tensor, shard: Tensor, layout: Callable[[int], ShardLayout]) -> bool:
         """Tell whether the ranks' shards together equal the parameter, while the whole one still exists."""

@@ -158,9 +158,9 @@ class Slices(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd, inside a user's autograd.Function: values are enough, the gradient goes to `_Wrap`.
         if func._schema.is_mutable:
+            sizes = next(item.sizes for item in args if isinstance(item, Slices))
             raise ApplyError(
-                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside an "
-                "autograd.Function",
+                f"{func} writes over a tensor that lies in slices on {len(sizes)} ranks, inside an autograd.Function",
                 fix="clone the tensor before it is given to the function",
             )
         return func(*plain_values(args), **plain_values(kwargs or {}))
@@ -362,10 +362,6 @@ def plain_values(tree: Any) -> Any:
         return gather_from_group(tensor.local.detach(), tensor.group, dim=tensor.cut_dim, sizes=tensor.sizes)
 
     return map_tensors(tree, values)
-
-
-def _first_of(tree: Any) -> Slices:
-    return next(item for item in tree if isinstance(item, Slices))
 
 
 def make_whole(tree: Any) -> Any:

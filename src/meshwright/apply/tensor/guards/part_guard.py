@@ -249,10 +249,7 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
     twin._is_full_backward_hook = live._is_full_backward_hook
-    for kind in signatures.HOOKS:
-        hooks = {key: hook for key, hook in getattr(live, kind).items() if not signatures.is_ours(hook)}
+    for kind in (*signatures.HOOKS, *_HOW_HOOKS_RUN):
+        entries = {key: entry for key, entry in getattr(live, kind).items() if not signatures.is_ours(entry)}
         getattr(twin, kind).clear()
-        getattr(twin, kind).update(hooks)
-    for kind in _HOW_HOOKS_RUN:
-        getattr(twin, kind).clear()
-        getattr(twin, kind).update(getattr(live, kind))
+        getattr(twin, kind).update(entries)

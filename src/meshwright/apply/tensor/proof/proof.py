@@ -270,11 +270,7 @@ class Experiment:
     # -- comparison ---------------------------------------------------------------------------------------------
 
     def prove(self, region: Region) -> Region:
-        """Return the region, completed with its partial parameters.
-
-        Raises:
-            DisprovedError: Something differs; the region must not be cut so.
-        """
+        """Return the region, completed with its partial parameters, or raise DisprovedError."""
         for _ in range(1 + len(self.whole.outputs)):
             try:
                 return region.replace(partial=self.check(TensorLayout(regions=(region,))))
@@ -283,11 +279,7 @@ class Experiment:
         raise DisprovedError("too many results in slices")
 
     def check(self, layout: TensorLayout) -> tuple[str, ...]:
-        """Return the names of whole parameters whose gradients have to be summed.
-
-        Raises:
-            DisprovedError: Something differs.
-        """
+        """Return the names of whole parameters whose gradients have to be summed, or raise DisprovedError."""
         runs = self._run_shards(layout)
         outcomes = [outcome for outcome, _ in runs]
         self._check_outputs(outcomes)

@@ -1,4 +1,4 @@
-"""Difference a region that is right: proposals are tried one after the other, and each scope is proven for itself.
+"""Search for a region that is right: proposals are tried one after the other, and each scope is proven for itself.
 
 The region found for one block is the first candidate for the next block of the same structure. It is proven there too, since
 blocks of one class may hold different activations, or use their own index.

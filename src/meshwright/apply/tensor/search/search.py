@@ -167,16 +167,13 @@ class Search:
             calls = [*looked_up, *self._trace.products.get(key, ())]
             if self._trace.other_uses.get(key) or not all(self._trace.is_layer(call) for call in calls):
                 self._reasons[key] = "it is used outside its own module's forward"
-            elif key in self._trace.counting and not all(self._is_embedding(name) for name in self._lookers(looked_up)):
+            elif key in self._trace.counting and not all(map(self._is_of_embedding, looked_up)):
                 self._reasons[key] = "its look-ups shorten vectors (max_norm) or count ids (scale_grad_by_freq)"
             else:
                 self._cut_vocabulary(key, calls)
 
-    def _lookers(self, calls: list[Product]) -> set[str]:
-        return {self._trace.owner(call) for call in calls}
-
-    def _is_embedding(self, name: str) -> bool:
-        return isinstance(self._model.get_submodule(name), nn.Embedding)
+    def _is_of_embedding(self, call: Product) -> bool:
+        return isinstance(self._model.get_submodule(self._trace.owner(call)), nn.Embedding)
 
     def _is_side(self, call: Product) -> bool:
         """Tell whether an embedding is looked up inside a pair's scope: one value for each head, cut with the pair."""

@@ -131,28 +131,29 @@ def _used_elsewhere(layer: str, partial: Sequence[str], trace: Trace) -> bool:
     return any(layer not in path for uses in found for path in uses)
 
 
+@dataclasses.dataclass(eq=False)
 class _LayerTrial:
     """A layer, prepared to run on slices.
 
     Every slice needs at least two positions, or two samples: a slice of everything would also prove a layer that mixes them.
-    Where the first batch was smaller, the layer's arguments are repeated. `stream` is the argument that is to be sliced, `chain`
-    the layer as a chain of one.
+    Where the first batch was smaller, the layer's arguments are repeated.
     """
 
-    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_tp_ranks: int) -> None:
-        self._layer = layer
-        self._chain = chain
-        self._call = call
-        self._stream = stream
-        self._num_tp_ranks = num_tp_ranks
-        self._made: dict[int, Conditions | None] = {}
+    layer: nn.Module
+    call: Call
+    stream: Tensor | None
+    """The argument that is to be sliced."""
+    chain: Chain
+    """The layer as a chain of one."""
+    num_tp_ranks: int
+    _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
         right: list[int] = []
         partial: dict[str, None] = {}
         for dim in reversed(dims):  # the sequence first: errors show there
-            chain = self._chain.replace(dims=(dim,))
+            chain = self.chain.replace(dims=(dim,))
             conditions = self._conditions(dim)
             if conditions is None:
                 continue
@@ -170,23 +171,23 @@ class _LayerTrial:
         """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_tp_ranks)
+                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]
 
     def _calls(self, dim: int) -> list[Call]:
         """Return the calls of the trial: the recorded one, and a larger one along both dims if that was small."""
-        args, kwargs = self._call.args, self._call.kwargs
-        shape = (0, 0) if self._stream is None else self._stream.shape
+        args, kwargs = self.call.args, self.call.kwargs
+        shape = (0, 0) if self.stream is None else self.stream.shape
         # Along the other dim two are enough; of only one, a layer that subtracts a mean leaves zeros without gradients.
-        for other, least in ((dim, 2 * self._num_tp_ranks), (1 - dim, 2)):
+        for other, least in ((dim, 2 * self.num_tp_ranks), (1 - dim, 2)):
             have = shape[other]
             if 0 < have < least:
                 args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
-        if args is self._call.args:
-            return [self._call]
-        return [dataclasses.replace(self._call, args=args, kwargs=kwargs), self._call]
+        if args is self.call.args:
+            return [self.call]
+        return [dataclasses.replace(self.call, args=args, kwargs=kwargs), self.call]
 
 
 def _below(layer: str, name: str) -> str:

@@ -137,7 +137,7 @@ class Checker(TorchFunctionMode):
     def _check_target(self, op: Operation) -> None:
         target = self._state.typed(op.args[0])
         other = next((value for value in op.inputs if value.type.kind != "replicated"), None)
-        is_new = target.type.is_zero and self._is_made(target)
+        is_new = target.type.is_zero and target.where != NOWHERE
         if target.type.kind == "replicated" and other is not None and not is_new:
             raise RefusedError(f"writes what comes from {other.type} into what is replicated, in place")
 
@@ -148,10 +148,9 @@ class Checker(TorchFunctionMode):
         made: list[Typed] = []
         for tensor in targets:
             old = self._state.typed(tensor)
-            is_new = old.type.is_zero and self._is_made(old)
-            if kind.kind != old.type.kind and not is_new:
-                raise RefusedError(f"writes what is {kind} into what is {old.type}, in place")
-            if kind.dim != old.type.dim and tensor is target and not is_new:
+            is_new = old.type.is_zero and old.where != NOWHERE
+            is_other = kind.kind != old.type.kind or (kind.dim != old.type.dim and tensor is target)
+            if is_other and not is_new:
                 raise RefusedError(f"writes what is {kind} into what is {old.type}, in place")
             own = kind if tensor is target or is_new else old.type
             typed = Typed(tensor, own, old.full, old.name, where)
@@ -159,9 +158,6 @@ class Checker(TorchFunctionMode):
             made.append(typed)
             op.inputs.append(old)
         self._state.tape.add("operation", op.inputs, made)
-
-    def _is_made(self, value: Typed) -> bool:
-        return value.where != NOWHERE
 
     def _check_drawing(self, op: Operation) -> None:
         """Refuse masks that would differ on copies of a tensor, or be the same on its shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,38 +13,25 @@ from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, Kind, Ref
 __all__: list[str] = []
 
 
+@dataclasses.dataclass(eq=False)
 class Operation:
-    """A call that has run, with the types of its arguments.
+    """A call that has run, with the types of its arguments."""
 
-    Args:
-        name: The function's plain name.
-        args: Its arguments.
-        kwargs: Its keywords.
-        inputs: The tensors among them.
-        outputs: The tensors that it returned.
-        wholes: Their shapes in the whole run; None where they are not known.
-        integers: The integer arguments in the whole run.
-    """
+    name: str
+    """The function's plain name."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    _: dataclasses.KW_ONLY
+    inputs: list[Typed]
+    """The tensors among its arguments."""
+    outputs: list[Tensor]
+    wholes: list[tuple[int, ...]] | None = None
+    """The outputs' shapes in the whole run; None where they are not known."""
+    integers: dict[int | str, int] = dataclasses.field(default_factory=dict[int | str, int])
+    """The integer arguments in the whole run."""
 
-    def __init__(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        inputs: list[Typed],
-        outputs: list[Tensor],
-        wholes: list[tuple[int, ...]] | None = None,
-        integers: dict[int | str, int] | None = None,
-    ) -> None:
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs
-        self.inputs = inputs
-        self.outputs = outputs
-        self.wholes = wholes
-        self.integers = integers or {}
-        self._types = {id(value.tensor): value.type for value in inputs}
+    def __post_init__(self) -> None:
+        self._types = {id(value.tensor): value.type for value in self.inputs}
 
     def type(self, value: Any) -> Type:
         """Return the type of an argument; anything but a tensor is the same on every rank."""

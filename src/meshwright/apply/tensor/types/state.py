@@ -9,7 +9,7 @@ from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import Tape
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, Where, shard
 from meshwright.apply.tensor.types.report import TypeReport
-from meshwright.apply.tensor.types.typed_run import Record
+from meshwright.apply.tensor.types.typed_run import Follower, Record
 from meshwright.trees import arguments_in
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ class TypingState:
         self.cutting = cutting
         self.module: nn.Module = cutting.module
         self.report = TypeReport()
-        self.whole = record.follow()
+        self.whole = Follower(record)
         self.tape = Tape()
         self.closed: list[str] = []
         """Modules that are running and not followed: their code is ours (`edges.py`)."""

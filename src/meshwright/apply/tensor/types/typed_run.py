@@ -96,16 +96,12 @@ class Record:
         self.constants: dict[int, Tensor] = {}
         """By id, the tensors that functions took and no function had made: what the code holds from before."""
 
-    def follow(self) -> Follower:
-        """Return a fresh reader."""
-        return Follower(self.events)
-
 
 class Follower:
     """A reader of a record."""
 
-    def __init__(self, events: list[Event]) -> None:
-        self._events = events
+    def __init__(self, record: Record) -> None:
+        self._events = record.events
         self._next = 0
 
     def call(self, name: str, where: Where) -> Event:
