@@ -27,7 +27,6 @@ from meshwright.apply.tensor.expected_bytes import TensorForecast
 from meshwright.apply.tensor.guards.part_guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
-from meshwright.apply.tensor.partial import sum_term
 from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.slices import Slices, make_whole
@@ -376,3 +375,11 @@ class TensorEngine(OuterEngine):
             self.cutting.close()
             self.cutting.fill_with_nan()
             self.cutting = None
+
+
+def sum_term(shards: Communicator, gradient: Tensor) -> Tensor:
+    """Return the sum of the ranks' terms of one gradient, which leaves while backward runs; of a sparse one, dense."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    total = dense.clone(memory_format=torch.contiguous_format)
+    shards.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+    return total

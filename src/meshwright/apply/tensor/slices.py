@@ -51,16 +51,8 @@ _FACTS = {
     torch.Tensor.is_complex,
     torch.Tensor.__len__,
     torch.Tensor.__hash__,
-    torch.Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.layout.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_sparse.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.grad_fn.__get__,  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-    torch.Tensor.is_leaf.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "requires_grad", "grad_fn", "is_leaf")),
 }
 
 

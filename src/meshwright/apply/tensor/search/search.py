@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.tensor.attention import attention_region
-from meshwright.apply.tensor.copied_attributes import CopiedAttributes
+from meshwright.apply.tensor.copied_attributes import attributes_shown
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
 from meshwright.apply.tensor.proof.proof import Experiment
@@ -73,7 +73,7 @@ class Search:
         with (
             torch.random.fork_rng(enabled=True),
             torch.enable_grad(),
-            CopiedAttributes(module, self._model),
+            attributes_shown(module, self._model),
             self._trace,
         ):
             self._trace.finish(run(self._model))
