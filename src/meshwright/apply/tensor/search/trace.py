@@ -35,6 +35,7 @@ from meshwright.apply.tensor.search.operations import (
     is_number,
     operands,
 )
+from meshwright.apply.tensor.types.typed_run import READS, name_of
 from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
@@ -44,18 +45,6 @@ OUTPUT: Final = -1
 
 MAX_CALLS: Final = 8
 """Calls of one module that differ in more than numbers, and are kept [count]."""
-
-_NUMBERS: Final = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__float__,
-    torch.Tensor.__int__,
-    torch.Tensor.__bool__,
-    torch.equal,
-    torch.Tensor.equal,
-}
-"""What reads a tensor's numbers and gives no tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +183,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = list(arguments_in(result))
-        if outputs or func in _NUMBERS:
+        if outputs or name_of(func) in READS:
             self._note_uses([*arguments_in(args), *arguments_in(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))

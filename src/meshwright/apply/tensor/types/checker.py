@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.tensor.cutting import Cutting
-from meshwright.apply.tensor.types import indexing, pointwise
+from meshwright.apply.tensor.types import pointwise
 from meshwright.apply.tensor.types.edges import watched
 from meshwright.apply.tensor.types.ending import finish
 from meshwright.apply.tensor.types.lattice import (
@@ -33,6 +33,7 @@ from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.rules import DRAWS, result_types
 from meshwright.apply.tensor.types.state import UNKNOWN, TypingState
 from meshwright.apply.tensor.types.typed_run import (
+    READS,
     Record,
     find_where,
     is_torchs_own,
@@ -181,7 +182,7 @@ class Checker(TorchFunctionMode):
         if other is None:
             return result
         where, is_own = find_where()
-        if name in indexing.READS and not is_own:
+        if name in READS and not is_own:
             self.report.refuse(name, where, f"reads a number of a tensor that is {other.type}: each rank reads another")
         elif getattr(func, "__name__", "") == "__set__" and name == "data":
             self.report.refuse(name, where, f"sets the data of a tensor, and takes {other.type}")

@@ -20,13 +20,6 @@ VALUE_SHAPED = words(
 )
 """Their result's shape, or what its entries mean, follows from all values."""
 
-READS = words(
-    """
-    bool item int float tolist numpy index complex contains is_nonzero equal allclose array
-    """
-)
-"""They give code a number or a truth value."""
-
 
 def embedding(op: Operation) -> list[Type]:
     """Follow a look-up: with sharded ids, or in a table with sharded columns."""

@@ -25,6 +25,11 @@ _OURS = os.sep.join(__file__.split(os.sep)[:-4]) + os.sep
 _START = "run_and_watch"
 """Name of the functions that start a run: nothing above them is the user's forward."""
 
+READS = frozenset(
+    "bool item int float tolist numpy index complex contains is_nonzero equal allclose array".split()  # noqa: SIM905
+)
+"""Names of functions that give code a number or a truth value, where they give no tensor."""
+
 _PAIRS = ("add", "sub", "mul", "and", "or", "xor", "floordiv", "mod", "matmul", "lshift", "rshift")
 
 
