@@ -23,7 +23,7 @@ from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside, name_below
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []
@@ -55,9 +55,8 @@ class Guard:
         self._module = cutting.module.get_submodule(name)
         self._template = template
         self._layout = layout
-        prefix = f"{name}." if name else ""
         # What each rank has a part of; parts inside of this one have cut some.
-        self._shards = {path[len(prefix) :] for path in cutting.layout.cuts if path.startswith(prefix)}
+        self._shards = {name_below(name, path) for path in cutting.layout.cuts if is_inside(path, name)}
         self._group = cutting.group
         self._attributes = cutting.attributes
         self._model = cutting.module

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof
 from meshwright.apply.tensor.search.pairs import Pair
 from meshwright.apply.tensor.search.trace import Product, Trace
-from meshwright.apply.tensor.tensor_layout import Cut, Region, Role
+from meshwright.apply.tensor.tensor_layout import Cut, Region, Role, is_inside
 from meshwright.layout import even_ranges
 from meshwright.trees import tensors_in
 
@@ -130,7 +130,7 @@ class Options:
         for key in self.trace.met.get(self.pair.row.key, ()):
             uses = {use.strip("_") for use in self.trace.other_uses.get(key, ())}
             if uses <= _SUMS and self.trace.parameters[key].shape[-1] == width:
-                found += [name for name in self.trace.names[key] if not self.scope or name.startswith(f"{self.scope}.")]
+                found += [name for name in self.trace.names[key] if is_inside(name, self.scope)]
         return tuple(found)
 
     # -- further changes ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from meshwright.apply.tensor.guards.signatures import describe_likeness, places_
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
 from meshwright.apply.tensor.search.trace import Trace
-from meshwright.apply.tensor.tensor_layout import Region
+from meshwright.apply.tensor.tensor_layout import Region, is_inside
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -209,18 +209,16 @@ class Proving:
 
     def held(self, region: Region) -> set[str]:
         """Return the whole parameters inside a region of whose gradient each rank has a term."""
-        inside = f"{region.scope}." if region.scope else ""
         held = set(region.partial)
         if region.roles.get(region.scope) == "sum":
-            held |= {name for names in self._trace.names.values() for name in names if name.startswith(inside)}
+            held |= {name for names in self._trace.names.values() for name in names if is_inside(name, region.scope)}
         return held - set(region.cuts)
 
     def prove_each(self, region: Region) -> None:
         """Prove each of several separate modules that hold the same tensors."""
-        for name, role in region.roles.items():
+        for name, own in region.by_module():
             if name in self._trace.calls:
-                own = {path: cut for path, cut in region.cuts.items() if path.rpartition(".")[0] == name}
-                self.prove(name, region.replace(scope=name, cuts=own, roles={name: role}))
+                self.prove(name, own)
         self._refuse_uses_elsewhere(region)
 
 

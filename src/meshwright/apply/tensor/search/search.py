@@ -288,9 +288,7 @@ class Search:
                 continue
             scope = self._trace.owner(call)
             region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
-            own = {n: c for n, c in cuts.items() if n.rpartition(".")[0] == scope}
-            alone = region.replace(cuts=own, roles={scope: roles[scope]})
-            self._try(scope, [alone], {key}, "layer", accept=region)
+            self._try(scope, [dict(region.by_module())[scope]], {key}, "layer", accept=region)
 
     # -- proving ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.roles import is_stream
 from meshwright.apply.tensor.search.trace import Call, Trace
-from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
+from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside, name_below, regions_inside
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -35,19 +35,13 @@ def find_chains(trace: Trace, regions: Sequence[Region], num_tp_ranks: int) -> t
     for layers in _runs(trace):
         in_slices = [outer for chain in chains for outer in chain.layers]
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
-        if is_within or not all(_inside(layer, found) for layer in layers):
+        if is_within or not all(regions_inside(layer, found) for layer in layers):
             continue
         chain, changed = _try_run(trace, layers, found, num_tp_ranks)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
     return tuple(chains), found
-
-
-def _inside(layer: str, regions: Sequence[Region]) -> list[Region]:
-    return [
-        region for region in regions if is_inside(region.scope, layer) and "vocabulary" not in region.roles.values()
-    ]
 
 
 def _runs(trace: Trace) -> Iterator[list[str]]:
@@ -89,12 +83,12 @@ def _try_run(
     ways: dict[str, tuple[Region, ...]] = {}
     dims: tuple[int, ...] = (0, 1)
     for layer in layers:
-        inside = _inside(layer, regions)
+        inside = regions_inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
         whole = _whole_inputs(layer, inside, trace)
         alone = Chain(
             layers=("",),
-            whole_inputs=tuple(_below(layer, name) for name in whole),
+            whole_inputs=tuple(name_below(layer, name) for name in whole),
             drops=layer in trace.drawing,
         )
         trial = _LayerTrial(
@@ -188,10 +182,6 @@ class _LayerTrial:
         if args is self.call.args:
             return [self.call]
         return [dataclasses.replace(self.call, args=args, kwargs=kwargs), self.call]
-
-
-def _below(layer: str, name: str) -> str:
-    return name[len(layer) + 1 :]
 
 
 def _columns(region: Region) -> list[str]:
