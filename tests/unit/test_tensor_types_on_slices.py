@@ -40,8 +40,7 @@ def on_slices(before: Callable[[Any, Tensor], Tensor], length: int, dim: int = 1
 def check_on_slices(before: Callable[[Any, Tensor], Tensor], length: int, dim: int = 1) -> TypeReport:
     experiment, layout = on_slices(before, length, dim)
     assert set(experiment.check(layout)) >= {"norm.weight", "norm.bias"}
-    assert experiment.types is not None
-    return experiment.types
+    return experiment.check_types(layout)
 
 
 def test_a_bias_of_attention_is_added_on_slices() -> None:

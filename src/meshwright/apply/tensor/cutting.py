@@ -202,7 +202,6 @@ class Cutting:
             self.module.get_submodule(name),
             regions=running,
             chain=chain,
-            hands_on=chain is not None and chain.chain.layers[-1] != name,
             values=functools.partial(self._whole_values, name, layout),
             attributes=self._attributes_of(running),
             guard=None if make is None or template is None else make(self, name, layout, template),

@@ -116,8 +116,6 @@ class Experiment:
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of tensors left in attributes: a loss may add those
         self._record = Record()
-        self.types: TypeReport | None = None
-        """What the types say of the layout that was checked last."""
         self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.
@@ -295,7 +293,6 @@ class Experiment:
 
     def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are terms, where types and numbers agree."""
-        self.types = types
         zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
         disagreement = "" if types is None else types.disagreement(partial, zero)
         if disagreement:

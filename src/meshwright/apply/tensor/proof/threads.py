@@ -1,7 +1,4 @@
-"""Ranks as threads of one process, whose exchanges meet at a barrier.
-
-A thread that fails breaks the barrier, so none waits forever.
-"""
+"""Ranks as threads of one process, whose exchanges meet at a barrier."""
 
 from __future__ import annotations
 

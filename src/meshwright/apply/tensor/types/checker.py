@@ -32,13 +32,7 @@ from meshwright.apply.tensor.types.operation import Operation
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.rules import DRAWS, result_types
 from meshwright.apply.tensor.types.state import UNKNOWN, TypingState
-from meshwright.apply.tensor.types.typed_run import (
-    READS,
-    Record,
-    find_where,
-    is_torchs_own,
-    name_of,
-)
+from meshwright.apply.tensor.types.typed_run import READS, Record, find_where, is_torchs_own, name_of
 from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
