@@ -159,7 +159,7 @@ class Checker(TorchFunctionMode):
         is_apart = self._state.cutting.draws_apart
         if op.name in DRAWS and is_apart:
             raise RefusedError("draws random numbers for all ranks where each rank draws numbers of its own")
-        if not _drops(op):
+        if not op.inputs or not pointwise.drops(op.name, op.args, op.kwargs):
             return
         if op.inputs[0].type.kind != "shard" and is_apart:
             kind = op.inputs[0].type
@@ -206,16 +206,6 @@ class Checker(TorchFunctionMode):
             self.report.refuse(
                 "a comparison", where, "of the size of a sharded dim comes out otherwise than on one device"
             )
-
-
-def _drops(op: Operation) -> bool:
-    """Tell whether a call drops entries."""
-    if op.name == "scaled_dot_product_attention":
-        return op.argument(4, "dropout_p", default=0.0) > 0
-    if op.name not in pointwise.DROPOUTS or not op.inputs:
-        return False
-    is_training = op.argument(2, "training", "train", default=True)
-    return bool(is_training) and op.argument(1, "p", default=0.5) > 0
 
 
 def is_written(func: Callable[..., Any]) -> bool:

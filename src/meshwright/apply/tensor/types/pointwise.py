@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, Typed, shard
@@ -49,6 +52,14 @@ DROPOUTS = frozenset(
         "native_dropout",
     ]
 )
+
+
+def drops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of the function of this name drops entries."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    is_training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return name in DROPOUTS and bool(is_training) and bool(kwargs.get("p", args[1] if len(args) > 1 else 0.5))
 
 
 def pointwise(op: Operation) -> list[Type]:
