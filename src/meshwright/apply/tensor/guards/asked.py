@@ -36,6 +36,7 @@ _SIZES = {
     torch.Tensor.nelement,
     torch.numel,
 }
+_READS = READS | {"format"}
 _CONSTANT = frozenset(["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"])
 _DRAWN = frozenset(["rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "empty"])
 _MAX_SIZES = 6
@@ -113,7 +114,7 @@ class Asked(_Watched):
         given = args, kwargs or {}
         args, kwargs = plain_sizes(args), plain_sizes(kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs)
-        is_read = name_of(func) in (*READS, "format") and not any(True for _ in tensors_in(result))
+        is_read = name_of(func) in _READS and not any(True for _ in tensors_in(result))
         if is_read and args and (followed := self._followed.get(id(args[0]))) is not None:
             self.sizes |= followed[0]
             self.values = max(self.values, followed[1])
