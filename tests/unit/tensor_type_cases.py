@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.search.trace import Call
-from meshwright.apply.tensor.tensor_layout import Cut, Region
+from meshwright.apply.tensor.tensor_layout import Cut, Region, TensorLayout
 from meshwright.apply.tensor.types.report import TypeReport
 
 WIDTH, HIDDEN = 6, 8
@@ -51,6 +51,4 @@ def experiment_of(module: nn.Module, shape: tuple[int, ...] = (2, 4, WIDTH), num
 
 def types_of(function: Callable[[Any, Tensor], Tensor], region: Region = PAIR, **options: Any) -> TypeReport:
     experiment = experiment_of(Between(function), **options)
-    experiment.prove(region)
-    assert experiment.types is not None
-    return experiment.types
+    return experiment.check_types(TensorLayout(regions=(experiment.prove(region),)))

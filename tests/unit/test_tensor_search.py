@@ -217,3 +217,26 @@ def test_a_search_that_takes_too_long_is_refused_and_finds_nothing_else(monkeypa
     monkeypatch.setattr(regions, "MAX_SECONDS", -1.0)
     with pytest.raises(ApplyError, match="took more than -1 s"):
         _layout_of_an_mlp()
+
+
+def test_a_norm_that_a_block_holds_under_two_names_is_cut_with_its_statistics() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 8)
+            self.again = self.norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.again(self.norm(self.up(x))).relu())
+
+    layout = Search(torch.nn.Sequential(Block(), torch.nn.Tanh()), 2, lambda copy: copy(torch.randn(6, 8))).layout()
+    assert layout.cuts.keys() >= {"0.up.weight", "0.norm.running_mean", "0.again.running_mean", "0.down.weight"}
+
+
+def test_a_weight_that_code_outside_of_the_forward_compares_stays_whole() -> None:
+    def run(copy: torch.nn.Module) -> Any:
+        outputs = copy(torch.randn(6, 8))
+        return outputs if torch.allclose(copy.get_parameter("0.weight"), torch.zeros(())) else outputs * 2.0
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    assert "allclose" in Search(model, 2, run).layout().whole["0.weight"]

@@ -239,7 +239,7 @@ LEFT_BEHIND = {
 @pytest.mark.parametrize("name", WRONG)
 def test_numbers_that_agree_by_chance_are_refused_with_the_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, text, code = WRONG[name]
-    message = str(experiment_of(Between(function)).check_types(TensorLayout(regions=(PAIR,))).refusals[0])
+    message = experiment_of(Between(function)).check_types(TensorLayout(regions=(PAIR,))).refusals[0]
     assert message.startswith("types: ")
     assert re.search(text, message)
     if code:
@@ -260,17 +260,9 @@ def _line_of(message: str) -> int:
     return int(message.partition(".py:")[2].split(" ")[0])
 
 
-def test_a_size_that_is_compared_is_told_where_it_makes_no_difference() -> None:
-    def compared(_: Any, h: Tensor) -> Tensor:
-        return h if h.shape[-1] > 2 else h.relu()
-
-    report = types_of(compared)
-    assert not report.refusals
-    assert {linecache.getline(file, line).strip() for file, line in report.compared_sizes} == {
-        "return h if h.shape[-1] > 2 else h.relu()"
-    }
-    assert types_of(lambda _, h: h if len(h.transpose(0, -1)) > 2 else h.relu()).compared_sizes
-    assert not types_of(RIGHT["heads"], PAIR.replace(num_units=4)).compared_sizes
+def test_a_size_may_be_compared_where_it_makes_no_difference() -> None:
+    assert not types_of(lambda _, h: h if h.shape[-1] > 2 else h.relu()).refusals
+    assert not types_of(lambda _, h: h if len(h.transpose(0, -1)) > 2 else h.relu()).refusals
 
 
 def test_an_integer_of_the_module_is_compared_with_what_it_was() -> None:

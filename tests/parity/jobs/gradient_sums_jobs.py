@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.gradient_sums import sum_gradients
-from meshwright.apply.tensor.partial import sum_term
+from meshwright.apply.tensor.engine import sum_term
 from meshwright.ranks.join import join_world
 
 

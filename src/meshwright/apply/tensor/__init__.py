@@ -17,7 +17,6 @@ sizes              sizes of the full model translated to the shard's
 attention          nn.MultiheadAttention with some of its heads
 masks              random states for dropout of shards and of copies
 matrices           whole matrices for an optimizer that needs them
-partial            a gradient's terms, summed while backward runs
 held_buffers       buffers of which each rank has a part
 data_alias         `.data` of a tensor in slices
 copied_attributes  attributes that a copy's forward leaves, shown on the model

@@ -32,10 +32,9 @@ def attention_region(module: nn.MultiheadAttention) -> Region:
     return Region(scope="", num_units=module.num_heads, cuts=cuts, roles={"": "attention"}, drops=True)
 
 
-def attention_forward(module: nn.Module, running: RunningRegion) -> Callable[..., Any]:
+def attention_forward(running: RunningRegion) -> Callable[..., Any]:
     """Return a forward of nn.MultiheadAttention with this rank's heads; arguments and results are torch's."""
     first, last = running.region.units(running.group.size, running.group.group_rank)
-    del module
 
     def forward(  # noqa: PLR0917 - torch's own
         self: Any,

@@ -6,7 +6,9 @@ A loss that reads `model.block.aux` refers to the original, while the search run
 from __future__ import annotations
 
 import collections
-from typing import Any, Final, Self
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
 
 from torch import nn
 
@@ -17,33 +19,21 @@ __all__: list[str] = []
 _WRITTEN_INTO: Final = (list, dict, set, collections.deque)
 
 
-class CopiedAttributes:
-    """Inside the context, an attribute that a module of the copy sets is also the original's attribute.
-
-    Args:
-        original: The model that the user's code holds; it is restored afterwards.
-        copy: The copy that runs.
-    """
-
-    def __init__(self, original: nn.Module, copy: nn.Module) -> None:
-        self._pairs = list(zip(original.modules(), copy.modules(), strict=True))
-        self._kept: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Self:
-        self._kept = [(original, dict(vars(original))) for original, _ in self._pairs]
-        for original, copy in self._pairs:
-            self._handles.append(copy.register_forward_hook(_shown_on(original, dict(vars(copy)))))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+@contextlib.contextmanager
+def attributes_shown(original: nn.Module, copy: nn.Module) -> Iterator[None]:
+    """Inside the context, an attribute that a module of the copy sets is also the original's; that is restored afterwards."""
+    pairs = list(zip(original.modules(), copy.modules(), strict=True))
+    kept = [dict(vars(module)) for module, _ in pairs]
+    handles = [twin.register_forward_hook(_shown_on(module, dict(vars(twin)))) for module, twin in pairs]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        for original, kept in self._kept:
-            for key in vars(original).keys() - kept.keys():
-                del vars(original)[key]
-            vars(original).update(kept)
-        self._handles, self._kept = [], []
+        for (module, _), attributes in zip(pairs, kept, strict=True):
+            for key in vars(module).keys() - attributes.keys():
+                del vars(module)[key]
+            vars(module).update(attributes)
 
 
 def _shown_on(original: nn.Module, before: dict[str, Any]) -> Any:

@@ -14,7 +14,6 @@ from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
-from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.held_buffers import HeldBuffer
 from meshwright.apply.tensor.part import CallGuard, Part
 from meshwright.apply.tensor.region_state import Drawing, RunningChain, RunningRegion
@@ -25,7 +24,7 @@ from meshwright.apply.tensor.roles import (
     shared_forward,
     unless_whole,
 )
-from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, TensorLayout, is_inside
+from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.comm.communicator import Communicator
 from meshwright.layout import ShardLayout
@@ -41,8 +40,8 @@ class Cutting:
         module: The module, whole; its parameters keep their identity and get this rank's shards as values.
         layout: The layout.
         group: The ranks that share the module.
-        make_guard: Gives the guard of a part, from (name, module, copy without values, layout, names of shards, group,
-            integers); None where something is being proven, and nothing else may run.
+        make_guard: Gives the guard of a part, from (this, its name, its layout, its copy from before the cut, whose parameters
+            have no values); None where something is being proven, and nothing else may run.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Cutting:
         layout: TensorLayout,
         group: Communicator,
         *,
-        make_guard: Callable[..., CallGuard] | None = None,
+        make_guard: Callable[[Cutting, str, TensorLayout, nn.Module], CallGuard] | None = None,
     ) -> None:
         self.module = module
         self.layout = layout
@@ -59,17 +58,17 @@ class Cutting:
         self._drawing = Drawing(group)
         self._running: list[RunningRegion] = []
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._full_shapes: dict[int, tuple[int, ...]] = {}  # by id: a tied tensor has several names
-        self._attributes: dict[tuple[int, str], Any] = {}  # (id of a module, attribute) -> of the whole model
+        self._cuts: dict[str, Callable[[int], ShardLayout]] = {}  # name -> the layout of a rank, by its number
+        self.attributes: dict[tuple[int, str], Any] = {}
+        """(id of a module, attribute) -> its value in the whole model, where the shard has another."""
         own = layout.parts() if make_guard is not None or layout.chains else {}
         self._make_guard = make_guard
         self.misplaced: list[str] = []
         """FQNs of what the ranks' shards, put together, are not: they were cut wrong."""
         # From before the cut: a proof is made on the whole module.
         templates = {name: _without_values(module.get_submodule(name)) for name in own} if make_guard else {}
+        self._buffers: list[HeldBuffer] = []
         self._cut_tensors()
-        self._buffers = list(self._held_buffers())
         self._chains = chains = [RunningChain(chain, group, self._drawing) for chain in layout.chains]
         for region in layout.regions:
             self._start(region, next((chain for chain in chains if _lies_in(region, chain.chain)), None))
@@ -81,43 +80,37 @@ class Cutting:
     # -- tensors ------------------------------------------------------------------------------------------------
 
     def _cut_tensors(self) -> None:
+        rank, known = self.group.group_rank, dict[int, Callable[[int], ShardLayout]]()
         with torch.no_grad():
             for name, (region, cut) in self.layout.cuts.items():
                 tensor = find_tensor(self.module, name)
-                if id(tensor) not in self._full_shapes:
-                    self._shapes[name] = self._full_shapes[id(tensor)] = tuple(tensor.shape)
+                if id(tensor) not in known:  # a tied tensor has several names
                     whole = tensor.data
-                    tensor.data = take_shard(whole, self._layout(name, region, cut, self.group.group_rank))
-                    if self._make_guard is not None and not self._is_in_place(name, whole, tensor.data, region, cut):
+                    layout = functools.partial(cut.layout, tuple(whole.shape), region.num_units, self.group.size)
+                    self._cuts[name] = known[id(tensor)] = layout
+                    tensor.data = take_shard(whole, layout(rank))
+                    if self._make_guard is not None and not self._is_in_place(whole, tensor.data, layout):
                         self.misplaced.append(name)
+                path, _, own = name.rpartition(".")
+                slots = self.module.get_submodule(path)._buffers
+                if own in slots:
+                    self._buffers.append(HeldBuffer(name, slots, own, tensor, known[id(tensor)](rank)))
 
-    def _held_buffers(self) -> Iterator[HeldBuffer]:
-        rank = self.group.group_rank
-        for name in self.layout.cuts:
-            path, _, own = name.rpartition(".")
-            slots = self.module.get_submodule(path)._buffers
-            shape = self.full_shape(name)
-            if own in slots and shape is not None:
-                yield HeldBuffer(name, slots, own, shape, self._layout(name, *self.layout.cuts[name], rank))
-
-    def _layout(self, name: str, region: Region, cut: Cut, part: int) -> ShardLayout:
-        return cut.layout(self._shapes[name], region.num_units, self.group.size, part)
-
-    def _is_in_place(self, name: str, whole: Tensor, shard: Tensor, region: Region, cut: Cut) -> bool:
+    def _is_in_place(self, whole: Tensor, shard: Tensor, layout: Callable[[int], ShardLayout]) -> bool:
         """Tell whether the ranks' shards together equal the parameter, while the whole one still exists."""
         if whole.is_meta or not whole.numel():
             return True
-        layouts = [self._layout(name, region, cut, part) for part in range(self.group.size)]
-        joined = gather_full(shard, layouts, self.group)
+        joined = gather_full(shard, [layout(part) for part in range(self.group.size)], self.group)
         return torch.equal(joined.view(-1).view(torch.uint8), whole.contiguous().view(-1).view(torch.uint8))
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, list[ShardLayout]]:
         """FQN of each parameter and buffer that is cut -> every rank's layout; a tied tensor under its first name."""
-        cuts = self.layout.cuts
-        return {
-            name: [self._layout(name, *cuts[name], part) for part in range(self.group.size)] for name in self._shapes
-        }
+        return {name: [layout(part) for part in range(self.group.size)] for name, layout in self._cuts.items()}
+
+    def layouts_by_id(self) -> dict[int, list[ShardLayout]]:
+        """Return every rank's layout by the id of the parameter or buffer that is cut now; it may have several names."""
+        return {id(find_tensor(self.module, name)): layouts for name, layouts in self.layouts.items()}
 
     def take_writes(self, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         """Copy what was written into whole values, alike on all ranks, into the shards; every rank calls it."""
@@ -157,17 +150,13 @@ class Cutting:
                 ),
             )
 
-    def full_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of this FQN's parameter or buffer on one device; None where it is not cut."""
-        return self._full_shapes.get(id(find_tensor(self.module, name)))
-
     def share_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut the state that an elementwise optimizer keeps of a parameter before its first step, such as Adagrad's sums."""
         for name, layouts in self.layouts.items():
             tensor = find_tensor(self.module, name)
             state = optimizer.state.get(tensor, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and tuple(value.shape) == self._shapes[name]:
+                if isinstance(value, Tensor) and tuple(value.shape) == layouts[0].shape:
                     state[key] = take_shard(value, layouts[self.group.group_rank])
 
     # -- modules ------------------------------------------------------------------------------------------------
@@ -182,9 +171,7 @@ class Cutting:
         takes_whole = set() if chain is None else {id(self.module.get_submodule(n)) for n in chain.chain.whole_inputs}
         roles = {id(child := self.module.get_submodule(name)): (child, role) for name, role in region.roles.items()}
         for child, role in roles.values():
-            if role == "attention":
-                self._exchange(child, attention_forward(child, running), running)
-            elif role in ("row", "sum", "vocabulary"):  # these roles change attributes while the module runs
+            if role in ("row", "sum", "vocabulary"):  # these roles change attributes while the module runs
                 self._change(
                     child, "__class__", with_repeated_forward(child, functools.partial(_repeated, role, running))
                 )
@@ -195,7 +182,7 @@ class Cutting:
             child = self.module.get_submodule(name)
             whole = id(child) in takes_whole
             self._exchange(child, shared_forward(child, full_units, running, takes_whole=whole), running)
-        if region.inputs or region.resizes or any(result.dim is not None for result in region.results):
+        if region.inputs or region.resizes or region.results:
             scope = self.module.get_submodule(region.scope)
             self._exchange(scope, scope_forward(scope, running), running)
         if region.entry is not None and chain is not None:
@@ -203,47 +190,31 @@ class Cutting:
             self._exchange(entry, entry_forward(entry, running), running)
 
     def _part(self, name: str, layout: TensorLayout, template: nn.Module | None) -> Part:
-        module = self.module.get_submodule(name)
+        make = self._make_guard
         chain = next((chain for chain in self._chains if name in chain.chain.layers and layout.chains), None)
         running = [
             running
             for running in self._running
             if any(_is_same(running.region, own.above(name)) for own in layout.regions)
         ]
-        make, guard = self._make_guard, None
-        if make is not None:
-            prefix = f"{name}." if name else ""
-            shards = frozenset(n[len(prefix) :] for n in self.layout.cuts if n.startswith(prefix))
-            guard = make(
-                name,
-                module,
-                template=template,
-                layout=layout,
-                shards=shards,
-                group=self.group,
-                attributes=self._attributes,
-                model=self.module,
-            )
         return Part(
             name,
-            module,
+            self.module.get_submodule(name),
             regions=running,
             chain=chain,
-            hands_on=chain is not None and chain.chain.layers[-1] != name,
             values=functools.partial(self._whole_values, name, layout),
             attributes=self._attributes_of(running),
-            guard=guard,
+            guard=None if make is None or template is None else make(self, name, layout, template),
         )
 
     def _attributes_of(self, regions: Sequence[RunningRegion]) -> dict[tuple[int, str], Any]:
         """Return the whole model's values of these regions' integers; a part inside another one stays cut then."""
         keys = {(id(self.module.get_submodule(n)), key) for running in regions for n, key in running.region.integers}
-        return {key: full for key, full in self._attributes.items() if key in keys}
+        return {key: full for key, full in self.attributes.items() if key in keys}
 
     def _whole_values(self, name: str, layout: TensorLayout) -> dict[str, Tensor]:
         """Return the tensors with which this module runs whole, by name from there: gathered, with gradients shared out."""
-        by_id = {id(find_tensor(self.module, path)): layouts for path, layouts in self.layouts.items()}
-        module = self.module.get_submodule(name)
+        by_id, module = self.layouts_by_id(), self.module.get_submodule(name)
         names = dict.fromkeys([path for region in layout.regions for path in region.cuts])
         values = {path: gather_parameter(t := find_tensor(module, path), by_id[id(t)], self.group) for path in names}
         # In one order on all ranks, which backward's exchanges follow.
@@ -259,7 +230,7 @@ class Cutting:
                 self._set_attribute(child, "use_nested_tensor", False)
 
     def _set_attribute(self, owner: nn.Module, attribute: str, value: Any) -> None:
-        self._attributes[id(owner), attribute] = getattr(owner, attribute)
+        self.attributes[id(owner), attribute] = getattr(owner, attribute)
         self._change(owner, attribute, value)
 
     def _set_integer(self, owner: nn.Module, attribute: str, region: Region) -> None:
@@ -301,7 +272,7 @@ class Cutting:
 
     def forget(self, device: torch.device) -> None:
         """Drop the state of forwards that did not end."""
-        self._drawing.forget(device)
+        self._drawing.together(device)
         for running in self._running:
             running.forget()
 
@@ -325,10 +296,10 @@ class Cutting:
 
     def fill_with_nan(self) -> None:
         """Restore the full shape of what was cut, filled with NaN: other ranks hold the values."""
-        for name, shape in self._shapes.items():
+        for name, layouts in self.layouts.items():
             tensor = find_tensor(self.module, name)
             tensor.grad = None
-            tensor.data = tensor.data.new_full(shape, torch.nan)
+            tensor.data = tensor.data.new_full(layouts[0].shape, torch.nan)
 
 
 def _lies_in(region: Region, chain: Chain) -> bool:

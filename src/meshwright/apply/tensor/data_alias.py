@@ -13,10 +13,6 @@ class DataAlias:
     """The result of `.data` of a tensor in slices: memory of the whole that autograd does not watch.
 
     On one device a write into it changes what earlier layers saved for backward. Here they saved slices, which do not change.
-
-    Args:
-        data: The result.
-        is_used: Whether something has already used the tensor.
     """
 
     def __init__(self, data: Tensor, *, is_used: bool) -> None:

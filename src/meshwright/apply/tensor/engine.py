@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,10 +27,9 @@ from meshwright.apply.tensor.expected_bytes import TensorForecast
 from meshwright.apply.tensor.guards.part_guard import Guard
 from meshwright.apply.tensor.masks import Mask, compare_masks
 from meshwright.apply.tensor.matrices import WholeMatrices
-from meshwright.apply.tensor.partial import sum_term
 from meshwright.apply.tensor.reasons import reasons_of
 from meshwright.apply.tensor.search.search import Search
-from meshwright.apply.tensor.slices import Slices, whole_outputs
+from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import TensorLayout, is_readable
 from meshwright.apply.tensor.whole import assign_values
 from meshwright.apply.tensor.wishes import refuse_opaque, refuse_unknown
@@ -136,18 +134,14 @@ class TensorEngine(OuterEngine):
             return plan
         plan = self.inner.detail(plan)
         layout = self.cutting.layout
-        layouts = {name: cut.kind for name, (_, cut) in layout.cuts.items()}
-        return plan.replace(
-            layouts=layouts | dict.fromkeys(layout.whole, "whole"), reasons=(*plan.reasons, *self._reasons(layout))
-        )
-
-    def _reasons(self, layout: TensorLayout) -> list[str]:
-        sizes = {name: self._full_numel(name) for name, _ in self.module.named_parameters()}
-        return reasons_of(layout, sizes, self.tp_group.size, () if self.cutting is None else self.cutting.parts)
-
-    def _full_numel(self, name: str) -> int:
-        shape = self.cutting.full_shape(name) if self.cutting is not None else None
-        return math.prod(shape) if shape is not None else find_tensor(self.module, name).numel()
+        kinds = {name: cut.kind for name, (_, cut) in layout.cuts.items()}
+        by_id = self.cutting.layouts_by_id()
+        sizes = {
+            name: by_id[id(parameter)][0].full_numel if id(parameter) in by_id else parameter.numel()
+            for name, parameter in self.module.named_parameters()
+        }
+        reasons = reasons_of(layout, sizes, self.tp_group.size, self.cutting.parts)
+        return plan.replace(layouts=kinds | dict.fromkeys(layout.whole, "whole"), reasons=(*plan.reasons, *reasons))
 
     def _refuse_uncut(self, layout: TensorLayout) -> None:
         if layout.regions:
@@ -285,7 +279,7 @@ class TensorEngine(OuterEngine):
         if self.cutting is not None:
             self.cutting.begin_step()
         with self.switch.user_code():
-            return whole_outputs(self.inner.forward(args, kwargs))
+            return make_whole(self.inner.forward(args, kwargs))
 
     def finish_gradients(self, scale: float) -> None:
         leave = self.inner.gradients_leave
@@ -353,7 +347,7 @@ class TensorEngine(OuterEngine):
         found = self.inner.full_gradients()
         if self.cutting is None:
             return found
-        by_id = {id(find_tensor(self.module, name)): own for name, own in self.cutting.layouts.items()}
+        by_id = self.cutting.layouts_by_id()
         empty = [
             name
             for name, parameter in self.module.named_parameters()
@@ -381,3 +375,11 @@ class TensorEngine(OuterEngine):
             self.cutting.close()
             self.cutting.fill_with_nan()
             self.cutting = None
+
+
+def sum_term(shards: Communicator, gradient: Tensor) -> Tensor:
+    """Return the sum of the ranks' terms of one gradient, which leaves while backward runs; of a sparse one, dense."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    total = dense.clone(memory_format=torch.contiguous_format)
+    shards.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+    return total

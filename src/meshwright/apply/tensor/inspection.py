@@ -42,16 +42,9 @@ def _noted() -> Iterator[None]:
 def compare_runs(
     module: nn.Module, name: str, given: Any, *, cut: Callable[[Any], Any], whole: Callable[[Any], Any]
 ) -> tuple[list[Finding], list[Mask]]:
-    """Run a module on shards and whole, and return the differences, and the masks of the shards.
+    """Run a module with its arguments on shards and whole, and return the differences, and the masks of the shards.
 
-    The module and its arguments are left unchanged.
-
-    Args:
-        module: The module.
-        name: Its FQN.
-        given: Its arguments; each run has copies of their tensors, which it may write over.
-        cut: Runs it on shards.
-        whole: Runs it as on one device.
+    The module is left unchanged; each run has copies of the arguments' tensors, which it may write over.
     """
     results = []
     # A dispatch mode such as selective recompute's would record these calls, and expect them again in backward.

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.apply.finding import Finding
-from meshwright.apply.tensor.search.operations import DROPOUTS, WithoutDropout
+from meshwright.apply.tensor.search.operations import WithoutDropout
+from meshwright.apply.tensor.types.pointwise import drops
+from meshwright.apply.tensor.types.typed_run import name_of
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -29,7 +30,7 @@ class NotedDropout(WithoutDropout):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if args and isinstance(args[0], Tensor) and _draws(func, args, kwargs or {}):
+        if args and isinstance(args[0], Tensor) and drops(name_of(func), args, kwargs or {}):
             tensor = args[0]
             state = torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
             self.notes.append((tuple(tensor.shape), zlib.crc32(state.numpy().data)))
@@ -67,12 +68,3 @@ def compare_masks(group: Communicator, masks: Sequence[Mask], device: torch.devi
             text = f"the masks that dropout draws {what}: ranks {list(group.ranks)} draw from {len(set(states))} states"
             findings.setdefault(mask.part, Finding(part=mask.part, difference=math.nan, tolerance=0.0, text=text))
     return list(findings.values())
-
-
-def _draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if func is F.scaled_dot_product_attention:
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if func not in DROPOUTS:
-        return False
-    probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    return bool(kwargs.get("training", args[2] if len(args) > 2 else True)) and bool(probability)

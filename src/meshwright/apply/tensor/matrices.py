@@ -15,9 +15,6 @@ class WholeMatrices:
 
     Every rank of the group takes the same step on the same matrices, so each holds the optimizer's whole state. An elementwise
     optimizer does not need that memory.
-
-    Args:
-        cutting: The cut module.
     """
 
     def __init__(self, cutting: Cutting) -> None:

@@ -26,7 +26,7 @@ from meshwright.apply.tensor.roles import change_stream
 from meshwright.apply.tensor.slices import make_whole, plain_values
 from meshwright.apply.tensor.whole import replaced_tensors
 from meshwright.errors import ApplyError
-from meshwright.trees import map_tensors, tensors_in
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -60,7 +60,6 @@ class Part:
         module: The module, cut.
         regions: Its regions.
         chain: The chain whose layer it is, or None.
-        hands_on: Whether the next module of the chain takes the stream in slices.
         values: Returns the whole tensors, by name from the module on, with which it runs as on one device.
         attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
         guard: Knows the proven calls; None during the part's own proof.
@@ -73,7 +72,6 @@ class Part:
         *,
         regions: Sequence[RunningRegion],
         chain: RunningChain | None,
-        hands_on: bool,
         values: Callable[[], Mapping[str, Tensor]],
         attributes: Mapping[tuple[int, str], Any],
         guard: CallGuard | None,
@@ -88,7 +86,6 @@ class Part:
         """Of the call that was compared: what its dropout would draw from on shards."""
         self._regions = regions
         self._chain = chain
-        self._hands_on = hands_on
         self._values = values
         self._attributes = attributes
         self._class: type[nn.Module] | None = None
@@ -179,7 +176,7 @@ class Part:
         way = chain.dim, chain.sizes
         with chain.drawing_apart(module, next(tensors_in((args, kwargs))).device):
             outputs = original(module, *args, **kwargs, **{_WAY: way})
-        give = chain.hand_on if self._hands_on else chain.gather
+        give = chain.gather if chain.chain.layers[-1] == self.name else chain.hand_on
 
         def hand_on(stream: Tensor) -> Tensor:
             for whole, local in taken:
@@ -192,7 +189,7 @@ class Part:
         return change_stream(outputs, hand_on)
 
     def _run_whole(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = map_tensors((args, kwargs), make_whole)
+        args, kwargs = make_whole((args, kwargs))
         return original(module, *args, **kwargs, **{_WAY: _WHOLE})
 
     def _on_slices(self, dim: int, sizes: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:

@@ -62,19 +62,9 @@ class Drawing:
         """Whether each rank is drawing for itself."""
         return self._state is not None
 
-    def forget(self, device: torch.device) -> None:
-        """Reset what a forward that did not end has set."""
-        self.together(device)
-
 
 class RunningChain:
-    """A chain of layers on one rank, while it runs.
-
-    Args:
-        chain: The layers.
-        group: The ranks.
-        drawing: Their random numbers.
-    """
+    """A chain of layers on one rank, while it runs."""
 
     def __init__(self, chain: Chain, group: Communicator, drawing: Drawing) -> None:
         self.chain = chain
@@ -123,7 +113,7 @@ class RunningChain:
         even = (dim for dim in self.chain.dims if stream.shape[dim] % self.group.size == 0)
         self.dim = next(even, self.chain.dims[-1])
         self.sizes = even_sizes(stream.shape[self.dim], self.group.size)
-        return scatter_to_group(stream, self.group, dim=self.dim, sizes=self.sizes)
+        return self.scatter_again(stream)
 
     def scatter_again(self, stream: Tensor) -> Tensor:
         """Return this rank's slice of a tensor that was computed from the whole sequence inside the layer."""
@@ -139,14 +129,7 @@ class RunningChain:
 
 
 class RunningRegion:
-    """A region on one rank, while it runs.
-
-    Args:
-        region: The region.
-        group: The ranks that share it.
-        drawing: What they draw.
-        chain: The layers on slices that it lies in, or None.
-    """
+    """A region on one rank, while it runs; `chain` are the layers on slices that it lies in."""
 
     def __init__(
         self, region: Region, group: Communicator, drawing: Drawing, chain: RunningChain | None = None
@@ -162,11 +145,9 @@ class RunningRegion:
         self._entered: tuple[Tensor, int | None, bool, Tensor] | None = None
 
     def enter(self, tensor: Any, *, is_whole: bool = False) -> Any:
-        """Take a tensor into the region, whole or as this rank's slice; projections of one tensor share one exchange.
+        """Take a column's input into the region, gathered where it comes in slices; projections of one tensor share one exchange.
 
-        Args:
-            tensor: The input of a column.
-            is_whole: Whether it is whole even where layers run on slices.
+        With `is_whole` it is whole even where layers run on slices.
         """
         tensor = make_whole(tensor)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -178,32 +159,33 @@ class RunningRegion:
                 return tensor
             if self._entered[0] is tensor and self._entered[1:3] == key and key[0] is not None:
                 return self._entered[3]
-        if self.is_on_slices and self.chain is not None and not is_whole:
-            entered = all_gather_along(tensor, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
+        slicing = self.slicing
+        if slicing is not None and not is_whole:
+            entered = all_gather_along(tensor, self.group, dim=slicing.dim, sizes=slicing.sizes)
         else:
             entered = copy_to_group(tensor, self.group) if tensor.requires_grad else tensor
         self._entered = (tensor, *key, entered)
-        if self.region.drops and not self.is_on_slices:
+        if self.region.drops and slicing is None:
             self.drawing.apart(tensor.device)
         return entered
 
     @property
-    def is_on_slices(self) -> bool:
-        """Whether the stream comes in slices now; a module of the region may also be called outside its layer."""
-        return self.chain is not None and self.chain.is_on_slices
+    def slicing(self) -> RunningChain | None:
+        """The chain whose stream comes in slices now, if any; a module of the region may also be called outside its layer."""
+        return self.chain if self.chain is not None and self.chain.is_on_slices else None
 
     def is_slice_of_stream(self, tensor: Tensor) -> bool:
         """Tell whether a tensor has the sizes of this rank's slice of the stream."""
-        chain = self.chain
-        if chain is None or not chain.is_on_slices or tensor.dim() != 3 or not tensor.is_floating_point():
+        slicing = self.slicing
+        if slicing is None or tensor.dim() != 3 or not tensor.is_floating_point():
             return False
-        return tensor.shape[chain.dim] == chain.sizes[self.group.group_rank]
+        return tensor.shape[slicing.dim] == slicing.sizes[self.group.group_rank]
 
     def leave(self, term: Tensor) -> Tensor:
         """Sum the ranks' terms; where layers run on slices, only for this rank's slice."""
         self._entered = None
-        if self.is_on_slices and self.chain is not None:
-            return reduce_scatter_along(term, self.group, dim=self.chain.dim, sizes=self.chain.sizes)
+        if (slicing := self.slicing) is not None:
+            return reduce_scatter_along(term, self.group, dim=slicing.dim, sizes=slicing.sizes)
         if self.region.drops:
             self.drawing.together(term.device)
         return reduce_from_group(term, self.group)

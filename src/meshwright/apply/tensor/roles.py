@@ -6,7 +6,7 @@ Inside a region the user's own code runs, on smaller tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright._torch_private import Convolution, is_in_backward
+from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.region_state import RunningRegion
 from meshwright.apply.tensor.sizes import Resizing
 from meshwright.apply.tensor.slices import Slices, make_whole
+from meshwright.apply.tensor.whole import replaced_tensors
 from meshwright.comm.functional import (
     all_gather_along,
     reduce_from_group,
@@ -48,6 +50,8 @@ def unless_whole(original: Forward, running: RunningRegion, forward: Forward) ->
 def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_whole: bool = False) -> Forward:
     """Return the forward of a module with a role; `takes_whole` where its input is never in slices."""
     original = type(module).forward
+    if role == "attention":
+        return attention_forward(running)
     if role == "row":
         return _row_forward(original, running)
     if role == "sum":
@@ -69,11 +73,8 @@ def _column_forward(original: Forward, running: RunningRegion, role: str, *, is_
         if role != "gathered":
             return running.slices(result, dim)
         whole = running.gather(result, dim)
-        return (
-            whole
-            if running.chain is None or is_whole or not running.is_on_slices
-            else running.chain.scatter_again(whole)
-        )
+        slicing = None if is_whole else running.slicing
+        return whole if slicing is None else slicing.scatter_again(whole)
 
     return forward
 
@@ -83,7 +84,9 @@ def _row_forward(original: Forward, running: RunningRegion) -> Forward:
         bias = self._parameters.get("bias")
         if bias is None:
             return running.leave(original(self, x, *args, **kwargs))
-        with _without_bias(self, bias):
+        # Added once, after the sum. A class that requires one gets zeros.
+        hides = isinstance(self, (nn.Linear, Convolution))
+        with replaced_tensors(self, {"bias": None if hides else torch.zeros_like(bias, requires_grad=False)}):
             total = running.leave(original(self, x, *args, **kwargs))
         shape = (-1, *[1] * (total.dim() - 2)) if isinstance(self, Convolution) else (-1,)
         return total + bias.reshape(shape)
@@ -91,19 +94,7 @@ def _row_forward(original: Forward, running: RunningRegion) -> Forward:
     return forward
 
 
-@contextlib.contextmanager
-def _without_bias(module: nn.Module, bias: Tensor) -> Iterator[None]:
-    """Hide a bias, which is added once, after the sum. A class that requires one gets zeros."""
-    hides = isinstance(module, (nn.Linear, Convolution))
-    module._parameters["bias"] = None if hides else torch.zeros_like(bias, requires_grad=False)  # pyright: ignore
-    try:
-        yield
-    finally:
-        module._parameters["bias"] = bias  # pyright: ignore[reportArgumentType]
-
-
 def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
-    terms = {result.index for result in running.region.results if result.dim is None} or {0}
     once = running.region.below(running.region.scope).once
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,29 +105,14 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
 
         args, kwargs = map_tensors((args, kwargs), enter)
         position = iter(range(2**31))
-        with _in_one_term(self, once, is_here=running.group.group_rank == 0):
+        # One rank's term includes them. It multiplies by one, so that all ranks have the same graph: where gradients are sent
+        # in backward (ZeRO-2 and 3), the ranks must reach their exchanges in the same order.
+        is_here = int(running.group.group_rank == 0)
+        with replaced_tensors(self, {name: self.get_parameter(name) * is_here for name in once}):
             outputs = original(self, *args, **kwargs)
-        return map_tensors(outputs, lambda tensor: running.leave(tensor) if next(position) in terms else tensor)
+        return map_tensors(outputs, lambda tensor: running.leave(tensor) if next(position) == 0 else tensor)
 
     return forward
-
-
-@contextlib.contextmanager
-def _in_one_term(scope: nn.Module, names: tuple[str, ...], *, is_here: bool) -> Iterator[None]:
-    """Set parameters to zero, with zero gradients, on all ranks but the one whose term of a sum includes them.
-
-    That rank multiplies by one, so that all ranks have the same graph: where gradients are sent in backward (ZeRO-2 and 3),
-    the ranks must reach their exchanges in the same order.
-    """
-    owners = [(scope.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in names]
-    kept = [parameters[name] for parameters, name in owners]
-    for (parameters, name), parameter in zip(owners, kept, strict=True):
-        parameters[name] = parameter * int(is_here)  # pyright: ignore[reportOptionalOperand, reportArgumentType]
-    try:
-        yield
-    finally:
-        for (parameters, name), parameter in zip(owners, kept, strict=True):
-            parameters[name] = parameter
 
 
 def _inner_forward(original: Forward, running: RunningRegion) -> Forward:
@@ -185,7 +161,7 @@ def scope_forward(module: nn.Module, running: RunningRegion) -> Forward:
     original = type(module).forward
     region = running.region
     inputs = dict(region.inputs)
-    results = {result.index: result.dim for result in region.results if result.dim is not None}
+    results = dict(region.results)
 
     def enter(index: int, tensor: Tensor) -> Tensor:
         # Slices of another region with the same units, at any position: an earlier argument may be missing in this call.

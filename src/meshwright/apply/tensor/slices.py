@@ -51,16 +51,8 @@ _FACTS = {
     torch.Tensor.is_complex,
     torch.Tensor.__len__,
     torch.Tensor.__hash__,
-    torch.Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.layout.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_sparse.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.grad_fn.__get__,  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-    torch.Tensor.is_leaf.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "requires_grad", "grad_fn", "is_leaf")),
 }
 
 
@@ -88,14 +80,7 @@ class Slices(Tensor):
 
     @staticmethod
     def of(local: Tensor, group: Communicator, dim: int, sizes: Sequence[int]) -> Slices:
-        """Return the tensor with the slice `local` on this rank.
-
-        Args:
-            local: This rank's slice, with its graph.
-            group: The ranks.
-            dim: The sliced dim.
-            sizes: Every rank's size along it.
-        """
+        """Return the tensor with the slice `local`, with its graph, on this rank; `sizes` are every rank's along the dim."""
         dim, sizes = dim % local.dim(), tuple(sizes)
         if local.requires_grad and torch.is_grad_enabled():
             made: Slices = _Wrap.apply(local, group, dim, sizes)  # pyright: ignore[reportAssignmentType]
@@ -159,15 +144,15 @@ class Slices(Tensor):
             kept = first._kept_in_slices(func, args, kwargs)
             if kept is not None:
                 return kept
-        return func(*_gathered(args), **_gathered(kwargs))
+        return func(*make_whole(args), **make_whole(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd, inside a user's autograd.Function: values are enough, the gradient goes to `_Wrap`.
         if func._schema.is_mutable:
+            sizes = next(item.sizes for item in args if isinstance(item, Slices))
             raise ApplyError(
-                f"{func} writes over a tensor that lies in slices on {len(_first_of(args).sizes)} ranks, inside an "
-                "autograd.Function",
+                f"{func} writes over a tensor that lies in slices on {len(sizes)} ranks, inside an autograd.Function",
                 fix="clone the tensor before it is given to the function",
             )
         return func(*plain_values(args), **plain_values(kwargs or {}))
@@ -331,7 +316,7 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     given = [
         tensor.local if is_sliced else make_whole(tensor) for tensor, is_sliced in zip(inputs, sliced, strict=True)
     ]
-    found = torch.autograd.grad(_gathered(outputs), given, *_gathered(args), **_gathered(kwargs))
+    found = torch.autograd.grad(make_whole(outputs), given, *make_whole(args), **make_whole(kwargs))
     return tuple(
         tensor._whole_gradient(gradient) if is_sliced and gradient is not None else gradient
         for tensor, gradient, is_sliced in zip(inputs, found, sliced, strict=True)
@@ -358,41 +343,19 @@ def _wrapper(local: Tensor, dim: int, sizes: Sequence[int]) -> Slices:
     return Tensor._make_wrapper_subclass(Slices, shape, dtype=local.dtype, device=local.device)
 
 
-def _map_slices(tree: Any, function: Callable[[Slices], Any]) -> Any:
-    if isinstance(tree, Slices):
-        return function(tree)
-    if isinstance(tree, (list, tuple)):
-        items = [_map_slices(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {key: _map_slices(value, function) for key, value in tree.items()}
-    return tree
-
-
-def _gathered(tree: Any) -> Any:
-    return _map_slices(tree, Slices.gathered)
-
-
 def plain_values(tree: Any) -> Any:
     """Return arguments with whole values, without a graph, for tensors in slices, which stay as they are."""
 
-    def values(tensor: Slices) -> Tensor:
+    def values(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Slices):
+            return tensor
         if not tensor.is_in_slices:
             return tensor.gathered().detach()
         return gather_from_group(tensor.local.detach(), tensor.group, dim=tensor.cut_dim, sizes=tensor.sizes)
 
-    return _map_slices(tree, values)
-
-
-def _first_of(tree: Any) -> Slices:
-    return next(item for item in tree if isinstance(item, Slices))
+    return map_tensors(tree, values)
 
 
 def make_whole(tree: Any) -> Any:
-    """Return the tensor, gathered if it is in slices."""
-    return tree.gathered() if isinstance(tree, Slices) else tree
-
-
-def whole_outputs(outputs: Any) -> Any:
-    """Return a model's outputs with every tensor in slices gathered."""
-    return map_tensors(outputs, make_whole)
+    """Return a tensor, or containers, with every tensor in slices gathered."""
+    return map_tensors(tree, lambda tensor: tensor.gathered() if isinstance(tensor, Slices) else tensor)

@@ -8,7 +8,8 @@ A region runs on shards between an exchange where whole tensors enter and one wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Literal
 
 from meshwright.layout import Interval, ShardLayout, even_ranges
@@ -20,6 +21,11 @@ __all__: list[str] = []
 def is_inside(name: str, outer: str) -> bool:
     """Tell whether a module's name is equal to, or inside, another's."""
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def name_below(outer: str, name: str) -> str:
+    """Return a name inside a module, relative to that module; the module's own is ""."""
+    return name[len(outer) :].removeprefix(".")
 
 
 Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner"]
@@ -57,19 +63,6 @@ class Cut(Value):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Value):
-    """The difference of the i-th tensor that the scope returns: on shards it is a term of a sum, or in slices along a dim."""
-
-    FORMAT: ClassVar[str] = "result"
-
-    index: int
-    dim: int | None = None
-
-    def __post_init__(self) -> None:
-        self._check_types()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Region(Value):
     """One region.
 
@@ -84,7 +77,7 @@ class Region(Value):
         partial: FQNs of parameters that every rank has whole, with the gradient of its own units only.
         once: FQNs of parameters that only rank 0's term of a sum includes: a bias after the row, inside the scope.
         inputs: (i, dim): the scope's i-th tensor argument is sliced along the dim, too.
-        results: Tensors that the scope returns and that are not whole.
+        results: (i, dim): the i-th tensor that the scope returns is in slices along the dim.
         drops: Whether dropout draws inside.
         entry: In a layer that runs on slices of the sequence, the module at which it is gathered; None is at the columns.
         entered: Index of that tensor among the module's arguments.
@@ -102,7 +95,7 @@ class Region(Value):
     partial: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     inputs: tuple[tuple[int, int], ...] = ()
-    results: tuple[Result, ...] = ()
+    results: tuple[tuple[int, int], ...] = ()
     drops: bool = False
     entry: str | None = None
     entered: tuple[int, ...] = ()
@@ -153,21 +146,11 @@ class Region(Value):
 
     def below(self, name: str) -> Region:
         """Return the region with names relative to the module of this name, instead of the model."""
-        prefix = f"{name}." if name else ""
-        cut = len(prefix)
-
-        def inner(path: str) -> str:
-            return "" if path == name else path[cut:]
-
-        return self._renamed(inner)
+        return self._renamed(functools.partial(name_below, name))
 
     def above(self, name: str) -> Region:
         """Return the region with names relative to the model, where they are relative to the module of this name."""
-
-        def outer(path: str) -> str:
-            return ".".join(part for part in (name, path) if part)
-
-        return self._renamed(outer)
+        return self._renamed(lambda path: ".".join(part for part in (name, path) if part))
 
     def _renamed(self, rename: Callable[[str], str]) -> Region:
         return self.replace(
@@ -180,6 +163,11 @@ class Region(Value):
             once=tuple(rename(path) for path in self.once),
             entry=None if self.entry is None else rename(self.entry),
         )
+
+
+def regions_inside(layer: str, regions: Iterable[Region]) -> list[Region]:
+    """Return the regions inside a layer, without those of a vocabulary."""
+    return [r for r in regions if is_inside(r.scope, layer) and "vocabulary" not in r.roles.values()]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +228,12 @@ class TensorLayout(Value):
         return {name: part.replace(proven={"": self.proven.get(name, ())}) for name, part in found.items()}
 
     def _of_layer(self, chain: Chain, layer: str) -> TensorLayout:
-        inside = [r for r in self.regions if is_inside(r.scope, layer) and "vocabulary" not in r.roles.values()]
         own = chain.replace(
             layers=("",),
-            partial=tuple(name[len(layer) + 1 :] for name in chain.partial if is_inside(name, layer)),
-            whole_inputs=tuple(name[len(layer) + 1 :] for name in chain.whole_inputs if is_inside(name, layer)),
+            partial=tuple(name_below(layer, name) for name in chain.partial if is_inside(name, layer)),
+            whole_inputs=tuple(name_below(layer, name) for name in chain.whole_inputs if is_inside(name, layer)),
         )
+        inside = regions_inside(layer, self.regions)
         return TensorLayout(regions=tuple(region.below(layer) for region in inside), chains=(own,))
 
     @property

@@ -72,12 +72,12 @@ def share(parameter: Tensor, num_ranks: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def replaced_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced_tensors(module: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
     """Use other tensors in place of a module's parameters and buffers inside the context.
 
     Args:
         module: The module.
-        values: FQN, from the module on -> the tensor.
+        values: FQN, from the module on -> the tensor; None hides it.
     """
     slots: list[tuple[dict[str, Any], str, Any]] = []
     for name, value in values.items():

@@ -13,7 +13,7 @@ sizes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.guards.asked_sizes import AskedSize, origins_in, plain_sizes
-from meshwright.apply.tensor.types.typed_run import is_torchs_own, name_of
+from meshwright.apply.tensor.types.typed_run import READS, is_torchs_own, name_of
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -36,20 +36,7 @@ _SIZES = {
     torch.Tensor.nelement,
     torch.numel,
 }
-_READS = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__bool__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-    torch.Tensor.__contains__,
-    torch.Tensor.__format__,
-    torch.equal,
-    torch.allclose,
-    torch.is_nonzero,
-}
+_READS = READS | {"format"}
 _CONSTANT = frozenset(["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"])
 _DRAWN = frozenset(["rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "empty"])
 _MAX_SIZES = 6
@@ -126,10 +113,11 @@ class Asked(_Watched):
     ) -> Any:
         given = args, kwargs or {}
         args, kwargs = plain_sizes(args), plain_sizes(kwargs or {})
-        if func in _READS and args and (followed := self._followed.get(id(args[0]))) is not None:
+        result = super().__torch_function__(func, types, args, kwargs)
+        is_read = name_of(func) in _READS and not any(True for _ in tensors_in(result))
+        if is_read and args and (followed := self._followed.get(id(args[0]))) is not None:
             self.sizes |= followed[0]
             self.values = max(self.values, followed[1])
-        result = super().__torch_function__(func, types, args, kwargs)
         self._follow(func, given, result)
         origins = self._origins_of_last()
         if func in _SIZES:
@@ -255,12 +243,7 @@ def _other_numbers(tensor: Tensor) -> Tensor:
 
 def sizes_of(arguments: Any) -> set[int]:
     """Return the sizes of all dims of tensors."""
-    return set(_each_size(arguments))
-
-
-def _each_size(arguments: Any) -> Iterator[int]:
-    for tensor in tensors_in(arguments):
-        yield from tensor.shape
+    return {size for tensor in tensors_in(arguments) for size in tensor.shape}
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:

@@ -116,26 +116,8 @@ class AskedSize(torch.SymInt):
     def __reduce__(self) -> Any:
         return int, (self._taken(),)
 
-    def __hash__(self) -> int:
-        return hash(self._taken())
-
-    def __index__(self) -> int:
-        return self._taken()
-
-    def __int__(self) -> int:
-        return self._taken()
-
-    def __float__(self) -> float:
-        return float(self._taken())
-
     def __bool__(self) -> bool:
         return bool(self._compared(0, operator.ne))
-
-    def __str__(self) -> str:
-        return str(self._taken())
-
-    def __repr__(self) -> str:
-        return repr(self._taken())
 
     def __format__(self, spec: str) -> str:
         return format(self._taken(), spec)
@@ -161,22 +143,26 @@ _OPERATIONS = {
     "rshift": operator.rshift,
     "divmod": divmod,
 }
+_VALUES = {"hash": hash, "index": int, "int": int, "float": float, "str": str, "repr": repr, "abs": abs}
 _ALONE: dict[str, Any] = {
     "neg": lambda self: self._computed(-1, operator.mul),
     "invert": lambda self: -self._computed(1, operator.add),
-    "abs": lambda self: abs(self._taken()),
     **dict.fromkeys(("round", "trunc", "floor", "ceil", "pos"), lambda self, *_: self),
 }
 
 
 def _give_operators() -> None:
-    found = dict(_ALONE)
+    found = {**_ALONE, **{name: _value(function) for name, function in _VALUES.items()}}
     for name, function in _OPERATIONS.items():
         found |= {name: _operator(function, turned=False), f"r{name}": _operator(function, turned=True)}
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         found[name] = _comparison(getattr(operator, name))
     for name, value in found.items():
         setattr(AskedSize, f"__{name}__", value)
+
+
+def _value(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: function(self._taken())
 
 
 def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:

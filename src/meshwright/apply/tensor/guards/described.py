@@ -97,7 +97,8 @@ class Describer:
         if depth == 0:
             return "deep", class_name(value)
         if isinstance(value, nn.Module):
-            return "module", class_name(value), value.training, self._inside(_plain_attributes(value).items(), depth)
+            plain = [item for item in vars(value).items() if item[0] not in OWN and isinstance(item[1], PLAIN)]
+            return "module", class_name(value), value.training, self._inside(plain, depth)
         return self._function(value, depth) or self._object(value, depth)
 
     def _inside(self, items: Any, depth: int) -> tuple[Any, ...]:
@@ -142,10 +143,6 @@ def _code(code: types.CodeType) -> str:
         found.update((_code(constant) if isinstance(constant, types.CodeType) else text).encode())
     found.update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
     return found.hexdigest()[:16]
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in OWN and isinstance(value, PLAIN)}
 
 
 def class_attributes(module: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from meshwright._torch_private import current_function_mode, without_function_su
 from meshwright.apply.modules.copies import rebind
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.random_states import kept_random_states
+from meshwright.apply.tensor.cutting import Cutting
 from meshwright.apply.tensor.guards import signatures
 from meshwright.apply.tensor.guards.ambient import Ambient, current_ambient
 from meshwright.apply.tensor.guards.described import OWN, digest
@@ -22,8 +23,7 @@ from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.tensor_layout import TensorLayout
-from meshwright.comm.communicator import Communicator
+from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside, name_below
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []
@@ -40,40 +40,26 @@ class Guard:
     """The proven calls of one part.
 
     Args:
-        name: Its FQN.
-        module: The module, cut.
-        template: A copy from before the cut, whose parameters have no values.
-        layout: Its regions, and its layer as a chain of one, with names that start at the module.
-        shards: Names, from the module on, of what each rank has a part of; parts inside of this one have cut some.
-        group: The ranks that share it.
-        attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
-        model: The model that the module is a part of: a hook may refer to what is outside of the part.
+        cutting: The cut model.
+        name: The part's FQN.
+        layout: Its regions, and its layer as a chain of one, with names that start at the part's module.
+        template: A copy of the module from before the cut, whose parameters have no values.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        *,
-        template: nn.Module,
-        layout: TensorLayout,
-        shards: Collection[str],
-        group: Communicator,
-        attributes: Mapping[tuple[int, str], Any],
-        model: nn.Module,
-    ) -> None:
+    def __init__(self, cutting: Cutting, name: str, layout: TensorLayout, template: nn.Module) -> None:
         self.reasons: list[str] = []
         """Why calls ran whole; each once."""
         self.num_proofs = 0
         """Proofs that were made while the model ran [count]."""
         self._name = name
-        self._module = module
+        self._module = cutting.module.get_submodule(name)
         self._template = template
         self._layout = layout
-        self._shards = shards
-        self._group = group
-        self._attributes = attributes
-        self._model = model
+        # What each rank has a part of; parts inside of this one have cut some.
+        self._shards = {name_below(name, path) for path in cutting.layout.cuts if is_inside(path, name)}
+        self._group = cutting.group
+        self._attributes = cutting.attributes
+        self._model = cutting.module
         self._proven = set(layout.proven.get("", ()))
         # In one order on all ranks.
         self._proven_kinds = sorted({signatures.kind_of_text(text) for text in self._proven})
@@ -81,7 +67,7 @@ class Guard:
         self._verdicts: dict[str, dict[Any, bool]] = {}
         self._known: dict[Any, bool] = {}
         self._structure = ""
-        self._snapshot = signatures.StructureSnapshot(module)
+        self._snapshot = signatures.StructureSnapshot(self._module)
         self._read_structure()
 
     def refresh(self) -> None:
@@ -262,10 +248,7 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
     twin._is_full_backward_hook = live._is_full_backward_hook
-    for kind in signatures.HOOKS:
-        hooks = {key: hook for key, hook in getattr(live, kind).items() if not signatures.is_ours(hook)}
+    for kind in (*signatures.HOOKS, *_HOW_HOOKS_RUN):
+        entries = {key: entry for key, entry in getattr(live, kind).items() if not signatures.is_ours(entry)}
         getattr(twin, kind).clear()
-        getattr(twin, kind).update(hooks)
-    for kind in _HOW_HOOKS_RUN:
-        getattr(twin, kind).clear()
-        getattr(twin, kind).update(getattr(live, kind))
+        getattr(twin, kind).update(entries)

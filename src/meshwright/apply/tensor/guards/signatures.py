@@ -124,9 +124,6 @@ class StructureSnapshot:
 
     A comparison checks the identity of each attribute, and of the entries of lists, dicts and objects among them; it takes about
     a microsecond a module. The snapshot keeps these objects alive, so that no other object gets the same address.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -254,15 +251,7 @@ def proven_digests(
 ) -> list[str]:
     """Return digests of all calls that a proof of one covers: the same without gradients, or with other sizes and values.
 
-    Each is a text of the kind and a digest (`kind_of_text`).
-
-    Args:
-        structure: Description of the module.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        kind: The sizes, and the tensors, whose other values may run other code.
-        ambient: The modes around it.
-        without_gradients: Whether it does the same where gradients are off.
+    Each is a text of the kind and a digest (`kind_of_text`). With `without_gradients` it does the same where gradients are off.
     """
     found: list[str] = []
     if kind[1]:  # buffers count too, and a forward may have written them

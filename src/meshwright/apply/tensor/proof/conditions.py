@@ -61,11 +61,7 @@ class Conditions:
             yield experiment
 
     def prove(self, region: Region) -> Region:
-        """Return the region, completed with its partial parameters and its results in slices.
-
-        Raises:
-            DisprovedError: Something differs; the region must not be cut so.
-        """
+        """Return the region, completed with its partial parameters and its results in slices, or raise DisprovedError."""
         proven = self._made[0].prove(region)
         return proven.replace(partial=self.check(TensorLayout(regions=(proven,)), known=proven.partial))
 

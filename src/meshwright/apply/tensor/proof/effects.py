@@ -33,12 +33,7 @@ class Left:
 
 
 class Before:
-    """A module and its arguments before a forward.
-
-    Args:
-        module: The module that will run.
-        inputs: Its arguments.
-    """
+    """A module and its arguments before a forward."""
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self._module = module

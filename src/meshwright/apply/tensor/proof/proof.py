@@ -38,7 +38,7 @@ from meshwright.apply.tensor.proof.unchecked import check_shapes
 from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
-from meshwright.apply.tensor.tensor_layout import Region, Result, TensorLayout
+from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
 from meshwright.apply.tensor.types.checker import Checker
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.typed_run import Record, run_and_watch
@@ -116,8 +116,6 @@ class Experiment:
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of tensors left in attributes: a loss may add those
         self._record = Record()
-        self.types: TypeReport | None = None
-        """What the types say of the layout that was checked last."""
         self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.
@@ -270,11 +268,7 @@ class Experiment:
     # -- comparison ---------------------------------------------------------------------------------------------
 
     def prove(self, region: Region) -> Region:
-        """Return the region, completed with its partial parameters.
-
-        Raises:
-            DisprovedError: Something differs; the region must not be cut so.
-        """
+        """Return the region, completed with its partial parameters, or raise DisprovedError."""
         for _ in range(1 + len(self.whole.outputs)):
             try:
                 return region.replace(partial=self.check(TensorLayout(regions=(region,))))
@@ -283,11 +277,7 @@ class Experiment:
         raise DisprovedError("too many results in slices")
 
     def check(self, layout: TensorLayout) -> tuple[str, ...]:
-        """Return the names of whole parameters whose gradients have to be summed.
-
-        Raises:
-            DisprovedError: Something differs.
-        """
+        """Return the names of whole parameters whose gradients have to be summed, or raise DisprovedError."""
         runs = self._run_shards(layout)
         outcomes = [outcome for outcome, _ in runs]
         self._check_outputs(outcomes)
@@ -303,7 +293,6 @@ class Experiment:
 
     def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are terms, where types and numbers agree."""
-        self.types = types
         zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
         disagreement = "" if types is None else types.disagreement(partial, zero)
         if disagreement:
@@ -314,12 +303,12 @@ class Experiment:
     def _with_slices(self, region: Region, error: MisshapenError) -> Region:
         """Mark a result that is smaller in one dim as a slice, and run the proof again."""
         differing = [dim for dim, sizes in enumerate(zip(error.own, error.whole, strict=False)) if sizes[0] != sizes[1]]
-        known = any(result.index == error.place for result in region.results)
+        known = error.place in dict(region.results)
         if known or len(error.own) != len(error.whole) or len(differing) != 1:
             raise error
         if region.shares(error.whole[differing[0]], self.num_tp_ranks) is None:
             raise error
-        return region.replace(results=(*region.results, Result(index=error.place, dim=differing[0])))
+        return region.replace(results=(*region.results, (error.place, differing[0])))
 
     def _check_outputs(self, outcomes: list[Outcome]) -> None:
         slices = outcomes[0].slices
@@ -332,15 +321,13 @@ class Experiment:
                 check_equal(outcome.outputs[index], whole, f"result {index}")
 
     def _check_gradients(self, outcomes: list[Outcome], cutting: Cutting) -> list[str]:
-        layouts = cutting.layouts
-        tied = {name: name for name in layouts}
-        for name in cutting.layout.cuts:
-            tied.setdefault(name, next(n for n in layouts if _same(cutting.module, n, name)))
+        cuts, by_id = cutting.layout.cuts, cutting.layouts_by_id()
         partial = []
         for name, whole in self.whole.gradients.items():
             own = [outcome.gradients[name] for outcome in outcomes]
-            if name in tied:
-                check_gradient(join(own, layouts[tied[name]]), whole, name, self._scale)
+            layouts = by_id[id(find_tensor(cutting.module, name))] if name in cuts else None
+            if layouts is not None:
+                check_gradient(join(own, layouts), whole, name, self._scale)
             elif len({gradient is None for gradient in own}) > 1:
                 # Another batch may skip it on another rank, and all ranks must sum the same gradients.
                 raise DisprovedError(f"{name} is used by some of the ranks")
@@ -350,10 +337,6 @@ class Experiment:
             elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
                 partial.append(name)  # zero up to rounding, which differs between ranks: copies would drift apart
         return partial
-
-
-def _same(module: nn.Module, one: str, other: str) -> bool:
-    return find_tensor(module, one) is find_tensor(module, other)
 
 
 def _double(tensor: Tensor) -> Tensor:

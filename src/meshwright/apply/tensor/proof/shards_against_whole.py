@@ -52,12 +52,7 @@ class Difference:
 
 
 class DisprovedError(MeshwrightError):
-    """The shards do not give what the whole gives; the message says where they part.
-
-    Args:
-        message: What was found where.
-        kind: What kind of difference it is.
-    """
+    """The shards do not give what the whole gives; the message says where they part."""
 
     def __init__(self, message: str, kind: Disproof = Disproof.OTHER) -> None:
         super().__init__(message)
@@ -129,14 +124,11 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def check_left(own: Sequence[Left], whole: Left, cutting: Cutting) -> None:
-    """Compare the side effects of forwards.
-
-    Raises:
-        DisprovedError: A parameter, buffer, argument or attribute differs; it is named.
-    """
+    """Raise DisprovedError, with its name, where forwards have left another parameter, buffer, argument or attribute."""
+    cuts, by_id = cutting.layout.cuts, cutting.layouts_by_id()
     for name in sorted(whole.changed.union(*(left.changed for left in own))):
         found = [_value(left, name) for left in own]
-        layouts = _layouts_of(name, cutting)
+        layouts = by_id.get(id(find_tensor(cutting.module, name))) if name in cuts else None
         if layouts is not None:
             check_equal(join(found, layouts), _value(whole, name), f"what is left in {name}")
             continue
@@ -150,13 +142,6 @@ def check_left(own: Sequence[Left], whole: Left, cutting: Cutting) -> None:
 def _value(left: Left, name: str) -> Tensor | None:
     tensor = left.tensors.get(name)
     return None if tensor is None else tensor.detach()
-
-
-def _layouts_of(name: str, cutting: Cutting) -> list[ShardLayout] | None:
-    if name not in cutting.layout.cuts:
-        return None
-    tensor = find_tensor(cutting.module, name)
-    return next(own for other, own in cutting.layouts.items() if find_tensor(cutting.module, other) is tensor)
 
 
 def _check_attribute(mine: Any, whole: Any, path: str) -> None:

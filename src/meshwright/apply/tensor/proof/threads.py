@@ -1,7 +1,4 @@
-"""Ranks as threads of one process, whose exchanges meet at a barrier.
-
-A thread that fails breaks the barrier, so none waits forever.
-"""
+"""Ranks as threads of one process, whose exchanges meet at a barrier."""
 
 from __future__ import annotations
 
@@ -25,15 +22,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    """A Communicator among threads of one process, with the calls that layers need.
-
-    Args:
-        meeting: Shared by all.
-        size: Number of ranks [count].
-        group_rank: This rank.
-    """
-
-    shares_memory = False
+    """A Communicator among threads of one process, with the calls that layers need; all threads share the meeting."""
 
     def __init__(self, meeting: Meeting, size: int, group_rank: int) -> None:
         self.size = size

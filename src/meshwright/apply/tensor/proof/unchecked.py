@@ -18,11 +18,7 @@ __all__: list[str] = []
 
 
 def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where a call would read outside its tensors.
-
-    Raises:
-        ValueError: The shapes, or the labels, do not match.
-    """
+    """Raise ValueError where a call would read outside its tensors."""
     check = _CHECKS.get(func)
     if check is not None:
         check(args, kwargs)

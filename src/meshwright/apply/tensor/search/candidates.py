@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterator
 from torch import Tensor
 
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof
-from meshwright.apply.tensor.search.pairs import Names, Pair
+from meshwright.apply.tensor.search.pairs import Pair
 from meshwright.apply.tensor.search.trace import Product, Trace
-from meshwright.apply.tensor.tensor_layout import Cut, Region, Role
+from meshwright.apply.tensor.tensor_layout import Cut, Region, Role, is_inside
 from meshwright.layout import even_ranges
 from meshwright.trees import tensors_in
 
@@ -24,26 +24,18 @@ _MAX_CHANGES = 3
 
 
 class Options:
-    """The ways to cut a pair, likelier ones first.
+    """The ways to cut a pair, likelier ones first."""
 
-    Args:
-        pair: The products.
-        trace: The trace.
-        names: The names.
-        num_tp_ranks: Ranks [count].
-    """
-
-    def __init__(self, pair: Pair, trace: Trace, names: Names, num_tp_ranks: int) -> None:
+    def __init__(self, pair: Pair, trace: Trace, num_tp_ranks: int) -> None:
         self.pair = pair
         self.trace = trace
-        self.names = names
         self.num_tp_ranks = num_tp_ranks
-        self.scope = pair.scope(names)
+        self.scope = pair.scope(trace)
         self._row_size = self._shape(pair.row)[pair.row.in_dim]
         self._keys = {column.parameter for column in pair.columns}
 
     def _shape(self, product: Product) -> tuple[int, ...]:
-        return tuple(self.names.parameters[product.parameter].shape)
+        return tuple(self.trace.parameters[product.parameter].shape)
 
     def _width(self, product: Product) -> int:
         return self._shape(product)[product.out_dim]
@@ -90,21 +82,21 @@ class Options:
         shared = shared or {}
         cuts: dict[str, Cut] = {}
         roles: dict[str, Role] = {}
-        pair, names = self.pair, self.names
-        is_layers = all(names.is_layer(product, self.trace) for product in (*pair.columns, pair.row))
+        pair, trace = self.pair, self.trace
+        is_layers = all(trace.is_layer(product) for product in (*pair.columns, pair.row))
         for column, own in zip(pair.columns, groups, strict=True):
-            if names.owner(column) in shared:
+            if trace.owner(column) in shared:
                 continue
             cut = Cut(dim=column.out_dim, groups=own)
-            cuts |= dict.fromkeys(names.of[column.parameter], cut)
+            cuts |= dict.fromkeys(trace.names[column.parameter], cut)
             cuts |= self._vectors(column, own)
             if is_layers:
-                roles |= {name.rpartition(".")[0]: "column" for name in names.of[column.parameter]}
+                roles |= {name.rpartition(".")[0]: "column" for name in trace.names[column.parameter]}
         cuts |= dict.fromkeys(
-            names.of[pair.row.parameter], Cut(dim=pair.row.in_dim, groups=(self._row_size,), kind="row")
+            trace.names[pair.row.parameter], Cut(dim=pair.row.in_dim, groups=(self._row_size,), kind="row")
         )
         if is_layers:
-            roles |= {name.rpartition(".")[0]: "row" for name in names.of[pair.row.parameter]}
+            roles |= {name.rpartition(".")[0]: "row" for name in trace.names[pair.row.parameter]}
         else:
             roles[self.scope] = "sum"
         return Region(
@@ -123,11 +115,11 @@ class Options:
         width = sum(groups)
         found: dict[str, Cut] = {}
         for key in self.trace.met.get(column.key, ()):
-            for name in self.names.of[key]:
-                found |= _along(name, self.names.parameters[key], width, groups, self._row_size)
+            for name in self.trace.names[key]:
+                found |= _along(name, self.trace.parameters[key], width, groups, self._row_size)
                 path = name.rpartition(".")[0]
                 if name in found:
-                    for buffer_name, buffer in self.names.module.get_submodule(path).named_buffers(path, recurse=False):
+                    for buffer_name, buffer in self.trace.module.get_submodule(path).named_buffers(path, recurse=False):
                         found |= _along(buffer_name, buffer, width, groups, self._row_size)
         return found
 
@@ -137,8 +129,8 @@ class Options:
         found = []
         for key in self.trace.met.get(self.pair.row.key, ()):
             uses = {use.strip("_") for use in self.trace.other_uses.get(key, ())}
-            if uses <= _SUMS and self.names.parameters[key].shape[-1] == width:
-                found += [name for name in self.names.of[key] if not self.scope or name.startswith(f"{self.scope}.")]
+            if uses <= _SUMS and self.trace.parameters[key].shape[-1] == width:
+                found += [name for name in self.trace.names[key] if is_inside(name, self.scope)]
         return tuple(found)
 
     # -- further changes ----------------------------------------------------------------------------------------
@@ -147,7 +139,7 @@ class Options:
         """Return (module, attribute, value) of the integers that modules of the scope keep."""
         found = []
         own = self._keys | self._met() | {self.pair.row.parameter}
-        for name, child in self.names.module.get_submodule(self.scope).named_modules():
+        for name, child in self.trace.module.get_submodule(self.scope).named_modules():
             path = ".".join(part for part in (self.scope, name) if part)
             parameters = {id(parameter) for parameter in child.parameters()}
             is_another = parameters and not parameters & own and not any(True for _ in child.children())
@@ -157,19 +149,17 @@ class Options:
 
     def _layers(self) -> set[str]:
         """Return the names of the modules that are a product or a norm and nothing else."""
-        found = {name.rpartition(".")[0] for key in self._met() for name in self.names.of[key]}
-        products = [
-            product for product in (*self.pair.columns, self.pair.row) if self.names.is_layer(product, self.trace)
-        ]
-        found |= {name.rpartition(".")[0] for product in products for name in self.names.of[product.parameter]}
-        return {name for name in found if not any(True for _ in self.names.module.get_submodule(name).children())}
+        found = {name.rpartition(".")[0] for key in self._met() for name in self.trace.names[key]}
+        products = [product for product in (*self.pair.columns, self.pair.row) if self.trace.is_layer(product)]
+        found |= {name.rpartition(".")[0] for product in products for name in self.trace.names[product.parameter]}
+        return {name for name in found if not any(True for _ in self.trace.module.get_submodule(name).children())}
 
     def _met(self) -> set[int]:
         return set().union(*(self.trace.met.get(key, set()) for key in self._keys))
 
     def _own_integers(self, cuts: dict[str, Cut], num_units: int) -> tuple[tuple[str, str], ...]:
         """Return the integers that hold a cut tensor's size, at the layer that owns it: `nf`, `num_groups`."""
-        owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - {self.names.owner(self.pair.row)}
+        owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - {self.trace.owner(self.pair.row)}
         sizes = {size for cut in cuts.values() for size in (sum(cut.groups), *cut.groups)} | {num_units}
         counts = Region(scope="", num_units=num_units, cuts={}, roles={})
         return tuple(
@@ -193,7 +183,7 @@ class Options:
         side_cuts = {
             name: Cut(dim=product.out_dim, groups=(self._width(product),))
             for product in self.pair.sides
-            for name in self.names.of[product.parameter]
+            for name in self.trace.names[product.parameter]
             if name.startswith(f"{self.scope}.") and self._width(product) % region.num_units == 0
         }
         if side_cuts:
@@ -219,7 +209,7 @@ class Options:
 
     def _per_unit(self, region: Region) -> dict[str, Cut]:
         """Return cuts of vectors with one entry for each unit: slopes, sinks, temperatures of heads."""
-        scope = self.names.module.get_submodule(self.scope)
+        scope = self.trace.module.get_submodule(self.scope)
         tensors = [
             (name, tensor)
             for name, tensor in scope.named_parameters(self.scope)
@@ -234,7 +224,7 @@ class Options:
 
     def _is_product(self, name: str) -> bool:
         keys = [*self._keys, self.pair.row.parameter]
-        return any(name in self.names.of[key] for key in keys)
+        return any(name in self.trace.names[key] for key in keys)
 
     def _is_ratio(self, value: int, region: Region) -> bool:
         return bool(region.shared) and value * min(region.shared.values()) == region.num_units
@@ -274,7 +264,7 @@ class Options:
                 continue
             unit = max(widths) // num_units
             shared = {
-                self.names.owner(column): width // unit
+                self.trace.owner(column): width // unit
                 for column, width in zip(self.pair.columns, widths, strict=True)
                 if width < max(widths) and width % unit == 0
             }
@@ -332,11 +322,7 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
 
 
 class _Trials:
-    """Tried regions and why each failed.
-
-    Args:
-        num_tp_ranks: Ranks [count].
-    """
+    """Tried regions and why each failed."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts

@@ -5,49 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from torch import nn
-
 from meshwright.apply.tensor.search.trace import OUTPUT, Product, Trace
 
 __all__: list[str] = []
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Names:
-    """The names of a model's tensors and modules."""
-
-    module: nn.Module
-    of: dict[int, list[str]]
-    """id of a parameter -> all its FQNs."""
-    parameters: dict[int, nn.Parameter]
-
-    @classmethod
-    def read(cls, module: nn.Module) -> Names:
-        """Return the names of a module's parameters."""
-        names: dict[int, list[str]] = {}
-        parameters: dict[int, nn.Parameter] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            parameters[id(parameter)] = parameter
-        return cls(module=module, of=names, parameters=parameters)
-
-    def owner(self, product: Product) -> str:
-        """Return the name of the module that owns a product's parameter, the innermost that was running."""
-        own = [name.rpartition(".")[0] for name in self.of[product.parameter]]
-        return next((path for path in reversed(product.path) if path in own), own[0])
-
-    def is_layer(self, product: Product, trace: Trace) -> bool:
-        """Tell whether the product is all that its owner computes, as in nn.Linear."""
-        name = self.owner(product)
-        owner = self.module.get_submodule(name)
-        call = trace.calls.get(name)
-        return (
-            product.path[-1:] == (name,)
-            and not any(True for _ in owner.children())
-            and sum(parameter is not None for parameter in owner._parameters.values()) <= 2
-            and call is not None
-            and len(call.results) == 1
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +19,9 @@ class Pair:
     sides: tuple[Product, ...] = ()
     """Embeddings that are looked up inside, one value for each unit: relative position biases."""
 
-    def scope(self, names: Names) -> str:
+    def scope(self, trace: Trace) -> str:
         """Return the name of the innermost module that holds the pair."""
-        paths = [names.owner(product).split(".") for product in (*self.columns, self.row)]
+        paths = [trace.owner(product).split(".") for product in (*self.columns, self.row)]
         if paths[0] == [""]:
             return ""
         common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))

@@ -1,4 +1,4 @@
-"""Difference a region that is right: proposals are tried one after the other, and each scope is proven for itself.
+"""Search for a region that is right: proposals are tried one after the other, and each scope is proven for itself.
 
 The region found for one block is the first candidate for the next block of the same structure. It is proven there too, since
 blocks of one class may hold different activations, or use their own index.
@@ -10,16 +10,13 @@ import time
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from torch import nn
-
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
-from meshwright.apply.tensor.search.pairs import Names
 from meshwright.apply.tensor.search.trace import Trace
-from meshwright.apply.tensor.tensor_layout import Region
+from meshwright.apply.tensor.tensor_layout import Region, is_inside
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -45,17 +42,14 @@ class Proving:
     """Proves regions of one model.
 
     Args:
-        model: The copy that was traced.
         trace: The trace.
-        names: The names.
         regions: The regions found so far; other code adds to them.
         num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, names: Names, regions: list[Region], num_tp_ranks: int) -> None:
-        self._model = model
+    def __init__(self, trace: Trace, regions: list[Region], num_tp_ranks: int) -> None:
+        self._model = trace.module
         self._trace = trace
-        self._names = names
         self._regions = regions
         self._num_tp_ranks = num_tp_ranks
         self._deadline = time.monotonic() + MAX_SECONDS
@@ -200,11 +194,11 @@ class Proving:
     def _shape_of(self, scope: str, keys: set[int]) -> Any:
         """Return a key that scopes which are likely to be cut alike share: structure, calls, position. Each is still proven."""
         prefix = len(scope) + 1 if scope else 0
-        own = sorted(name[prefix:] for key in keys for name in self._names.of[key])
+        own = sorted(name[prefix:] for key in keys for name in self._trace.names[key])
         return describe_likeness(self._model.get_submodule(scope)), own, list(self._trace.distinct[scope])
 
     def _fits(self, region: Region) -> bool:
-        names = {name for names in self._names.of.values() for name in names}
+        names = {name for names in self._trace.names.values() for name in names}
         buffers = {name for name, _ in self._model.named_buffers()}
         return all(name in names or name in buffers for name in region.cuts)
 
@@ -215,18 +209,16 @@ class Proving:
 
     def held(self, region: Region) -> set[str]:
         """Return the whole parameters inside a region of whose gradient each rank has a term."""
-        inside = f"{region.scope}." if region.scope else ""
         held = set(region.partial)
         if region.roles.get(region.scope) == "sum":
-            held |= {name for names in self._names.of.values() for name in names if name.startswith(inside)}
+            held |= {name for names in self._trace.names.values() for name in names if is_inside(name, region.scope)}
         return held - set(region.cuts)
 
     def prove_each(self, region: Region) -> None:
         """Prove each of several separate modules that hold the same tensors."""
-        for name, role in region.roles.items():
+        for name, own in region.by_module():
             if name in self._trace.calls:
-                own = {path: cut for path, cut in region.cuts.items() if path.rpartition(".")[0] == name}
-                self.prove(name, region.replace(scope=name, cuts=own, roles={name: role}))
+                self.prove(name, own)
         self._refuse_uses_elsewhere(region)
 
 

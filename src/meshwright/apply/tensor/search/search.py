@@ -10,13 +10,13 @@ from torch import nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.tensor.attention import attention_region
-from meshwright.apply.tensor.copied_attributes import CopiedAttributes
+from meshwright.apply.tensor.copied_attributes import attributes_shown
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
-from meshwright.apply.tensor.search.pairs import Names, Pair, feeds_only_the_output, pair_of
+from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, pair_of
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.sequences import find_chains
 from meshwright.apply.tensor.search.trace import Call, Product, Trace
@@ -66,7 +66,6 @@ class Search:
         )
         if not self._model.training:
             self._model.train()
-        self._names = Names.read(self._model)
         theirs = [*module.parameters(), *module.buffers()]
         own = [*self._model.parameters(), *self._model.buffers()]
         originals = {id(one): id(other) for one, other in zip(theirs, own, strict=True)}
@@ -74,12 +73,12 @@ class Search:
         with (
             torch.random.fork_rng(enabled=True),
             torch.enable_grad(),
-            CopiedAttributes(module, self._model),
+            attributes_shown(module, self._model),
             self._trace,
         ):
             self._trace.finish(run(self._model))
         self._trace.stop()
-        self._proving = Proving(self._model, self._trace, self._names, self._regions, self.num_tp_ranks)
+        self._proving = Proving(self._trace, self._regions, self.num_tp_ranks)
 
     def layout(self, *, on_slices: bool = True) -> TensorLayout:
         """Return the layout, with the reasons for what is not cut; `on_slices` lets layers run on slices of the sequence."""
@@ -93,7 +92,7 @@ class Search:
         self._lone_layers()
         chains: tuple[Chain, ...] = ()
         if on_slices:
-            chains, self._regions = find_chains(self._model, self._trace, self._regions, self.num_tp_ranks)
+            chains, self._regions = find_chains(self._trace, self._regions, self.num_tp_ranks)
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
         return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
 
@@ -136,12 +135,14 @@ class Search:
         return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
 
     def _by_wish(self, wish: str) -> list[int]:
-        return [key for key, names in self._names.of.items() if any(self._wanted.get(name) == wish for name in names)]
+        return [
+            key for key, names in self._trace.names.items() if any(self._wanted.get(name) == wish for name in names)
+        ]
 
     def _leave_what_the_loss_reads(self) -> None:
         """Keep tensors whole that code outside the model's own forward uses: with a shard it would compute something else."""
         for key, uses in self._trace.uses.items():
-            if () in uses and key in self._names.of:
+            if () in uses and key in self._trace.names:
                 self._taken.add(key)
                 self._reasons.setdefault(
                     key, f"code outside the model's forward reads it ({', '.join(sorted(uses[()]))})"
@@ -164,42 +165,39 @@ class Search:
             if embedding > 0 or key in self._taken or not self._is_large(key) or self._is_side(looked_up[0]):
                 continue
             calls = [*looked_up, *self._trace.products.get(key, ())]
-            if self._trace.other_uses.get(key) or not all(self._names.is_layer(call, self._trace) for call in calls):
+            if self._trace.other_uses.get(key) or not all(self._trace.is_layer(call) for call in calls):
                 self._reasons[key] = "it is used outside its own module's forward"
-            elif key in self._trace.counting and not all(self._is_embedding(name) for name in self._lookers(looked_up)):
+            elif key in self._trace.counting and not all(map(self._is_of_embedding, looked_up)):
                 self._reasons[key] = "its look-ups shorten vectors (max_norm) or count ids (scale_grad_by_freq)"
             else:
                 self._cut_vocabulary(key, calls)
 
-    def _lookers(self, calls: list[Product]) -> set[str]:
-        return {self._names.owner(call) for call in calls}
-
-    def _is_embedding(self, name: str) -> bool:
-        return isinstance(self._model.get_submodule(name), nn.Embedding)
+    def _is_of_embedding(self, call: Product) -> bool:
+        return isinstance(self._model.get_submodule(self._trace.owner(call)), nn.Embedding)
 
     def _is_side(self, call: Product) -> bool:
         """Tell whether an embedding is looked up inside a pair's scope: one value for each head, cut with the pair."""
         for key in self._trace.products:
             pair = pair_of(key, self._trace, set()) if key > 0 else None
-            scope = pair.scope(self._names) if pair else ""
+            scope = pair.scope(self._trace) if pair else ""
             if pair and scope and call in pair.sides and scope in call.path:
                 return True
         return False
 
     def _cut_vocabulary(self, key: int, calls: list[Product]) -> None:
         embedding = next(call for call in calls if call.kind == "embedding")
-        num_tokens = self._names.parameters[key].shape[embedding.in_dim]
+        num_tokens = self._trace.parameters[key].shape[embedding.in_dim]
         roles: dict[str, Role] = {}
-        cuts = dict.fromkeys(self._names.of[key], Cut(dim=embedding.in_dim, groups=(num_tokens,), kind="vocabulary"))
+        cuts = dict.fromkeys(self._trace.names[key], Cut(dim=embedding.in_dim, groups=(num_tokens,), kind="vocabulary"))
         for call in calls:
-            name = self._names.owner(call)
+            name = self._trace.owner(call)
             if call.kind != "embedding" and call.out_dim != embedding.in_dim:
                 self._reasons[key] = "it is an embedding and, turned round, a layer"
                 return
             roles[name] = "vocabulary" if call.kind == "embedding" else self._head_role(call)
         for other in self._trace.met.get(key, ()):  # a head's bias
-            if tuple(self._names.parameters[other].shape) == (num_tokens,):
-                cuts |= dict.fromkeys(self._names.of[other], Cut(dim=0, groups=(num_tokens,)))
+            if tuple(self._trace.parameters[other].shape) == (num_tokens,):
+                cuts |= dict.fromkeys(self._trace.names[other], Cut(dim=0, groups=(num_tokens,)))
         try:
             roles |= self._roles_of_idle(cuts, roles)
             region = Region(scope="", num_units=num_tokens, cuts=cuts, roles=roles)
@@ -237,7 +235,7 @@ class Search:
             if pair is None or not self._may_be_paired(pair):
                 continue
             keys = {key, *(column.parameter for column in pair.columns)}
-            options = Options(pair, self._trace, self._names, self.num_tp_ranks)
+            options = Options(pair, self._trace, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
             self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
@@ -245,7 +243,7 @@ class Search:
     def _in_order(self) -> list[int]:
         """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module."""
         pairs = [pair for key in self._trace.products if (pair := pair_of(key, self._trace, set())) is not None]
-        scopes = [pair.scope(self._names) for pair in pairs]
+        scopes = [pair.scope(self._trace) for pair in pairs]
         late = {
             pair.row.key
             for pair, scope in zip(pairs, scopes, strict=True)
@@ -258,8 +256,8 @@ class Search:
         members = [pair.row, *pair.columns]
         if any(self._trace.other_uses.get(member.parameter) for member in members):
             return False
-        wishes = [self._wanted.get(name) for column in pair.columns for name in self._names.of[column.parameter]]
-        row = [self._wanted.get(name) for name in self._names.of[pair.row.parameter]]
+        wishes = [self._wanted.get(name) for column in pair.columns for name in self._trace.names[column.parameter]]
+        row = [self._wanted.get(name) for name in self._trace.names[pair.row.parameter]]
         return "row" not in wishes and "column" not in row
 
     def _lone_layers(self) -> None:
@@ -269,30 +267,28 @@ class Search:
             wished = key in self._by_wish("column")
             if not is_free or not (wished or self._is_large(key)):
                 continue
-            if not all(self._names.is_layer(other, self._trace) for other in calls):
+            if not all(self._trace.is_layer(other) for other in calls):
                 continue
-            width = self._names.parameters[key].shape[call.out_dim]
+            width = self._trace.parameters[key].shape[call.out_dim]
             if width < self.num_tp_ranks:
                 self._reasons[key] = f"it has {width} outputs for {self.num_tp_ranks} ranks"
                 continue
             if key in self._reasons and not (wished or feeds_only_the_output(key, self._trace)):
                 continue  # inside something that could not be cut: its own exchanges would cost more than they save
-            cuts = dict.fromkeys(self._names.of[key], Cut(dim=call.out_dim, groups=(width,)))
+            cuts = dict.fromkeys(self._trace.names[key], Cut(dim=call.out_dim, groups=(width,)))
             for other in self._trace.met.get(key, ()):
-                if tuple(self._names.parameters[other].shape) == (width,):
-                    mine = [n for n in self._names.of[other] if n.rpartition(".")[0] == self._names.owner(call)]
-                    cuts |= dict.fromkeys(self._names.of[other] if mine else [], Cut(dim=0, groups=(width,)))
-            roles: dict[str, Role] = {self._names.owner(one): self._head_role(one) for one in calls}
+                if tuple(self._trace.parameters[other].shape) == (width,):
+                    mine = [n for n in self._trace.names[other] if n.rpartition(".")[0] == self._trace.owner(call)]
+                    cuts |= dict.fromkeys(self._trace.names[other] if mine else [], Cut(dim=0, groups=(width,)))
+            roles: dict[str, Role] = {self._trace.owner(one): self._head_role(one) for one in calls}
             try:
                 roles |= self._roles_of_idle(cuts, roles)
             except DisprovedError as error:
                 self._reasons[key] = error.message
                 continue
-            scope = self._names.owner(call)
+            scope = self._trace.owner(call)
             region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
-            own = {n: c for n, c in cuts.items() if n.rpartition(".")[0] == scope}
-            alone = region.replace(cuts=own, roles={scope: roles[scope]})
-            self._try(scope, [alone], {key}, "layer", accept=region)
+            self._try(scope, [dict(region.by_module())[scope]], {key}, "layer", accept=region)
 
     # -- proving ------------------------------------------------------------------------------------------------
 
@@ -320,13 +316,13 @@ class Search:
         self._regions.append(region)
         self._taken |= keys
         held = self._proving.held(region)
-        for key, names in self._names.of.items():
+        for key, names in self._trace.names.items():
             if not held.isdisjoint(names):
                 self._taken.add(key)
                 self._reasons.setdefault(key, "every rank computes with all of it, inside something that is cut")
 
     def _keys(self, region: Region) -> set[int]:
-        keys = {key for key, names in self._names.of.items() if any(name in region.cuts for name in names)}
+        keys = {key for key, names in self._trace.names.items() if any(name in region.cuts for name in names)}
         for path in region.shared:
             for parameter in self._model.get_submodule(path).parameters():
                 keys.add(id(parameter))
@@ -334,20 +330,20 @@ class Search:
         return keys
 
     def _is_large(self, key: int) -> bool:
-        total = sum(parameter.numel() for parameter in self._names.parameters.values())
-        return self._names.parameters[key].numel() >= SMALL_SHARE * total
+        total = sum(parameter.numel() for parameter in self._trace.parameters.values())
+        return self._trace.parameters[key].numel() >= SMALL_SHARE * total
 
     def _whole(self) -> dict[str, str]:
         cut = {name for region in self._regions for name in region.cuts}
         found = {}
-        for key, names in self._names.of.items():
+        for key, names in self._trace.names.items():
             if names[0] in cut:
                 continue
             found[names[0]] = self._reasons.get(key) or self._why_untouched(key)
         return found
 
     def _why_untouched(self, key: int) -> str:
-        parameter = self._names.parameters[key]
+        parameter = self._trace.parameters[key]
         if key in self._trace.products or -key in self._trace.products:
             if self._trace.other_uses.get(key):
                 return f"it is also used by {', '.join(sorted(self._trace.other_uses[key]))}"

@@ -19,7 +19,7 @@ from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.roles import is_stream
 from meshwright.apply.tensor.search.trace import Call, Trace
-from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
+from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside, name_below, regions_inside
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -28,40 +28,25 @@ MAX_TRIALS = 32
 """Places of entry that are tried for one layer [count]."""
 
 
-def find_chains(
-    model: nn.Module, trace: Trace, regions: Sequence[Region], num_tp_ranks: int
-) -> tuple[tuple[Chain, ...], list[Region]]:
-    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
-
-    Args:
-        model: The traced model.
-        trace: The trace.
-        regions: The regions.
-        num_tp_ranks: Ranks [count].
-    """
+def find_chains(trace: Trace, regions: Sequence[Region], num_tp_ranks: int) -> tuple[tuple[Chain, ...], list[Region]]:
+    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter."""
     chains: list[Chain] = []
     found = list(regions)
-    for layers in _runs(model, trace):
+    for layers in _runs(trace):
         in_slices = [outer for chain in chains for outer in chain.layers]
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
-        if is_within or not all(_inside(layer, found) for layer in layers):
+        if is_within or not all(regions_inside(layer, found) for layer in layers):
             continue
-        chain, changed = _try_run(model, trace, layers, found, num_tp_ranks)
+        chain, changed = _try_run(trace, layers, found, num_tp_ranks)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
     return tuple(chains), found
 
 
-def _inside(layer: str, regions: Sequence[Region]) -> list[Region]:
-    return [
-        region for region in regions if is_inside(region.scope, layer) and "vocabulary" not in region.roles.values()
-    ]
-
-
-def _runs(model: nn.Module, trace: Trace) -> Iterator[list[str]]:
+def _runs(trace: Trace) -> Iterator[list[str]]:
     """Yield names of consecutive modules in a list, each called with the result of the one before."""
-    for name, container in model.named_modules():
+    for name, container in trace.module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         run: list[str] = []
@@ -90,7 +75,7 @@ def _hands_on(layer: str, following: str, trace: Trace) -> bool:
 
 
 def _try_run(
-    model: nn.Module, trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
+    trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
 ) -> tuple[Chain | None, dict[int, Region]]:
     changed: dict[int, Region] = {}
     partial: list[str] = []
@@ -98,18 +83,20 @@ def _try_run(
     ways: dict[str, tuple[Region, ...]] = {}
     dims: tuple[int, ...] = (0, 1)
     for layer in layers:
-        inside = _inside(layer, regions)
+        inside = regions_inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
         whole = _whole_inputs(layer, inside, trace)
         alone = Chain(
             layers=("",),
-            whole_inputs=tuple(_below(layer, name) for name in whole),
+            whole_inputs=tuple(name_below(layer, name) for name in whole),
             drops=layer in trace.drawing,
         )
-        trial = _LayerTrial(model.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks)
+        trial = _LayerTrial(
+            trace.module.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks
+        )
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
-            if dims_here and not _used_elsewhere(layer, own, model, trace):
+            if dims_here and not _used_elsewhere(layer, own, trace):
                 break
         else:
             return None, {}
@@ -132,40 +119,35 @@ def _known_first(known: tuple[Region, ...] | None, ways: Iterator[tuple[Region, 
     yield from (way for way in itertools.islice(ways, MAX_TRIALS) if way != known)
 
 
-def _used_elsewhere(layer: str, partial: Sequence[str], model: nn.Module, trace: Trace) -> bool:
+def _used_elsewhere(layer: str, partial: Sequence[str], trace: Trace) -> bool:
     """Tell whether a parameter with a gradient to be summed is also used outside, where every rank has its whole gradient."""
-    found = (trace.uses.get(id(find_tensor(model, f"{layer}.{name}")), {}) for name in partial)
+    found = (trace.uses.get(id(find_tensor(trace.module, f"{layer}.{name}")), {}) for name in partial)
     return any(layer not in path for uses in found for path in uses)
 
 
+@dataclasses.dataclass(eq=False)
 class _LayerTrial:
     """A layer, prepared to run on slices.
 
     Every slice needs at least two positions, or two samples: a slice of everything would also prove a layer that mixes them.
     Where the first batch was smaller, the layer's arguments are repeated.
-
-    Args:
-        layer: The module.
-        call: Its recorded call.
-        stream: The argument that is to be sliced.
-        chain: The layer as a chain of one.
-        num_tp_ranks: Ranks [count].
     """
 
-    def __init__(self, layer: nn.Module, call: Call, stream: Tensor | None, chain: Chain, num_tp_ranks: int) -> None:
-        self._layer = layer
-        self._chain = chain
-        self._call = call
-        self._stream = stream
-        self._num_tp_ranks = num_tp_ranks
-        self._made: dict[int, Conditions | None] = {}
+    layer: nn.Module
+    call: Call
+    stream: Tensor | None
+    """The argument that is to be sliced."""
+    chain: Chain
+    """The layer as a chain of one."""
+    num_tp_ranks: int
+    _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
         right: list[int] = []
         partial: dict[str, None] = {}
         for dim in reversed(dims):  # the sequence first: errors show there
-            chain = self._chain.replace(dims=(dim,))
+            chain = self.chain.replace(dims=(dim,))
             conditions = self._conditions(dim)
             if conditions is None:
                 continue
@@ -183,27 +165,23 @@ class _LayerTrial:
         """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self._layer, self._calls(dim), self._num_tp_ranks)
+                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]
 
     def _calls(self, dim: int) -> list[Call]:
         """Return the calls of the trial: the recorded one, and a larger one along both dims if that was small."""
-        args, kwargs = self._call.args, self._call.kwargs
-        shape = (0, 0) if self._stream is None else self._stream.shape
+        args, kwargs = self.call.args, self.call.kwargs
+        shape = (0, 0) if self.stream is None else self.stream.shape
         # Along the other dim two are enough; of only one, a layer that subtracts a mean leaves zeros without gradients.
-        for other, least in ((dim, 2 * self._num_tp_ranks), (1 - dim, 2)):
+        for other, least in ((dim, 2 * self.num_tp_ranks), (1 - dim, 2)):
             have = shape[other]
             if 0 < have < least:
                 args, kwargs = repeat_call((args, kwargs), have, -(-least // have), along_samples=other == 0)
-        if args is self._call.args:
-            return [self._call]
-        return [dataclasses.replace(self._call, args=args, kwargs=kwargs), self._call]
-
-
-def _below(layer: str, name: str) -> str:
-    return name[len(layer) + 1 :]
+        if args is self.call.args:
+            return [self.call]
+        return [dataclasses.replace(self.call, args=args, kwargs=kwargs), self.call]
 
 
 def _columns(region: Region) -> list[str]:

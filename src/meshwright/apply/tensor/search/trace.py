@@ -35,6 +35,7 @@ from meshwright.apply.tensor.search.operations import (
     is_number,
     operands,
 )
+from meshwright.apply.tensor.types.typed_run import READS, name_of
 from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
@@ -44,18 +45,6 @@ OUTPUT: Final = -1
 
 MAX_CALLS: Final = 8
 """Calls of one module that differ in more than numbers, and are kept [count]."""
-
-_NUMBERS: Final = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__float__,
-    torch.Tensor.__int__,
-    torch.Tensor.__bool__,
-    torch.equal,
-    torch.Tensor.equal,
-}
-"""What reads a tensor's numbers and gives no tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +122,13 @@ class Trace(TorchFunctionMode):
         self.distinct: dict[str, dict[str, Call]] = {}
         """By module and signature, the first of each; at most one more than MAX_CALLS."""
         self.num_calls: collections.Counter[str] = collections.Counter()
-        self._parameters = {id(parameter): parameter for parameter in module.parameters()}
+        self.module = module
+        self.names: dict[int, list[str]] = {}
+        """id of a parameter -> all its FQNs."""
+        self.parameters: dict[int, nn.Parameter] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
+            self.parameters[id(parameter)] = parameter
         self._sources: dict[int, frozenset[int]] = {}
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
         self._path: list[str] = []
@@ -141,9 +136,9 @@ class Trace(TorchFunctionMode):
         self._alive: list[Any] = [list(module.buffers())]  # an id identifies a tensor only while the tensor lives
         for name, child in module.named_modules():
             self._watch(name, child)
-        for parameter in self._parameters.values():
+        for parameter in self.parameters.values():
             self._dims[id(parameter)] = (id(parameter), list(range(parameter.dim())))
-        own = [*self._parameters, *(id(buffer) for buffer in module.buffers())]
+        own = [*self.parameters, *(id(buffer) for buffer in module.buffers())]
         self._watched = {**dict(zip(own, own, strict=True)), **(originals or {})}
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -188,12 +183,30 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = list(arguments_in(result))
-        if outputs or func in _NUMBERS:
+        if outputs or name_of(func) in READS:
             self._note_uses([*arguments_in(args), *arguments_in(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))
             self._note(func, args, kwargs, outputs)
         return result
+
+    def owner(self, product: Product) -> str:
+        """Return the name of the module that owns a product's parameter, the innermost that was running."""
+        own = [name.rpartition(".")[0] for name in self.names[product.parameter]]
+        return next((path for path in reversed(product.path) if path in own), own[0])
+
+    def is_layer(self, product: Product) -> bool:
+        """Tell whether the product is all that its owner computes, as in nn.Linear."""
+        name = self.owner(product)
+        owner = self.module.get_submodule(name)
+        call = self.calls.get(name)
+        return (
+            product.path[-1:] == (name,)
+            and not any(True for _ in owner.children())
+            and sum(parameter is not None for parameter in owner._parameters.values()) <= 2
+            and call is not None
+            and len(call.results) == 1
+        )
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -260,7 +273,7 @@ class Trace(TorchFunctionMode):
 
     def _mixes(self, func: Callable[..., Any], owner: int) -> bool:
         """Tell whether a use that is not a product may still mix the entries of a dim."""
-        shape = self._parameters[owner].shape
+        shape = self.parameters[owner].shape
         if func in CONVOLUTIONS:  # one in groups: each output has its own inputs
             return False
         return sum(size > 1 for size in shape) > 1 and getattr(func, "__name__", "").strip("_") not in ELEMENTWISE

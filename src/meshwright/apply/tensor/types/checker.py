@@ -6,6 +6,7 @@ differs from another's for any other reason than its share, it has read a value 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.tensor.cutting import Cutting
-from meshwright.apply.tensor.types import indexing, pointwise
+from meshwright.apply.tensor.types import pointwise
 from meshwright.apply.tensor.types.edges import watched
 from meshwright.apply.tensor.types.ending import finish
 from meshwright.apply.tensor.types.lattice import (
@@ -31,14 +32,8 @@ from meshwright.apply.tensor.types.operation import Operation
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.rules import DRAWS, result_types
 from meshwright.apply.tensor.types.state import UNKNOWN, TypingState
-from meshwright.apply.tensor.types.typed_run import (
-    Record,
-    find_where,
-    flat_tensors,
-    is_torchs_own,
-    name_of,
-)
-from meshwright.trees import tensors_in
+from meshwright.apply.tensor.types.typed_run import READS, Record, find_where, is_torchs_own, name_of
+from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
 
@@ -70,7 +65,7 @@ class Checker(TorchFunctionMode):
     def _mark_integer(self, owner: nn.Module, key: str, full: int) -> None:
         local = getattr(owner, key)
         if local != full:
-            setattr(owner, key, Size(local, full, self._compared))
+            setattr(owner, key, Size(local, full, self._comes_out_otherwise))
 
     def run_and_watch(self, inputs: Any) -> Any:
         """Run the module and return its results; the report then has the types."""
@@ -92,10 +87,10 @@ class Checker(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._state.closed or self._state.is_over:
             return func(*args, **kwargs)
-        inputs = [self._state.typed(tensor) for tensor in flat_tensors((args, kwargs))]
+        inputs = [self._state.typed(tensor) for tensor in arguments_in((args, kwargs))]
         result = func(*args, **kwargs)
         name = name_of(func)
-        outputs = list(flat_tensors(result))
+        outputs = list(arguments_in(result))
         if not outputs and name != "setitem":
             return self._fact(func, name, args, inputs, result)
         where, is_own = find_where()
@@ -137,7 +132,7 @@ class Checker(TorchFunctionMode):
     def _check_target(self, op: Operation) -> None:
         target = self._state.typed(op.args[0])
         other = next((value for value in op.inputs if value.type.kind != "replicated"), None)
-        is_new = target.type.is_zero and self._is_made(target)
+        is_new = target.type.is_zero and target.where != NOWHERE
         if target.type.kind == "replicated" and other is not None and not is_new:
             raise RefusedError(f"writes what comes from {other.type} into what is replicated, in place")
 
@@ -148,10 +143,9 @@ class Checker(TorchFunctionMode):
         made: list[Typed] = []
         for tensor in targets:
             old = self._state.typed(tensor)
-            is_new = old.type.is_zero and self._is_made(old)
-            if kind.kind != old.type.kind and not is_new:
-                raise RefusedError(f"writes what is {kind} into what is {old.type}, in place")
-            if kind.dim != old.type.dim and tensor is target and not is_new:
+            is_new = old.type.is_zero and old.where != NOWHERE
+            is_other = kind.kind != old.type.kind or (kind.dim != old.type.dim and tensor is target)
+            if is_other and not is_new:
                 raise RefusedError(f"writes what is {kind} into what is {old.type}, in place")
             own = kind if tensor is target or is_new else old.type
             typed = Typed(tensor, own, old.full, old.name, where)
@@ -160,15 +154,12 @@ class Checker(TorchFunctionMode):
             op.inputs.append(old)
         self._state.tape.add("operation", op.inputs, made)
 
-    def _is_made(self, value: Typed) -> bool:
-        return value.where != NOWHERE
-
     def _check_drawing(self, op: Operation) -> None:
         """Refuse masks that would differ on copies of a tensor, or be the same on its shards."""
         is_apart = self._state.cutting.draws_apart
         if op.name in DRAWS and is_apart:
             raise RefusedError("draws random numbers for all ranks where each rank draws numbers of its own")
-        if not _drops(op):
+        if not op.inputs or not pointwise.drops(op.name, op.args, op.kwargs):
             return
         if op.inputs[0].type.kind != "shard" and is_apart:
             kind = op.inputs[0].type
@@ -185,14 +176,12 @@ class Checker(TorchFunctionMode):
         if other is None:
             return result
         where, is_own = find_where()
-        if name in indexing.READS and not is_own:
+        if name in READS and not is_own:
             self.report.refuse(name, where, f"reads a number of a tensor that is {other.type}: each rank reads another")
         elif getattr(func, "__name__", "") == "__set__" and name == "data":
             self.report.refuse(name, where, f"sets the data of a tensor, and takes {other.type}")
         elif name in _HOOKS:
             self.report.refuse(name, where, f"lets code see the gradient of a tensor that is {other.type}")
-        elif name == "len" and other.type.dim == 0 and not is_own:
-            self.report.compared_sizes.add((where.file, where.line))  # Python makes a plain integer of it
         elif name in ("shape", "size", "numel") and other.type.dim is not None and not is_own:
             return self._marked(result, name, args, inputs[0])
         return result
@@ -200,43 +189,23 @@ class Checker(TorchFunctionMode):
     def _marked(self, result: Any, name: str, args: Sequence[Any], value: Typed) -> Any:
         if isinstance(result, torch.Size):
             sizes = [
-                Size(own, full, self._compared) if own != full else own
+                Size(own, full, self._comes_out_otherwise) if own != full else own
                 for own, full in zip(result, value.full, strict=True)
             ]
             return torch.Size(sizes)
         if name == "numel":
-            full = 1
-            for size in value.full:
-                full *= size
-            return Size(result, full, self._compared)
+            return Size(result, math.prod(value.full), self._comes_out_otherwise)
         dim = args[1] if len(args) > 1 and isinstance(args[1], int) else None
         if dim is None or value.full[dim] == result:
             return result
-        return Size(result, value.full[dim], self._compared)
+        return Size(result, value.full[dim], self._comes_out_otherwise)
 
-    def _compared(self, is_same: bool, is_plain: bool) -> None:
-        if is_torchs_own(sys._getframe(1)):
-            return
+    def _comes_out_otherwise(self) -> None:
         where, is_own = find_where()
-        if is_own or self._state.closed:
-            return
-        # The run has shown the outcome for two shard sizes: both follow from the layout.
-        if is_plain:
-            self.report.compared_sizes.add((where.file, where.line))
-        if not is_same and is_plain and not self._state.is_over:
+        if not (is_torchs_own(sys._getframe(1)) or is_own or self._state.closed or self._state.is_over):
             self.report.refuse(
                 "a comparison", where, "of the size of a sharded dim comes out otherwise than on one device"
             )
-
-
-def _drops(op: Operation) -> bool:
-    """Tell whether a call drops entries."""
-    if op.name == "scaled_dot_product_attention":
-        return op.argument(4, "dropout_p", default=0.0) > 0
-    if op.name not in pointwise.DROPOUTS or not op.inputs:
-        return False
-    is_training = op.argument(2, "training", "train", default=True)
-    return bool(is_training) and op.argument(1, "p", default=0.5) > 0
 
 
 def is_written(func: Callable[..., Any]) -> bool:
@@ -259,7 +228,7 @@ def _by_meta(func: Callable[..., Any], op: Operation) -> list[tuple[int, ...]] |
     try:
         with torch.no_grad():
             return [
-                tuple(t.shape) for t in flat_tensors(func(*full(op.args), **{k: full(v) for k, v in op.kwargs.items()}))
+                tuple(t.shape) for t in arguments_in(func(*full(op.args), **{k: full(v) for k, v in op.kwargs.items()}))
             ]
     except Exception:  # noqa: BLE001 - whatever a function raises on tensors without values
         return None

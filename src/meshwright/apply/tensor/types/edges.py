@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def watched(state: TypingState) -> Iterator[None]:
         for child, role in children.values():
             handles += _Closed(state, child, paths[id(child)], role).handles
     thread = threading.get_ident()
-    functional.WATCHERS[thread] = _Exchanges(state)
+    functional.WATCHERS[thread] = functools.partial(_exchange, state)
     try:
         yield
     finally:
@@ -58,47 +59,30 @@ def watched(state: TypingState) -> Iterator[None]:
             handle.remove()
 
 
-class _Exchanges:
-    """Runs exchanges and records their types.
-
-    Args:
-        state: The types known so far.
-    """
-
-    def __init__(self, state: TypingState) -> None:
-        self._state = state
-
-    def __call__(self, name: str, function: Any, tensor: Tensor, group: Any, *rest: Any) -> Tensor:
-        state = self._state
-        if state.closed or state.is_over:
-            return function.apply(tensor, group, *rest)
-        with without_function_modes():
-            result: Tensor = function.apply(tensor, group, *rest)
-            given = state.typed(tensor)
-            taken, gives = _EXCHANGES[name]
-            is_right = given.type.kind == taken or (taken == "partial" and given.type.is_zero)
-            if not is_right or (taken == "shard" and given.type.dim != rest[0]):
-                where = given.where if given.where != NOWHERE else find_where()[0]
-                text = f"gives a tensor that is {given.type}, and the exchange ({name}) takes what is {taken}"
-                state.report.refuse(given.name, where, text)
-                return result
-            kind = shard(rest[0]) if gives == "shard" else REPLICATED
-            full = tuple(result.shape) if gives == "replicated" else given.full
-            made = Typed(result, kind, full, name, given.where)
-            state.put(made)
-            state.tape.add(name, [given], [made])
+def _exchange(state: TypingState, name: str, function: Any, tensor: Tensor, group: Any, *rest: Any) -> Tensor:
+    """Run an exchange, and record its types."""
+    if state.closed or state.is_over:
+        return function.apply(tensor, group, *rest)
+    with without_function_modes():
+        result: Tensor = function.apply(tensor, group, *rest)
+        given = state.typed(tensor)
+        taken, gives = _EXCHANGES[name]
+        is_right = given.type.kind == taken or (taken == "partial" and given.type.is_zero)
+        if not is_right or (taken == "shard" and given.type.dim != rest[0]):
+            where = given.where if given.where != NOWHERE else find_where()[0]
+            text = f"gives a tensor that is {given.type}, and the exchange ({name}) takes what is {taken}"
+            state.report.refuse(given.name, where, text)
             return result
+        kind = shard(rest[0]) if gives == "shard" else REPLICATED
+        full = tuple(result.shape) if gives == "replicated" else given.full
+        made = Typed(result, kind, full, name, given.where)
+        state.put(made)
+        state.tape.add(name, [given], [made])
+        return result
 
 
 class _Closed:
-    """A module that is not followed inside.
-
-    Args:
-        state: The types known so far.
-        module: The module.
-        path: Its name.
-        role: Its role.
-    """
+    """A module that is not followed inside."""
 
     def __init__(self, state: TypingState, module: nn.Module, path: str, role: Role) -> None:
         self._state = state

@@ -12,20 +12,13 @@ from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import GradientError
 from meshwright.apply.tensor.types.lattice import NOWHERE, REPLICATED, RefusedError, Typed, shard
 from meshwright.apply.tensor.types.state import TypingState
-from meshwright.apply.tensor.types.typed_run import flat_tensors
-from meshwright.trees import tensors_in
+from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
 
 
 def finish(state: TypingState, outputs: Any, given: Sequence[Typed]) -> None:
-    """Check the results and side effects of a run, and complete the report.
-
-    Args:
-        state: The types.
-        outputs: The module's results.
-        given: Its arguments.
-    """
+    """Check the results and side effects of a run, and complete the report; `given` are its arguments."""
     try:
         state.whole.finish()
     except RefusedError as error:
@@ -61,7 +54,7 @@ def _kept(attributes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if key not in ("_parameters", "_buffers", "_modules"):
             # A plain object of the user's may hold some, too.
             inner = vars(tree) if hasattr(tree, "__dict__") and not isinstance(tree, (Tensor, nn.Module, type)) else {}
-            for tensor in flat_tensors((tree, *inner.values())):
+            for tensor in arguments_in((tree, *inner.values())):
                 yield key, tensor
 
 

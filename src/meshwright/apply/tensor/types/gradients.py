@@ -13,13 +13,10 @@ from meshwright.apply.tensor.types.lattice import RefusedError, Typed
 
 __all__: list[str] = []
 
-_NEEDS_SAME = {
-    "reduce": "adds up terms",
-    "gather": "puts parts together for what all ranks compute alike",
-    "scatter": "",
-    "module": "gives a whole tensor",
-}
-_NEEDS_TERMS = {"copy": "adds up the gradients", "all_gather": "adds up the gradients"}
+_NEEDS_SAME = frozenset(["reduce", "gather", "scatter", "module"])
+"""They give what all ranks compute alike."""
+_NEEDS_TERMS = frozenset(["copy", "all_gather"])
+"""They add up the gradients."""
 
 
 class Tape:
@@ -70,12 +67,7 @@ class Tape:
 
 
 class GradientError(RefusedError):
-    """The gradient of a tensor is not one device's.
-
-    Args:
-        value: The tensor.
-        why: What is wrong.
-    """
+    """The gradient of a tensor is not one device's."""
 
     def __init__(self, value: Typed, why: str) -> None:
         super().__init__(f"the gradient {why}")

@@ -12,24 +12,13 @@ from meshwright.apply.tensor.types.operation import Operation, normal, words
 
 __all__: list[str] = []
 
-VALUE_SHAPED = frozenset(
-    words(
-        """
+VALUE_SHAPED = words(
+    """
     nonzero argwhere masked_select unique unique_consecutive bincount histc histogram masked_scatter
     unique_dim searchsorted bucketize one_hot
     """
-    )
 )
 """Their result's shape, or what its entries mean, follows from all values."""
-
-READS = frozenset(
-    words(
-        """
-    bool item int float tolist numpy index complex contains is_nonzero equal allclose array
-    """
-    )
-)
-"""They give code a number or a truth value."""
 
 
 def embedding(op: Operation) -> list[Type]:

@@ -9,22 +9,30 @@ from typing import Any
 __all__: list[str] = []
 
 
+def _computing(function: Callable[[int, int], Any], *, turned: bool = False) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self._computed(other, function, turned=turned)
+
+
+def _asking(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self._asked(other, function)
+
+
 class Size(int):
     """A size on this rank.
 
     Args:
         local: The size on this rank.
         full: The whole tensor's.
-        compared: Called at each comparison with (whether one device gets the same result, whether the other is a plain number).
+        told: Called at each comparison with a plain number of which one device gets another result.
     """
 
     full: int
-    compared: Callable[[bool, bool], None]
+    told: Callable[[], None]
 
-    def __new__(cls, local: int, full: int, compared: Callable[[bool, bool], None]) -> Size:
+    def __new__(cls, local: int, full: int, told: Callable[[], None]) -> Size:
         made = int.__new__(cls, local)
         made.full = full
-        made.compared = compared
+        made.told = told
         return made
 
     __hash__ = int.__hash__
@@ -49,62 +57,34 @@ class Size(int):
             full = function(first[1], second[1])
         except ArithmeticError:
             return local
-        return Size(local, full, self.compared)
+        return Size(local, full, self.told)
 
     def _asked(self, other: Any, function: Callable[[Any, Any], bool]) -> bool:
-        local = function(int(self), int(other) if isinstance(other, Size) else other)
-        if isinstance(other, (int, float)):
-            full = function(self.full, other.full if isinstance(other, Size) else other)
-            self.compared(local == full, not isinstance(other, Size))
+        if isinstance(other, Size):  # the proof has run with both, and both follow from the layout
+            return function(int(self), int(other))
+        local = function(int(self), other)
+        if isinstance(other, (int, float)) and function(self.full, other) != local:
+            self.told()
         return local
 
-    def __add__(self, other: Any) -> Any:
-        return self._computed(other, operator.add)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._computed(other, operator.add, turned=True)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._computed(other, operator.sub)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._computed(other, operator.sub, turned=True)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._computed(other, operator.mul)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._computed(other, operator.mul, turned=True)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._computed(other, operator.floordiv)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._computed(other, operator.floordiv, turned=True)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._computed(other, operator.mod)
+    __add__ = _computing(operator.add)
+    __radd__ = _computing(operator.add, turned=True)
+    __sub__ = _computing(operator.sub)
+    __rsub__ = _computing(operator.sub, turned=True)
+    __mul__ = _computing(operator.mul)
+    __rmul__ = _computing(operator.mul, turned=True)
+    __floordiv__ = _computing(operator.floordiv)
+    __rfloordiv__ = _computing(operator.floordiv, turned=True)
+    __mod__ = _computing(operator.mod)
+    __eq__ = _asking(operator.eq)
+    __ne__ = _asking(operator.ne)
+    __lt__ = _asking(operator.lt)
+    __le__ = _asking(operator.le)
+    __gt__ = _asking(operator.gt)
+    __ge__ = _asking(operator.ge)
 
     def __neg__(self) -> Any:
-        return Size(-int(self), -self.full, self.compared)
-
-    def __eq__(self, other: Any) -> bool:
-        return self._asked(other, operator.eq)
-
-    def __ne__(self, other: Any) -> bool:
-        return self._asked(other, operator.ne)
-
-    def __lt__(self, other: Any) -> bool:
-        return self._asked(other, operator.lt)
-
-    def __le__(self, other: Any) -> bool:
-        return self._asked(other, operator.le)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._asked(other, operator.gt)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._asked(other, operator.ge)
+        return Size(-int(self), -self.full, self.told)
 
     def __bool__(self) -> bool:
         return self._asked(0, operator.ne)

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, RefusedError, Type, Typed, shard
-from meshwright.apply.tensor.types.typed_run import flat_tensors
+from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, Kind, RefusedError, Type, Typed, shard
 
 __all__: list[str] = []
 
 
+@dataclasses.dataclass(eq=False)
 class Operation:
-    """A call that has run, with the types of its arguments.
+    """A call that has run, with the types of its arguments."""
 
-    Args:
-        name: The function's plain name.
-        args: Its arguments.
-        kwargs: Its keywords.
-        inputs: The tensors among them.
-        outputs: The tensors that it returned.
-        wholes: Their shapes in the whole run; None where they are not known.
-        integers: The integer arguments in the whole run.
-    """
+    name: str
+    """The function's plain name."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    _: dataclasses.KW_ONLY
+    inputs: list[Typed]
+    """The tensors among its arguments."""
+    outputs: list[Tensor]
+    wholes: list[tuple[int, ...]] | None = None
+    """The outputs' shapes in the whole run; None where they are not known."""
+    integers: dict[int | str, int] = dataclasses.field(default_factory=dict[int | str, int])
+    """The integer arguments in the whole run."""
 
-    def __init__(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        inputs: list[Typed],
-        outputs: list[Tensor],
-        wholes: list[tuple[int, ...]] | None = None,
-        integers: dict[int | str, int] | None = None,
-    ) -> None:
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs
-        self.inputs = inputs
-        self.outputs = outputs
-        self.wholes = wholes
-        self.integers = integers or {}
-        self._types = {id(value.tensor): value.type for value in inputs}
+    def __post_init__(self) -> None:
+        self._types = {id(value.tensor): value.type for value in self.inputs}
 
     def type(self, value: Any) -> Type:
         """Return the type of an argument; anything but a tensor is the same on every rank."""
@@ -57,24 +44,26 @@ class Operation:
                 return self.kwargs[name]
         return self.args[place] if len(self.args) > place else default
 
-    def whole_integer(self, place: int, name: str, default: int) -> int:
-        """Return the whole run's value of an integer argument."""
-        return self.integers.get(name, self.integers.get(place, default))
+    def groups(self, place: int, name: str) -> tuple[int, int]:
+        """Return the number of groups of channels, on this rank and in the whole run."""
+        own = int(self.argument(place, name, default=1))
+        return own, self.integers.get(name, self.integers.get(place, own))
+
+    def check_groups(self, place: int, name: str, data: Tensor, dim: int) -> None:
+        """Refuse channels in parts, along this dim of the data, where the groups are not divided like them."""
+        own, whole = self.groups(place, name)
+        full = next(value.full[dim] for value in self.inputs if value.tensor is data)
+        if whole * data.shape[dim] != own * full:
+            raise RefusedError("has as many groups on shards as the whole: its groups would be other channels")
 
     @property
     def is_replicated(self) -> bool:
         """Whether all its arguments are replicated."""
         return all(value.type.kind == "replicated" for value in self.inputs)
 
-    @property
-    def has_varying(self) -> bool:
-        """Whether an argument is varying."""
-        return any(value.type.kind == "varying" for value in self.inputs)
-
-    @property
-    def has_partial(self) -> bool:
-        """Whether an argument is a term of a sum."""
-        return any(value.type.kind == "partial" for value in self.inputs)
+    def has(self, kind: Kind) -> bool:
+        """Tell whether an argument is of this kind."""
+        return any(value.type.kind == kind for value in self.inputs)
 
     # -- building blocks of rules ---------------------------------------------------------------------------------
 
@@ -122,7 +111,7 @@ class Operation:
 
     def linear(self) -> list[Type] | None:
         """Return partial for each output where every argument is a term of a sum, or zeros; None where none is a term."""
-        if not self.has_partial:
+        if not self.has("partial"):
             return None
         for value in self.inputs:
             if value.type.kind != "partial" and not value.type.is_zero:
@@ -130,20 +119,12 @@ class Operation:
         return self.all(PARTIAL)
 
     def refuse_partial(self) -> None:
-        """Refuse arguments that are terms of a sum.
-
-        Raises:
-            RefusedError: It is.
-        """
-        if self.has_partial:
+        """Refuse arguments that are terms of a sum."""
+        if self.has("partial"):
             raise RefusedError("is not linear, and takes a term of a sum (partial): f(a) + f(b) is not f(a + b)")
 
     def refuse_others(self, *allowed: Any) -> None:
-        """Refuse tensors that are not replicated, besides those named.
-
-        Raises:
-            RefusedError: There is one.
-        """
+        """Refuse tensors that are not replicated, besides those named."""
         known = {id(value) for value in allowed}
         for value in self.inputs:
             if id(value.tensor) not in known and value.type.kind != "replicated":
@@ -171,9 +152,11 @@ def normal(dim: int, num_dims: int) -> int:
     return dim + num_dims if dim < 0 else dim
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument."""
-    return flat_tensors(tree)
+def chosen(dims: Any, num_dims: int) -> set[int]:
+    """Return the dims that an argument names, one or several, counted from 0; None names all of them."""
+    if dims is None or dims == ():
+        return set(range(num_dims))
+    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
 
 
 Rule = Callable[[Operation], list[Type]]

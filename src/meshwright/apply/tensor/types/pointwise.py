@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, Typed, shard
@@ -9,21 +12,18 @@ from meshwright.apply.tensor.types.operation import Operation, mixing, words
 
 __all__: list[str] = []
 
-LINEAR = frozenset(
-    words(
-        """
+LINEAR = words(
+    """
     add sub neg positive negative clone to float double half bfloat16 type type_as contiguous detach data
     requires_grad cpu cuda lift_fresh alias resolve_conj resolve_neg real imag conj rsub identity
     """
-    )
 )
 """f(a) + f(b) = f(a + b)."""
 
 SCALING = frozenset(["mul", "div", "multiply", "divide", "true_divide"])
 
-NONLINEAR = frozenset(
-    words(
-        """
+NONLINEAR = words(
+    """
     abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal pow rpow float_power sin
     cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv sign sgn
     floor ceil round trunc fix frac clamp clip clamp_min clamp_max minimum maximum fmin fmax remainder fmod
@@ -35,7 +35,6 @@ NONLINEAR = frozenset(
     long int short byte hypot ldexp copysign xlogy sinc heaviside isclose polar complex view_as_complex
     view_as_real deg2rad rad2deg lgamma digamma i0 nextafter logaddexp logaddexp2 signbit mul_add gumbel
     """
-    )
 )
 
 FILLS = frozenset(["zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill"])
@@ -55,13 +54,21 @@ DROPOUTS = frozenset(
 )
 
 
+def drops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of the function of this name drops entries."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    is_training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return name in DROPOUTS and bool(is_training) and bool(kwargs.get("p", args[1] if len(args) > 1 else 0.5))
+
+
 def pointwise(op: Operation) -> list[Type]:
     """Follow a function that keeps shapes, or broadcasts."""
     if op.name == "where" and len(op.args) == 1:
         raise RefusedError("has as many entries as the values say, of a tensor that is not replicated")
-    if op.has_varying:
+    if op.has("varying"):
         return op.all(VARYING)
-    if op.has_partial:
+    if op.has("partial"):
         return _of_terms(op)
     if op.name == "prelu" and op.args[1].numel() > 1:
         return _channels(op)
@@ -77,11 +84,7 @@ def _channels(op: Operation) -> list[Type]:
 
 
 def broadcast(op: Operation) -> Type:
-    """Return the shard that all operands agree on, counted from the right.
-
-    Raises:
-        RefusedError: They do not.
-    """
+    """Return the shard that all operands agree on, counted from the right; refuse those that do not agree."""
     num_dims = max(value.tensor.dim() for value in op.inputs)
     places = {value.type.dim - value.tensor.dim() for value in op.inputs if value.type.dim is not None}
     if len(places) != 1:
@@ -93,11 +96,7 @@ def broadcast(op: Operation) -> Type:
 
 
 def check_beside(value: Typed, place: int) -> None:
-    """Refuse a replicated tensor that differs along the sharded dim; `place` is counted from the right.
-
-    Raises:
-        RefusedError: It is not.
-    """
+    """Refuse a replicated tensor that differs along the sharded dim; `place` is counted from the right."""
     if value.type.kind == "replicated" and value.tensor.dim() >= -place and value.full[place] != 1:
         size = value.full[place]
         raise RefusedError(f"meets a replicated tensor of {size} entries in the dim where the other is in parts")

@@ -11,13 +11,11 @@ from meshwright.apply.tensor.types.operation import Operation, mixing, words
 
 __all__: list[str] = []
 
-PRODUCTS = frozenset(
-    words(
-        """
+PRODUCTS = words(
+    """
     linear matmul rmatmul mm bmm mv dot inner vdot addmm addbmm baddbmm addmv outer ger einsum conv1d conv2d
     conv3d conv_transpose1d conv_transpose2d conv_transpose3d bilinear
     """
-    )
 )
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -137,8 +135,6 @@ def _einsum(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
 def _convolution(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]]:
     data, weight = op.argument(0, "input"), op.argument(1, "weight")
     is_turned = op.name.startswith("conv_transpose")
-    place = 6  # of the groups, in both
-    groups = int(op.argument(place, "groups", default=1))
     space = _LETTERS[: weight.dim() - 2]
     lead = "n" if data.dim() == weight.dim() else ""
     kernel = space.upper()
@@ -146,20 +142,14 @@ def _convolution(op: Operation) -> tuple[list[Tensor], list[str], str, list[Any]
     if own.dim is not None and own.dim > len(lead):
         raise RefusedError(f"reads across the sharded dim {own.dim}")
     bias = [op.argument(2, "bias")]
-    if op.whole_integer(place, "groups", groups) == 1:
+    groups_at = 6  # in both
+    if op.groups(groups_at, "groups")[1] == 1:
         letters = f"yz{kernel}" if is_turned else f"zy{kernel}"
         return [data, weight], [f"{lead}y{space}", letters], f"{lead}z{space}", bias
     # In groups: channels of the data, the weight's first dim and the result's channels are divided together.
-    is_cut = own.dim == len(lead)
-    if is_cut and op.whole_integer(place, "groups", groups) * data.shape[len(lead)] != groups * _channels(
-        op, data, len(lead)
-    ):
-        raise RefusedError("has as many groups on shards as the whole: its groups would be other channels")
+    if own.dim == len(lead):
+        op.check_groups(groups_at, "groups", data, len(lead))
     return [data, weight], [f"{lead}z{space}", f"zy{kernel}"], f"{lead}z{space}", bias
-
-
-def _channels(op: Operation, data: Tensor, at: int) -> int:
-    return next(value.full[at] for value in op.inputs if value.tensor is data)
 
 
 def attention(op: Operation) -> list[Type]:

@@ -7,32 +7,28 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, VARYING, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal, words
+from meshwright.apply.tensor.types.operation import Operation, chosen, words
 from meshwright.apply.tensor.types.pointwise import pointwise
 
 __all__: list[str] = []
 
 # Function -> (position of its dim among the arguments, its default dim; None is all of them).
-_ALL, _LAST = None, -1
 REDUCTIONS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
         words(
             """
-    sum nansum mean nanmean amax amin prod all any std var max min argmax argmin median
+    sum nansum mean nanmean amax amin prod all any std var max min argmax argmin median nanmedian logsumexp var_mean
+    std_mean aminmax count_nonzero softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp
     """
         ),
-        (1, _ALL),
+        (1, None),
     ),
-    **dict.fromkeys(["logsumexp", "var_mean", "std_mean", "aminmax", "count_nonzero", "nanmedian"], (1, _ALL)),
-    **dict.fromkeys(
-        ["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"], (1, _ALL)
-    ),
-    **dict.fromkeys(["sort", "argsort", "msort", "mode", "diff"], (1, _LAST)),
-    **dict.fromkeys(["topk", "kthvalue", "norm", "linalg_norm", "linalg_vector_norm", "quantile"], (2, _LAST)),
+    **dict.fromkeys(["sort", "argsort", "msort", "mode"], (1, -1)),
+    **dict.fromkeys(["topk", "kthvalue", "diff"], (2, -1)),
+    **dict.fromkeys(["norm", "linalg_norm", "linalg_vector_norm", "quantile"], (2, None)),
     "normalize": (2, 1),
-    "glu": (1, _LAST),
+    "glu": (1, -1),
 }
-_ALL_BY_DEFAULT = {"norm", "linalg_norm", "linalg_vector_norm", "quantile"}
 _LINEAR = {"sum", "nansum", "mean", "cumsum", "diff"}
 _SUMS = {"sum", "nansum"}
 _NAMES = ("dim", "axis")
@@ -42,29 +38,19 @@ def reduction(op: Operation) -> list[Type]:
     """Follow a function over some dims."""
     first: Any = op.argument(0, "input", "self")
     place, default = REDUCTIONS[op.name]
-    if op.name in _ALL_BY_DEFAULT:
-        default = None
-    if op.name == "diff":
-        place = 2
     dims: Any = op.argument(place, *_NAMES, default=default)
     if op.name in ("max", "min") and isinstance(op.argument(1, "other", *_NAMES), Tensor):
         return pointwise(op)
     if op.name in ("std", "var") and isinstance(dims, bool):
         dims = None
     own = op.type(first)
-    if op.has_varying:
+    if op.has("varying"):
         return op.all(VARYING)
     if own.kind == "partial":
         if op.name not in _LINEAR:
             op.refuse_partial()
         return op.all(PARTIAL)
-    return _over(op, own, _chosen(dims, first.dim()), first.dim())
-
-
-def _chosen(dims: Any, num_dims: int) -> set[int]:
-    if dims is None or dims == ():
-        return set(range(num_dims))
-    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
+    return _over(op, own, chosen(dims, first.dim()), first.dim())
 
 
 def _over(op: Operation, own: Type, dims: set[int], num_dims: int) -> list[Type]:
@@ -108,10 +94,7 @@ def channels(op: Operation) -> list[Type]:
         if value.tensor is not first and value.type != shard(0):
             raise RefusedError(f"takes a weight or a statistic that is {value.type} with channels in parts")
     if op.name == "group_norm":
-        groups = int(op.argument(1, "num_groups"))
-        full = next(value.full[1] for value in op.inputs if value.tensor is first)
-        if op.whole_integer(1, "num_groups", groups) * first.shape[1] != groups * full:
-            raise RefusedError("has as many groups on shards as the whole: its groups would be other channels")
+        op.check_groups(1, "num_groups", first, 1)
     return op.all(own)
 
 

@@ -9,24 +9,20 @@ from meshwright.apply.tensor.types.operation import Operation, Rule, words
 __all__: list[str] = []
 
 ZEROS = frozenset(["zeros", "zeros_like", "new_zeros"])
-CONSTANTS = ZEROS | frozenset(
-    words(
-        """
+CONSTANTS = ZEROS | words(
+    """
     ones ones_like full full_like empty empty_like new_ones new_full new_empty
     """
-    )
 )
 """Every entry is the same, so that this rank's size of it is a part of the whole."""
 
 NUMBERED = frozenset(["arange", "linspace", "logspace", "range", "eye", "tril_indices", "triu_indices", "meshgrid"])
 
-DRAWS = frozenset(
-    words(
-        """
+DRAWS = words(
+    """
     rand randn randint rand_like randn_like randint_like randperm bernoulli normal uniform exponential
     cauchy poisson random multinomial geometric log_normal gumbel_softmax rrelu
     """
-    )
 )
 
 _LOSSES = (

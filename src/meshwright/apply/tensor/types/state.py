@@ -9,7 +9,8 @@ from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.types.gradients import Tape
 from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, VARYING, Typed, Where, shard
 from meshwright.apply.tensor.types.report import TypeReport
-from meshwright.apply.tensor.types.typed_run import Record, flat_tensors
+from meshwright.apply.tensor.types.typed_run import Follower, Record
+from meshwright.trees import arguments_in
 
 __all__: list[str] = []
 
@@ -18,18 +19,13 @@ UNKNOWN = "a tensor that no torch function made"
 
 
 class TypingState:
-    """The types of all tensors, and the report.
-
-    Args:
-        cutting: The layout, applied to a copy of the module.
-        record: Calls of the whole run.
-    """
+    """The types of all tensors, and the report, of a run on a copy of the module that is cut."""
 
     def __init__(self, cutting: Cutting, record: Record) -> None:
         self.cutting = cutting
         self.module: nn.Module = cutting.module
         self.report = TypeReport()
-        self.whole = record.follow()
+        self.whole = Follower(record)
         self.tape = Tape()
         self.closed: list[str] = []
         """Modules that are running and not followed: their code is ours (`edges.py`)."""
@@ -39,16 +35,17 @@ class TypingState:
         self._constants = {**record.constants}
         for child in self.module.modules():
             for tree in vars(child).values():
-                self._constants.update((id(tensor), tensor) for tensor in flat_tensors(tree))
+                self._constants.update((id(tensor), tensor) for tensor in arguments_in(tree))
         self._start()
 
     def _start(self) -> None:
         layout = self.cutting.layout
         once = {path for region in layout.regions for path in region.once}
         cuts = {id(find_tensor(self.module, path)): cut.dim for path, (_, cut) in layout.cuts.items()}
+        by_id = self.cutting.layouts_by_id()
         for path, tensor in (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()):
             if id(tensor) in cuts:
-                kind, full = shard(cuts[id(tensor)]), self.cutting.full_shape(path) or tuple(tensor.shape)
+                kind, full = shard(cuts[id(tensor)]), by_id[id(tensor)][0].shape
             else:
                 kind, full = PARTIAL if path in once else REPLICATED, tuple(tensor.shape)
             self._values.setdefault(id(tensor), Typed(tensor, kind, full, path))

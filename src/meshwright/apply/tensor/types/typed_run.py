@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.tensor.types.lattice import NOWHERE, RefusedError, Where
-from meshwright.trees import tensors_in
+from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
 
@@ -24,6 +24,11 @@ _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _OURS = os.sep.join(__file__.split(os.sep)[:-4]) + os.sep
 _START = "run_and_watch"
 """Name of the functions that start a run: nothing above them is the user's forward."""
+
+READS = frozenset(
+    "bool item int float tolist numpy index complex contains is_nonzero equal allclose array".split()  # noqa: SIM905
+)
+"""Names of functions that give code a number or a truth value, where they give no tensor."""
 
 _PAIRS = ("add", "sub", "mul", "and", "or", "xor", "floordiv", "mod", "matmul", "lshift", "rshift")
 
@@ -96,28 +101,16 @@ class Record:
         self.constants: dict[int, Tensor] = {}
         """By id, the tensors that functions took and no function had made: what the code holds from before."""
 
-    def follow(self) -> Follower:
-        """Return a fresh reader."""
-        return Follower(self.events)
-
 
 class Follower:
-    """A reader of a record.
+    """A reader of a record."""
 
-    Args:
-        events: The whole run's events.
-    """
-
-    def __init__(self, events: list[Event]) -> None:
-        self._events = events
+    def __init__(self, record: Record) -> None:
+        self._events = record.events
         self._next = 0
 
     def call(self, name: str, where: Where) -> Event:
-        """Return the whole run's call that matches this one.
-
-        Raises:
-            RefusedError: The whole run calls something else here.
-        """
+        """Return the whole run's call that matches this one; refuse one that calls something else here."""
         while self._next < len(self._events) and self._events[self._next].module is not None:
             self._next += 1
         found = self._events[self._next] if self._next < len(self._events) else Event("nothing")
@@ -127,21 +120,13 @@ class Follower:
         return found
 
     def finish(self) -> None:
-        """Record the end of the run.
-
-        Raises:
-            RefusedError: The whole run has more calls.
-        """
+        """Refuse a run that ends before the whole one does."""
         rest = [event for event in self._events[self._next :] if event.module is None]
         if rest:
             raise RefusedError(f"takes another path on shards: the whole also calls {rest[0].name} at {rest[0].where}")
 
     def pass_module(self, path: str) -> list[tuple[int, ...]]:
-        """Skip a module's call, and return the shapes of its results.
-
-        Raises:
-            RefusedError: The whole run does not call it here.
-        """
+        """Skip a module's call, and return the shapes of its results; refuse one that the whole run does not make here."""
         depth = 0
         for index in range(self._next, len(self._events)):
             event = self._events[index]
@@ -156,11 +141,7 @@ class Follower:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of a run.
-
-    Args:
-        record: The record to write.
-    """
+    """Records the calls of a run."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -171,12 +152,12 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in flat_tensors((args, kwargs)):
+        for tensor in arguments_in((args, kwargs)):
             if (made := self._made.get(id(tensor))) is None or made() is not tensor:
                 self._record.constants[id(tensor)] = tensor
         result = func(*args, **kwargs)
         name = name_of(func)
-        outputs = list(flat_tensors(result))
+        outputs = list(arguments_in(result))
         self._made.update((id(tensor), weakref.ref(tensor)) for tensor in outputs)
         if outputs or name == "setitem":
             where, _ = find_where()
@@ -206,15 +187,3 @@ def run_and_watch(module: nn.Module, inputs: Any, record: Record) -> Any:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def flat_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments or results of a torch function."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from flat_tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from flat_tensors(item)

@@ -7,20 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.tensor.types.lattice import PARTIAL, RefusedError, Type, shard
-from meshwright.apply.tensor.types.operation import Operation, normal, words
+from meshwright.apply.tensor.types.operation import Operation, chosen, normal, words
 
 __all__: list[str] = []
 
-VIEWS = frozenset(
-    words(
-        """
+VIEWS = words(
+    """
     view reshape view_as reshape_as flatten unflatten ravel permute transpose t T mT H mH adjoint swapaxes
     swapdims movedim moveaxis unsqueeze squeeze expand expand_as broadcast_to tile repeat repeat_interleave
     split chunk tensor_split split_with_sizes unbind narrow select unsafe_chunk unsafe_split flip diagonal
     unfold pixel_shuffle pixel_unshuffle channel_shuffle rot90 as_strided hsplit vsplit dsplit atleast_1d
     atleast_2d atleast_3d
     """
-    )
 )
 
 JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
@@ -47,7 +45,7 @@ def view(op: Operation) -> list[Type]:
         return _expanded(op)
     if op.name in _UNSAFE:
         raise RefusedError(f"no rule for {op.name} of {own}")
-    if op.name in _PICKS and own.dim in _dims(op.argument(1, "dim", "dims", default=0), first.dim()):
+    if op.name in _PICKS and own.dim in chosen(op.argument(1, "dim", "dims", default=0), first.dim()):
         raise RefusedError(f"picks entries by their place in the sharded dim {own.dim}")
     return op.by_shapes()
 
@@ -66,13 +64,9 @@ def roll(op: Operation) -> list[Type]:
         return terms
     own = op.type(op.args[0])
     dims: Any = op.argument(2, "dims")
-    if dims is None or own.dim in _dims(dims, op.args[0].dim()):
+    if dims is None or own.dim in chosen(dims, op.args[0].dim()):
         raise RefusedError(f"rolls along the sharded dim {own.dim}")
     return op.all(own)
-
-
-def _dims(dims: Any, num_dims: int) -> set[int]:
-    return {normal(dim, num_dims) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
 
 
 def join(op: Operation) -> list[Type]:
