@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.tensor_type_cases import HIDDEN, PAIR, WIDTH, Between, experiment_of, types_of
+from tests.unit.apply.tensor.tensor_type_cases import HIDDEN, PAIR, WIDTH, Between, experiment_of, types_of
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.proof import proof

@@ -15,7 +15,7 @@ from meshwright.train.config.load import load_config
 from meshwright.train.config.types import ScheduleConfig, TrainConfig
 from meshwright.train.optim import lr_fraction
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 MINIMAL = """
 [model]

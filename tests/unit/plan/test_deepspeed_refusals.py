@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tests.unit.deepspeed_files import BATCH, apply_fix, optimizer, read, scheduler, zero
+from tests.unit.plan.deepspeed_files import BATCH, apply_fix, optimizer, read, scheduler, zero
 
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.reader import read_deepspeed

@@ -1,7 +1,7 @@
 """plan/deepspeed*.py: what each key of a DeepSpeed configuration decides."""
 
 import pytest
-from tests.unit.deepspeed_files import apply_fix, optimizer, read, row, scheduler, zero
+from tests.unit.plan.deepspeed_files import apply_fix, optimizer, read, row, scheduler, zero
 
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.reader import Settings, read_deepspeed

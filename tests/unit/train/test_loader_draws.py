@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.loading import Numbers, fake_model, joined, together
+from tests.unit.train.loading import Numbers, fake_model, joined, together
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from meshwright.errors import ConfigError

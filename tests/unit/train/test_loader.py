@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tests.unit.loading import Numbers, batches, fake_model, joined, together
+from tests.unit.train.loading import Numbers, batches, fake_model, joined, together
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from meshwright.errors import ConfigError

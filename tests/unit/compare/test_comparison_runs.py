@@ -37,7 +37,7 @@ from meshwright.run.parallel_model import apply_plan
 from meshwright.spec import Plan
 from meshwright.train.config.load import load_config
 
-CLASSIC = Path(__file__).parents[2] / "examples" / "mlp_classic.toml"
+CLASSIC = Path(__file__).parents[3] / "examples" / "mlp_classic.toml"
 
 
 # -- what a model should send ------------------------------------------------------------------------------------------

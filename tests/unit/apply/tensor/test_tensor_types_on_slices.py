@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.tensor_type_cases import PAIR, WIDTH, Between, experiment_of
+from tests.unit.apply.tensor.tensor_type_cases import PAIR, WIDTH, Between, experiment_of
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.attention import attention_region

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.plan.deepspeed.reader import Settings, read_deepspeed
 
-EXAMPLE = Path(__file__).parents[1] / "data" / "ds_pipeline_zero3.json"
+EXAMPLE = Path(__file__).parents[2] / "data" / "ds_pipeline_zero3.json"
 BATCH = {"train_micro_batch_size_per_gpu": 4}
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from tests.unit.loading import Numbers, batches, fake_model, together
+from tests.unit.train.loading import Numbers, batches, fake_model, together
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from meshwright.errors import ConfigError

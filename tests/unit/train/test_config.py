@@ -13,7 +13,7 @@ from meshwright.train.config.imports import check_callable
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 MINIMAL = """
 [model]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.unit.deepspeed_files import BATCH, EXAMPLE, read, row, zero
+from tests.unit.plan.deepspeed_files import BATCH, EXAMPLE, read, row, zero
 
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.keys import BLOCKS, KEYS, REFUSED_IF_ENABLED
