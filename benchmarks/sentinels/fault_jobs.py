@@ -124,7 +124,7 @@ def weight_written(model: mw.ParallelModel, share: Any, told: dict[str, Any]) ->
     name, value = _matrix(model)
     told["name"] = name
     with torch.no_grad():
-        value.view(-1)[1] += 0.5
+        value.mul_(1.5)  # each entry by itself: an index into a part is refused
     return share
 
 
