@@ -135,7 +135,8 @@ def sequence_gradient_not_scattered_later(stack: Stack) -> None:
             return original(tensor, group, dim, sizes)
         return tensor.narrow(dim, sum(sizes[: group.group_rank]), sizes[group.group_rank]).clone()
 
-    patch(stack, functional, "_reduce_scatter", wrong)
+    _, conjugate = functional._EXCHANGES["reduce_scatter"]
+    stack.enter_context(mock.patch.dict(functional._EXCHANGES, reduce_scatter=(wrong, conjugate)))
 
 
 def smoothing_over_own_classes(stack: Stack) -> None:

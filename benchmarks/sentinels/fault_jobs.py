@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright._torch_private import without_function_subclasses
 from meshwright.apply.data.sharded import ShardedEngine
 from meshwright.apply.engine import Engine
 from meshwright.apply.nested import OuterEngine
@@ -111,7 +112,8 @@ def _flip(tensor: Tensor) -> None:
     """Turn one bit of the mantissa of one entry, as a fault of the memory does: torch counts no write."""
     words = {8: (torch.int64, 48), 4: (torch.int32, 19), 2: (torch.int16, 4)}
     kind, bit = words[tensor.element_size()]
-    tensor.data.view(-1).view(kind)[1] ^= 1 << bit
+    with without_function_subclasses():  # memory asks nobody whether this is a part
+        tensor.data.view(-1).view(kind)[1] ^= 1 << bit
 
 
 def _of_optimizer(model: mw.ParallelModel, parameter: Tensor) -> Tensor:
