@@ -210,7 +210,7 @@ def norm_counts_copies_twice(stack: Stack) -> None:
     def squares(self: Any, skipped: frozenset[int], *, exact: bool) -> Tensor:
         gradients = [gradient for gradient, p in self.inner.gradient_pieces() if id(p) not in skipped]
         total = tensor_engine.squares_of(gradients, self.device, exact=exact)
-        self.shards.all_reduce(total)
+        self.tp_group.all_reduce(total)
         return total
 
     patch(stack, tensor_engine.TensorEngine, "gradient_squares", squares)
