@@ -89,6 +89,20 @@ def arguments_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from arguments_in(item)
 
 
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return what is equal for plain tensors that are views of one memory; None for other kinds, and for no entries."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not is_plain or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device
+
+
+def end_of_memory(tensor: torch.Tensor) -> int:
+    """Return the place in its storage behind a strided tensor's last entry [entries]."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
+
+
 def tree_bytes(tree: Any) -> int:
     """Return the bytes of all tensors inside [bytes]."""
     return sum(tensor.nbytes for tensor in tensors_in(tree))

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.errors import ApplyError
 from meshwright.layout import even_sizes
-from meshwright.trees import map_tensors, tensors_in
+from meshwright.trees import map_tensors, memory_key, tensors_in
 
 __all__: list[str] = []
 
@@ -87,17 +87,35 @@ def split_samples(tree: Any, sizes: Sequence[int]) -> list[Any]:
     parts = []
     start = 0
     for size in sizes:
-        stop = start + size
-
-        def cut(tensor: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
-            if tensor.dim() == 0:
-                return tensor
-            # Each part counts writes for itself: backward of one must not refuse what the model writes into another.
-            return (tensor if tensor.requires_grad or tensor.is_inference() else tensor.data)[start:stop]
-
-        parts.append(map_tensors(tree, cut, by_sample=True))
-        start = stop
+        # Each part counts writes for itself: backward of one must not refuse what the model writes into another.
+        parts.append(map_tensors(tree, _Rows(start, start + size), by_sample=True))
+        start += size
     return parts
+
+
+class _Rows:
+    """Takes rows of tensors: a tensor in two places stays one, and tensors that share memory count writes together, as before."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._rows = slice(start, stop)
+        self._made: dict[int, torch.Tensor] = {}
+        self._memory: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = self._counted_apart(tensor)[self._rows]
+        return self._made[id(tensor)]
+
+    def _counted_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad or tensor.is_inference():
+            return tensor
+        key = memory_key(tensor)
+        if key is None:
+            return tensor.data
+        first = self._memory.setdefault(key, tensor.data)
+        return first.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class BatchSplitter:

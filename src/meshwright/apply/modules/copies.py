@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.errors import ApplyError
-from meshwright.trees import map_tensors, tensors_in, with_attributes
+from meshwright.trees import end_of_memory, map_tensors, memory_key, tensors_in, with_attributes
 
 __all__: list[str] = []
 
@@ -264,12 +264,37 @@ def map_call(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def own_copy(batch: Any) -> Any:
-    """Return a batch that a trial may write into: containers and tensors of its own; a tensor in two places stays one."""
+    """Return a batch that a trial may write into: containers and tensors of its own; what shares memory there shares it here."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
+    shared = _shared_memory(batch)
 
     def clone(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:  # with the original, so that its id stays its own
-            made[id(tensor)] = tensor, tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            made[id(tensor)] = tensor, shared(tensor)
         return made[id(tensor)][1]
 
     return with_attributes(map_call(batch, clone), batch)
+
+
+def _shared_memory(batch: Any) -> Callable[[Tensor], Tensor]:
+    """Return what clones a tensor of the batch; clones of views of one memory are views of one memory."""
+    groups: dict[Any, dict[int, Tensor]] = {}
+    for tensor in tensors_in(batch):
+        key = None if tensor.requires_grad else memory_key(tensor)
+        if key is not None:
+            groups.setdefault(key, {})[id(tensor)] = tensor
+    views: dict[int, tuple[Tensor, int]] = {}
+    for group in groups.values():
+        if len(group) > 1:
+            start = min(int(tensor.storage_offset()) for tensor in group.values())
+            stop = max(end_of_memory(tensor) for tensor in group.values())
+            memory = next(iter(group.values())).as_strided((stop - start,), (1,), start).clone()
+            views |= {place: (memory, int(tensor.storage_offset()) - start) for place, tensor in group.items()}
+
+    def clone(tensor: Tensor) -> Tensor:
+        if id(tensor) in views:
+            memory, start = views[id(tensor)]
+            return memory.as_strided(tensor.shape, tensor.stride(), start)
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return clone

@@ -6,12 +6,14 @@ alias of which another stage holds a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, StandIn
 from meshwright.errors import ApplyError
+from meshwright.trees import end_of_memory, memory_key
 
 __all__: list[str] = []
 
@@ -19,11 +21,14 @@ __all__: list[str] = []
 class Memory:
     """Shared memory of one forward's tensors, as one stage knows it."""
 
-    __slots__ = ("_copies", "_moved", "_stage", "is_touched")
+    __slots__ = ("_copies", "_inputs", "_moved", "_stage", "has_inputs", "is_touched")
 
     def __init__(self, stage: int) -> None:
         self.is_touched = False
         """Whether there is anything to refuse."""
+        self.has_inputs = False
+        """Whether one stage alone has written into a tensor that each of them has of its own, such as one of the batch."""
+        self._inputs: list[Tensor] = []
         self._stage = stage
         self._copies: list[StageValue] = []
         self._moved: set[int] = set()
@@ -46,6 +51,26 @@ class Memory:
             self._moved.add(place)
             self.is_touched = True
 
+    def note_input(self, tensor: Tensor) -> None:
+        """Record that one stage has written into a tensor that each of them has of its own."""
+        if memory_key(tensor) is not None:
+            self._inputs.append(tensor)
+            self.has_inputs = True
+
+    def refuse_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse code that uses tensors of its own stage, of no known home, whose memory one stage alone has written into.
+
+        Raises:
+            ApplyError: It does.
+        """
+        for tensor in tensors:
+            if any(_overlap(tensor, written) for written in self._inputs):
+                raise ApplyError(
+                    f"a layer, or code between layers, writes into a tensor of the batch, and other code uses another one, of "
+                    f"shape {list(tensor.shape)}, that shares its memory; only the stage that writes has what was written",
+                    fix="do not write in place there (y = y + x, inplace=False), or clone() before; or use pp=1",
+                )
+
     def refuse_stale(self, values: Sequence[StageValue]) -> None:
         """Refuse code that uses a stale copy.
 
@@ -60,6 +85,17 @@ class Memory:
                     f"that shares its memory; other stages than stage {self._stage} have a copy, which the write does not reach",
                     fix="write y = y + x in place of y += x, or clone() before; or use pp=1",
                 )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have an entry of memory in common."""
+    key = memory_key(one)
+    if key is None or key != memory_key(other):
+        return False
+    start = min(one.storage_offset(), other.storage_offset())
+    marks = torch.zeros(max(end_of_memory(one), end_of_memory(other)) - start, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset() - start).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - start).any())
 
 
 def _place_of(tensor: Tensor | None) -> int:

@@ -23,6 +23,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 )
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.errors import ApplyError
+from meshwright.trees import arguments_in
 
 __all__: list[str] = []
 
@@ -65,10 +66,14 @@ class Bookkeeping(TorchFunctionMode):
 
     def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageValue]:
         """Return the values of this forward, and those of parameters that other stages hold."""
+        if self._memory.has_inputs:
+            self._memory.refuse_inputs(tensor for tensor in arguments_in([args, kwargs]) if value_of(tensor) is None)
         return self._known_here(values_in(*args, kwargs) if kwargs else values_in(*args))
 
     def _values_of(self, tensors: list[Tensor]) -> list[StageValue]:
         """Return `_own_values` of these tensors."""
+        if self._memory.has_inputs:
+            self._memory.refuse_inputs(tensor for tensor in tensors if value_of(tensor) is None)
         return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
 
     def _known_here(self, found: list[StageValue]) -> list[StageValue]:
@@ -142,6 +147,8 @@ class Bookkeeping(TorchFunctionMode):
         """Record that this stage has written into a tensor."""
         known = value_of(target)
         if known is None or known.owner is not self:
+            if known is None and home is not None:
+                self._memory.note_input(target)
             known = StageValue(self, home, target, None)
             mark(target, known)
         known.home = home
@@ -153,6 +160,8 @@ class Bookkeeping(TorchFunctionMode):
         """Record that another stage has written into a tensor."""
         value = value_of(target)
         if value is None or value.owner is not self:
+            if value is None and home is not None:
+                self._memory.note_input(target)
             value = StageValue(self, home, None, None)
         elif value.home == self.stage and value.real is not None:
             self._memory.note_moved(value.real)
