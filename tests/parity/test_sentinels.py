@@ -45,9 +45,9 @@ def _assert_stopped(told: dict[str, Any], kind: str, steps: int, *words: str) ->
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("other_row", ("[0] has other values", "in 1 of ", "row 1 first")),
-        ("other_labels", ("[1] has other values",)),
-        ("other_length", ("[0] has other shapes",)),
+        ("other_row", ("batch[0] has other values", "in 1 of ", "row 1 first")),
+        ("other_labels", ("batch[1] has other values",)),
+        ("other_length", ("batch[0] has other shapes",)),
         ("no_batch", ("None, an empty share",)),
     ],
 )

@@ -50,7 +50,7 @@ def require_world(plan: Plan, world: World) -> None:
         )
     raise ApplyError(
         f"the plan '{plan}' is for {plan.num_ranks} rank(s), and {world.world_size} are running",
-        fix=f"use a plan for {world.world_size} ranks, 'dp={world.world_size}' for example",
+        fix=f"start {plan.num_ranks} rank(s), or use a plan for {world.world_size}, 'dp={world.world_size}' for example",
     )
 
 

@@ -118,7 +118,9 @@ def parse_line(text: str) -> tuple[str | None, dict[str, Any]]:
     if words[0] and "=" not in words[0]:
         preset = words.pop(0)
         hint = did_you_mean(preset, PRESETS)
-        problems.require(preset in PRESETS, f"unknown preset '{preset}'{hint}; known: {', '.join(PRESETS)}")
+        rule = f"unknown preset '{preset}'{hint}; known: {', '.join(PRESETS)}"
+        degree = re.fullmatch(rf"({'|'.join(_DEGREES)})(\d+)", preset)
+        problems.require(preset in PRESETS, rule, fix=f"write '{degree[1]}={degree[2]}'" if degree else None)
     entries: dict[str, Any] = {}
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))

@@ -1,4 +1,4 @@
-"""Scripts of `guards2_calls.py` and `guards2_tensors.py`, run by ranks and by one process."""
+"""Scripts of `unseen_calls.py` and `unseen_tensors.py`, run by ranks and by one process."""
 
 from __future__ import annotations
 

@@ -190,6 +190,8 @@ def test_each_rule_has_a_fix_that_works(line: str, message: str, fixed: str) -> 
         ("dpp=2", r"unknown key 'dpp' \(did you mean"),
         ("micro_batch=2", r"did you mean 'micro_batches'"),
         ("distribute", r"unknown preset 'distribute' \(did you mean 'distributed'\?\)"),
+        ("dp2", r"unknown preset 'dp2'(?s:.*)fix: write 'dp=2'"),
+        ("tp16,zero=1", r"fix: write 'tp=16'"),
         ("dp=2,distributed", "a preset comes first: 'distributed,...'"),
         ("dp=2,dp=2", "'dp' is given twice"),
         ("pp=2,schedule=1f1", r"did you mean '1f1b'"),

@@ -166,6 +166,16 @@ def test_missing_file(folder):
         load_config(folder / "d.toml")
 
 
+@pytest.mark.parametrize(
+    ("written", "fix"), [("mine.tml", "use {}/mine.toml"), ("other", "pass the path of a TOML file")]
+)
+def test_the_fix_of_a_missing_file_is_a_file(folder, written, fix):
+    (folder / "mine.toml").write_text(MINIMAL)
+    with pytest.raises(ConfigError) as caught:
+        load_config(folder / written)
+    assert caught.value.fix == fix.format(folder)
+
+
 def test_a_value_cannot_smuggle_in_keys(folder):
     with pytest.raises(ConfigError, match=r"'train\.steps' = '1\\nseed"):
         load(folder, "train.steps=1\nseed = 3")

@@ -47,12 +47,16 @@ def _first_difference(mine: Any, theirs: Any) -> tuple[str | None, str] | None:
         return None, f"it holds other tensors: {', '.join(names)}, and {', '.join(other_names)}"
     for (name, shape, dtype, digest), (_, other_shape, other_dtype, other_digest) in zip(mine, theirs, strict=True):
         if shape != other_shape:
-            return None, f"{name} has other shapes: {shape} and {other_shape}"
+            return None, f"{_shown(name)} has other shapes: {shape} and {other_shape}"
         if dtype != other_dtype:
-            return None, f"{name} has other dtypes: {dtype} and {other_dtype}"
+            return None, f"{_shown(name)} has other dtypes: {dtype} and {other_dtype}"
         if digest != other_digest:
-            return name, f"{name} has other values"
+            return name, f"{_shown(name)} has other values"
     return None
+
+
+def _shown(name: str) -> str:
+    return f"batch{name}" if name.startswith("[") else name
 
 
 def _first_row(group: Communicator, batch: Any, name: str | None, pair: tuple[int, int], device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,8 +71,10 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = [found.stem for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"there is no configuration file {path}{did_you_mean(path.stem, near)}") from None
+        near = {found.stem: found for found in path.parent.glob("*.toml")}
+        close = difflib.get_close_matches(path.stem, near, n=1)
+        fix = f"use {near[close[0]]}" if close else "pass the path of a TOML file"
+        raise ConfigError(f"there is no configuration file {path}", fix=fix) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from None
 
