@@ -37,10 +37,9 @@ class OptimizerDraws:
         if self._state is None:
             with engine.group.ledger.of_checks():
                 seeds = engine.everyone.all_gather_json(torch.initial_seed(), device=engine.device)
-            with torch.random.fork_rng(devices=[engine.device] if engine.device.type == "cuda" else []):
-                torch.manual_seed(seeds[0] + 1)  # not the numbers that the parameters were drawn with
-                self._state = RandomState.read(engine.device)
-        self._state.restore(engine.device)
+            torch.manual_seed(seeds[0] + 1)  # not the numbers that the parameters were drawn with
+        else:
+            self._state.restore(engine.device)
         try:
             yield
         finally:

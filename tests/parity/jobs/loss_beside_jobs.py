@@ -70,16 +70,22 @@ def train(plan: str) -> Seen:
         return losses, {name: value for name, value in model.full_gradients().items() if value is not None}
 
 
+def plain_step(
+    module: Mixture, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer, step: int
+) -> float:
+    """Take one step as a textbook does; return its loss."""
+    batch = batch_of(step)
+    optimizer.zero_grad()
+    loss = loss_fn(module(batch[0]), batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def train_plainly() -> Seen:
-    module, losses = build(), []
+    module = build()
     loss_fn, optimizer = with_aux(module), torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(3):
-        batch = batch_of(step)
-        optimizer.zero_grad()
-        loss = loss_fn(module(batch[0]), batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = [plain_step(module, loss_fn, optimizer, step) for step in range(3)]
     return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -102,11 +108,4 @@ def losses_beside_a_switch(plan: str | None) -> list[float]:
                 model.module.temperature = 0.5  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return losses
     optimizer = sgd(module.parameters())
-    for step in range(2):
-        batch = batch_of(step)
-        optimizer.zero_grad()
-        loss = loss_fn(module(batch[0]), batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [plain_step(module, loss_fn, optimizer, step) for step in range(2)]
