@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -133,3 +134,36 @@ def test_without_its_source_nothing_is_claimed() -> None:
     with contextlib.suppress(ValueError):
         exec(code, {"probe": probe})
     assert seen == [False]
+
+
+_LOOKING = """
+import sys, threading, time
+from meshwright.ranks.watchdog import _handled_exception
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(0)  # hands the interpreter to another thread
+
+def look(thread):
+    kept = []
+    while True:
+        kept.append((len(kept), 0, 0))  # so that tuples of three are allocated, not reused
+        Cycle()
+        _handled_exception(thread)
+
+threading.Thread(target=look, args=(threading.get_ident(),), daemon=True).start()
+end = time.monotonic() + 2.0
+while time.monotonic() < end:
+    thread = threading.Thread(target=str)
+    thread.start()
+    thread.join()
+print("ended")
+"""
+
+
+def test_looking_never_blocks_threads_that_start_and_end() -> None:
+    # In Python 3.11 a collection during sys._current_exceptions() blocks all threads for ever (python/cpython#106883).
+    done = subprocess.run([sys.executable, "-c", _LOOKING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "ended"

@@ -216,6 +216,7 @@ class Experiment:
                 group: Any = ThreadGroup(meeting, self.num_tp_ranks, part)
                 with surrounded_by(self._ambient, gradients=True), Exact():
                     found[part] = self._run_shard(layout, group)
+                    group.leave()
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
                 errors.append(error)
                 meeting.barrier.abort()

@@ -39,6 +39,10 @@ class ThreadGroup:
             raise DisprovedError(f"the ranks exchange different things: {[entry[:2] for entry in everyone]}")
         return [entry[2] for entry in everyone]
 
+    def leave(self) -> None:
+        """Meet the others at the end; a thread that exchanges more often than another would wait for it."""
+        self._exchange("end", torch.empty(0))
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         parts = [part.clone() for part in self._exchange(f"all_reduce {op}", tensor.detach())]
         self._meeting.barrier.wait()  # nobody writes before all have read
