@@ -172,18 +172,20 @@ class Net(nn.Module):
         if hidden:
             h = torch.stack(collected).mean(0)
         if rounds is not None:
-            h = self.repeat(h, rounds)
+            h = self.repeat(h, rounds, mask)
         logits = self.leave(h)
         if "input_gradient" in self.root:
             slope = torch.autograd.grad(logits.square().sum(), x, create_graph=True)[0]
             logits = logits + 0.1 * slope.square().mean(-1, keepdim=True)
         return self.finish(logits, h, aux, labels)
 
-    def repeat(self, h: Tensor, rounds: Tensor) -> Tensor:
+    def repeat(self, h: Tensor, rounds: Tensor, mask: Tensor | None) -> Tensor:
         """Call blocks in turn, as often as the data say: each sample takes part in as many rounds as it asks for."""
         for number in range(int(rounds.max())):
             more = (rounds > number).view(-1, *[1] * (h.dim() - 1))
-            h = torch.where(more, torch.tanh(self.blocks[number % len(self.blocks)](h)), h)
+            block = self.blocks[number % len(self.blocks)]
+            # With the mask: else what a batch is padded to would count, and a rank's share may be padded to less.
+            h = torch.where(more, torch.tanh(block(h) if mask is None else block(h, mask)), h)
         return h
 
     def run_block(self, block: nn.Module, h: Tensor, mask: Tensor | None, last: bool, index: int) -> Any:

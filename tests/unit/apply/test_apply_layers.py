@@ -94,3 +94,22 @@ def test_closing_leaves_a_plain_model() -> None:
     model(torch.randn(2, 4))
     engine.close()
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+
+
+def test_describing_leaves_no_trace_in_a_model_that_a_patched_forward_closes_over() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    norm: nn.Module = model[1]
+    plain = norm.forward
+    seen: list[torch.Size] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        norm.last = x.shape
+        seen.append(x.shape)
+        return plain(x)  # runs the norm of the model itself, in a copy too
+
+    norm.forward = noted
+    engine = _engine(model, CPU, CPU)
+    engine.look_at((torch.randn(3, 4),), {})
+    assert int(norm.num_batches_tracked) == 0
+    assert not hasattr(norm, "last")
+    assert not seen

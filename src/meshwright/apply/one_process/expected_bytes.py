@@ -10,8 +10,8 @@ from torch import nn
 
 from meshwright.apply.data.expected_bytes import dense_gradients
 from meshwright.apply.forecast import Forecast, SeenStep
+from meshwright.apply.one_process.description import describe_undisturbed
 from meshwright.describe.batches import model_inputs
-from meshwright.describe.layers import describe_chain
 from meshwright.traffic import cut_activation_bytes, replica_copy_bytes
 
 __all__: list[str] = []
@@ -63,7 +63,7 @@ class LayersForecast(Forecast):
 def _cut_bytes(module: nn.Module, stage_of: Mapping[str, int], batch: Any) -> float | None:
     args, kwargs = model_inputs(batch)
     try:
-        chain = describe_chain(module, args, kwargs)
+        chain = describe_undisturbed(module, args, kwargs)
     except Exception:  # noqa: BLE001 - any model may need real values, which the meta device has not
         return None
     names = [layer.name for layer in chain.layers]

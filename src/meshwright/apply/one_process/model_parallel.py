@@ -18,9 +18,10 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.one_process.balance import balance_layers
+from meshwright.apply.one_process.description import describe_undisturbed
 from meshwright.apply.one_process.expected_bytes import LayersForecast
 from meshwright.comm.communicator import Communicator
-from meshwright.describe.layers import ChainDescription, describe_chain, find_layers
+from meshwright.describe.layers import ChainDescription, find_layers
 from meshwright.errors import ApplyError
 from meshwright.trees import map_tensors
 
@@ -119,7 +120,7 @@ class LayersEngine(Engine):
         self._is_described = True
         self.close()  # the model is copied to be described, and the copy must not move tensors
         try:
-            chain = describe_chain(self.module, args, kwargs)
+            chain = describe_undisturbed(self.module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - any model may need real values; parameters are a fair second best
             _log.info("layers are balanced by parameters alone: the model does not run on shapes (%r)", error)
             return
