@@ -93,6 +93,17 @@ def test_a_hang_names_who_waits_where_and_what_the_others_do() -> None:
     assert time.monotonic() - start < 15
 
 
+def test_a_hang_names_other_threads_than_the_main_one() -> None:
+    with pytest.raises(LostPeerError) as caught:
+        launch(jobs.hang_in_a_thread, 2, timeout_s=1.5)
+    of_rank_1 = str(caught.value).partition("rank 1 ")[2]
+    main, _, other = of_rank_1.partition("and another thread in:")
+    assert "in hang_in_a_thread" in main
+    assert "in wait_forever" in other
+    assert "meshwright-channel" not in of_rank_1
+    assert "in _listen" not in of_rank_1
+
+
 def test_a_stopped_rank_is_called_stopped() -> None:
     with pytest.raises(LostPeerError, match=r"rank 1 is in no collective.*it is stopped \(SIGSTOP\)"):
         launch(jobs.stop_self, 2, timeout_s=1.5)

@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_react_is_named_and_killed() -> None:
         wait_until_running(command, 2)
         start = time.monotonic()
         command.process.send_signal(signal.SIGTERM)
-        assert command.finish() == 75
+        assert command.finish() == 75, command.lines[-1]
         assert 1.0 <= time.monotonic() - start < 4.0
     last = command.lines[-1]
     assert last["error"] == "StoppedOnRequest"

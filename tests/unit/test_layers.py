@@ -29,6 +29,7 @@ TORCH_FREE_ORDER = (
         "plan",
         "report",
         "host",
+        "threads",
         "_torch_texts",
     ),
 )

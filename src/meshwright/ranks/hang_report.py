@@ -16,6 +16,7 @@ __all__: list[str] = []
 _DUMP_PATIENCE_S = 0.5
 _TICK_S = 0.02
 
+_OWN_THREADS = ("worker", "watchdog")
 # A real-time signal, since users and cluster managers use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
@@ -83,7 +84,7 @@ def _lines_about(ranks: list[RankProcess], board: Board) -> list[str]:
 
 
 def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
-    """Return the position of each rank's main thread, for ranks that answer within half a second."""
+    """Return where each rank's threads stand, for ranks that answer within half a second."""
     texts: dict[int, str] = {}
     for rank in ranks:
         rank.read_stack()
@@ -96,19 +97,26 @@ def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
             with contextlib.suppress(OSError):
                 os.kill(rank.pid, STACK_SIGNAL)
     deadline = time.monotonic() + _DUMP_PATIENCE_S
+    sizes = dict.fromkeys((rank.rank for rank in ranks), 0)
     while len(texts) < len(ranks) and time.monotonic() < deadline:
         time.sleep(_TICK_S)
         for rank in ranks:
-            if rank.rank not in texts and (text := rank.read_stack()):
-                texts[rank.rank] = "\n    ".join(["it stands in:", *_users_lines(text)])
+            before, sizes[rank.rank] = sizes[rank.rank], rank.stack_size()
+            if rank.rank not in texts and 0 < sizes[rank.rank] == before:  # all of it has been written
+                texts[rank.rank] = "\n    ".join(["it stands in:", *_users_lines(rank.read_stack())])
     return {rank.rank: texts.get(rank.rank, "it gives no sign of life") for rank in ranks}
 
 
-def _users_lines(stack: str) -> list[str]:
-    """Return a stack dump's lines down to the user's function, without those of this package's worker."""
-    lines = []
-    for line in stack.splitlines()[1:]:
-        if "meshwright/ranks/worker.py" in line:
-            break
-        lines.append(line.strip())
-    return lines or ["the worker, which waits for a call"]
+def _users_lines(dump: str) -> list[str]:
+    """Return the lines of a dump of all threads down to the user's functions, the main thread's first.
+
+    Threads of the worker's own, and the lines of its loop, are left out.
+    """
+    threads = [[line.strip() for line in part.splitlines()[1:]] for part in dump.split("\n\n")]
+    *others, main = threads  # the newest comes first
+    own = next((number for number, line in enumerate(main) if "meshwright/ranks/worker.py" in line), len(main))
+    lines = main[:own] or ["the worker, which waits for a call"]
+    for other in others:
+        if other and not any(f"meshwright/ranks/{name}.py" in line for line in other for name in _OWN_THREADS):
+            lines += ["and another thread in:", *other]
+    return lines

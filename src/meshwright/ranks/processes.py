@@ -150,6 +150,10 @@ class RankProcess:
             return file.read().rsplit(b")", 1)[1].split()[0].decode()
         return ""
 
+    def stack_size(self) -> int:
+        """Return the size of the rank's stack file [bytes]."""
+        return os.fstat(self.stack_file).st_size
+
     def read_stack(self) -> str:
         """Return what the rank has written into its stack file since the last call."""
         text = b""

@@ -9,18 +9,17 @@ since. And a peer has waited for over a second. An `except` block is never repor
 from __future__ import annotations
 
 import ast
-import gc
 import linecache
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.host import memory_group, resident_bytes
 from meshwright.ranks.error_transfer import WORKER_FILE, describe_error
+from meshwright.threads import paused_collection
 
 if TYPE_CHECKING:
     from meshwright.ranks.channel import RankEnd
@@ -83,7 +82,8 @@ class _Watchdog:
             return
         if now - self._seen_at < _PATIENCE_S or not self._peer_waits(now):
             return
-        frame = _without_collection(sys._current_frames).get(self._main_thread)
+        with paused_collection():
+            frame = sys._current_frames().get(self._main_thread)
         if self._board.read(self._rank).num_left == self._left_when_seen and is_in_flight(error, frame):
             self._tell(error, frame)
             self._seen_at = float("inf")
@@ -108,23 +108,9 @@ def _users_stack(frame: FrameType | None) -> list[str]:
     return traceback.format_list(summary[first:])
 
 
-def _without_collection(look: Callable[[], dict[int, Any]]) -> dict[int, Any]:
-    """Call a function of `sys` that looks at all threads, with garbage collection off.
-
-    Python 3.11 holds a lock meanwhile that each thread's start and end need. A collection could hand the interpreter to such a
-    thread, and both would wait for ever (python/cpython#106883).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return look()
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _handled_exception(thread: int) -> BaseException | None:
-    found = _without_collection(sys._current_exceptions).get(thread)
+    with paused_collection():
+        found = sys._current_exceptions().get(thread)
     # Before Python 3.12 it is what sys.exc_info() returns.
     return found[1] if isinstance(found, tuple) else found
 

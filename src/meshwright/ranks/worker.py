@@ -69,7 +69,7 @@ class Rank:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._start["signal_mask"])
         os.register_at_fork(after_in_child=self._become_stranger)
         faulthandler.enable(all_threads=False)
-        faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"], all_threads=False)
+        faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"])
         sys.path[:] = self._start["sys_path"]
         sys.argv[:] = self._start["sys_argv"]  # a script may read its arguments at module level, also in the ranks
         threading.Thread(target=self._listen, name="meshwright-channel", daemon=True).start()

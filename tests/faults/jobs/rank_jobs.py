@@ -212,6 +212,16 @@ def hang() -> None:
         wait_forever()
 
 
+def hang_in_a_thread() -> None:
+    """Wait on rank 1 for a thread that waits for ever; rank 0 waits for rank 1."""
+    group = world().default_group
+    if group.rank == 1:
+        thread = threading.Thread(target=wait_forever, daemon=True)
+        thread.start()
+        thread.join()
+    group.all_reduce(torch.zeros(1))
+
+
 def stop_self() -> None:
     here = world()
     if here.rank == 1:

@@ -23,6 +23,7 @@ from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import BatchSplitter, join_samples
 from meshwright.errors import ApplyError
 from meshwright.host import usable_cores
+from meshwright.threads import paused_collection
 from meshwright.trees import move_to
 
 __all__: list[str] = []
@@ -154,7 +155,7 @@ class ReplicasEngine(Engine):
             with torch.set_grad_enabled(grad_enabled), _on_device(replica.device), reading:
                 return compute(replica.module, move_to(chunk, replica.device))
 
-        with self._left.running():
+        with self._left.running(), paused_collection():
             jobs = [self._pool.submit(work, r, c) for r, c in zip(self.replicas, chunks, strict=False)]
             # Wait for all threads before raising the first error: none may still write when the caller continues.
             errors = [job.exception() for job in jobs]

@@ -43,6 +43,7 @@ from meshwright.apply.tensor.types.checker import Checker
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.typed_run import Record, run_and_watch
 from meshwright.comm.communicator import Communicator
+from meshwright.threads import paused_collection
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -222,10 +223,11 @@ class Experiment:
                 meeting.barrier.abort()
 
         threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_tp_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with paused_collection():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if errors:
             first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
             if isinstance(first, MisshapenError):
