@@ -20,13 +20,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run so few cells that each plan, setting and number of ranks is met, and each test of an exchange",
     )
+    parser.addoption(
+        "--each-value",
+        action="store_true",
+        help="run so few cells of each test that every value of each of its parameters is met",
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what other cells stand for."""
-    if config.getoption("--representatives"):
-        chosen = representatives.choose(items)
+    choose = {"--representatives": representatives.choose, "--each-value": representatives.each_value}
+    for chosen in [choose[option](items) for option in choose if config.getoption(option)]:
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
 

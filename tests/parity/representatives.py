@@ -1,4 +1,4 @@
-"""A few cells of all tests, such that every plan, setting and number of ranks is still met: for a run over another transport.
+"""A few cells of all tests, for `make test`: every value of each test's parameters is met, and over another transport every plan.
 
 A transport sees flat memory, whichever model it belongs to and whichever script fills it. What it can do wrong depends on which
 exchanges are made, among how many ranks, of which sizes and in which order: on the plan, the setting and the number of ranks.
@@ -72,6 +72,34 @@ def choose(items: list[pytest.Item]) -> list[pytest.Item]:
     cover([item for item in items if is_about_an_exchange(item)])
     cover(items)
     return [item for item in items if item in chosen]
+
+
+def each_value(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return so few items of each test that every value of each of its parameters is met, in their order.
+
+    Cells of the tables that take turns are all there: they have been chosen so already.
+
+    Args:
+        items: The items of all tests.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen: set[pytest.Item] = set()
+    for cells in tests.values():
+        if "setting" in _parameters(cells[0]):
+            chosen.update(cells)
+            continue
+        missing = {value for cell in cells for value in _of_each(cell)}
+        while missing:
+            best = max(cells, key=lambda cell: len(_of_each(cell) & missing))
+            chosen.add(best)
+            missing -= _of_each(best)
+    return [item for item in items if item in chosen]
+
+
+def _of_each(cell: pytest.Item) -> set[tuple[str, str]]:
+    return {("", "")} | {(name, repr(value)) for name, value in _parameters(cell).items()}
 
 
 def is_about_an_exchange(item: pytest.Item) -> bool:

@@ -62,6 +62,17 @@ def test_representatives_leave_no_plan_no_setting_and_no_exchange_out(request: p
     assert len(chosen) == len(set(chosen)) <= len(items)
 
 
+def test_each_value_leaves_no_test_and_no_value_out(request: pytest.FixtureRequest) -> None:
+    def met(items: list[pytest.Item]) -> set[tuple[str, str, str]]:
+        parameters = [(item, getattr(getattr(item, "callspec", None), "params", {"": ""})) for item in items]
+        return {(item.nodeid.partition("[")[0], name, repr(v)) for item, own in parameters for name, v in own.items()}
+
+    items = request.session.items
+    chosen = representatives.each_value(items)
+    assert met(chosen) == met(items)
+    assert len(chosen) == len(set(chosen)) <= len(items)
+
+
 def test_files_about_exchanges_are_there() -> None:
     files = {path.stem.removeprefix("test_") for path in pathlib.Path(__file__).parent.glob("test_*.py")}
     assert set(representatives.EXCHANGES) <= files

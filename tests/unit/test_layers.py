@@ -29,7 +29,7 @@ TORCH_FREE_ORDER = (
         "plan",
         "report",
         "host",
-        "threads",
+        "garbage",
         "_torch_texts",
     ),
 )

@@ -17,9 +17,9 @@ import traceback
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from meshwright.garbage import paused_collection
 from meshwright.host import memory_group, resident_bytes
 from meshwright.ranks.error_transfer import WORKER_FILE, describe_error
-from meshwright.threads import paused_collection
 
 if TYPE_CHECKING:
     from meshwright.ranks.channel import RankEnd

@@ -22,8 +22,8 @@ from meshwright.apply.state.mirror import LeftByForward, Mirror
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import BatchSplitter, join_samples
 from meshwright.errors import ApplyError
+from meshwright.garbage import paused_collection
 from meshwright.host import usable_cores
-from meshwright.threads import paused_collection
 from meshwright.trees import move_to
 
 __all__: list[str] = []

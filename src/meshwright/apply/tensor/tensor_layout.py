@@ -58,8 +58,13 @@ class Cut(Value):
 
     def layout(self, shape: tuple[int, ...], num_units: int, num_tp_ranks: int, part: int) -> ShardLayout:
         """Return a rank's part of a full tensor."""
-        units = tuple(size // num_units for size in self.groups)
-        return ShardLayout.cut(shape, self.dim, self.groups, num_tp_ranks, part, units=units)
+        return _layout_of(self, tuple(shape), num_units, num_tp_ranks, part)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # a search asks for the same ones again and again
+def _layout_of(cut: Cut, shape: tuple[int, ...], num_units: int, num_tp_ranks: int, part: int) -> ShardLayout:
+    units = tuple(size // num_units for size in cut.groups)
+    return ShardLayout.cut(shape, cut.dim, cut.groups, num_tp_ranks, part, units=units)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from meshwright.apply.tensor.types.checker import Checker
 from meshwright.apply.tensor.types.report import TypeReport
 from meshwright.apply.tensor.types.typed_run import Record, run_and_watch
 from meshwright.comm.communicator import Communicator
-from meshwright.threads import paused_collection
+from meshwright.garbage import paused_collection
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from meshwright.threads import paused_collection
+from meshwright.garbage import paused_collection
 
 
 @pytest.mark.parametrize("enabled", [True, False])
