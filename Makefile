@@ -31,8 +31,7 @@ test test-grid: export PYTHONDONTWRITEBYTECODE =
 # Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch -n 3 -q --each-value
-	$(BIN)/python -m pytest tests/faults tests/docs -n 3 -q
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults tests/docs -n 3 -q --each-value
 	$(PARITY_OVER_GLOO) --representatives -k "not hf_ and not wide and not style_ and not many_ranks and not training_ends and not without_shared_memory"
 
 # The campaign: every model under every plan with every setting, and all of it over gloo too. Hours; `-k` narrows it: make test-grid K=mlp

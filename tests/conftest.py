@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,6 +49,30 @@ _SET_BY_LIBRARIES = (
 def pytest_report_header() -> str:
     """Name the versions that the results hold for."""
     return f"torch {importlib.metadata.version('torch')}, python {sys.version.split()[0]}, {os.cpu_count()} cores"
+
+
+@pytest.hookimpl(trylast=True)  # of what the options and -k have left
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests that mostly wait, for deadlines and for processes, stand evenly between those that compute."""
+    waiting = [item for item in items if item.nodeid.startswith("tests/faults/")]
+    others = [item for item in items if not item.nodeid.startswith("tests/faults/")]
+    if waiting and others:
+        places = [(number * len(others) / len(waiting), 0, item) for number, item in enumerate(waiting)]
+        places += [(float(number), 1, item) for number, item in enumerate(others)]
+        items[:] = [item for *_, item in sorted(places, key=lambda place: place[:2])]
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest alone, without xdist, knows no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a scope to one of the workers, as if they were one test, and the others as usual."""
+    from tests.scopes import scope_of
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def _environment() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from tests.faults import leaks
@@ -12,18 +11,6 @@ from tests.faults.shm_ranks import Zygote
 from meshwright.ranks import spawning
 from meshwright.ranks.processes import rank_environment
 from meshwright.testing import pool
-
-
-@pytest.hookimpl(optionalhook=True)  # pytest alone, without xdist, knows no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the tests of one comparison, which run beside these, to one of the workers; each would make it for itself."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "comparison" if "docs/test_compare.py" in nodeid else nodeid
-
-    return Scheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from tests.cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
 from tests.parity import representatives
 from tests.parity.models import hf_models
+from tests.scopes import is_hugging_face
 
 from meshwright.testing import pool
 
@@ -51,28 +51,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _is_hugging_face(nodeid: str) -> bool:
-    return "[hf_" in nodeid or "test_hugging_face.py" in nodeid
-
-
 @pytest.fixture(autouse=True)
 def models_are_imported_once(request: pytest.FixtureRequest) -> None:
     """Where a worker's first ranks are for these models, import them in the processes that all its ranks are forked from."""
-    if _is_hugging_face(request.node.nodeid):
+    if is_hugging_face(request.node.nodeid):
         pool.preload(*hf_models.MODULES)
-
-
-@pytest.hookimpl(optionalhook=True)  # pytest alone, without xdist, knows no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests of Hugging Face's models to one of the workers, as if they were one test, and the others as usual.
-
-    Importing `transformers` takes seconds, and every worker has pools of its own. They are the most that make one test here,
-    so they come first.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "hugging_face" if _is_hugging_face(nodeid) else nodeid
-
-    return Scheduling(config, log) if config.getoption("dist") == "load" else None
