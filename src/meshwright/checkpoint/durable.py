@@ -1,0 +1,139 @@
+"""Files that are there after a power cut: written, synced, and only then given their name.
+
+A name is durable when its directory has been synced, too. An error of a disk is told with the path, the bytes and what is free.
+Nothing is tried again: a second fsync after a failed one may report success for data that is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from meshwright.errors import StorageError
+
+__all__: list[str] = []
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_BYTES = 1 << 22
+
+
+@contextlib.contextmanager
+def told_of(path: Path, doing: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Raise an error of the file system inside the context as a `StorageError`.
+
+    Args:
+        path: What is read or written.
+        doing: The verb for the message, "write" for example.
+        num_bytes: How much is to be written, where that is known [bytes].
+    """
+    try:
+        yield
+    except OSError as error:
+        needed = "" if num_bytes is None else f", {num_bytes} bytes"
+        free = ""
+        if error.errno in _NO_SPACE:
+            with contextlib.suppress(OSError):
+                free = f"; {shutil.disk_usage(path.parent).free} bytes are free"
+        raise StorageError(
+            f"cannot {doing} {path}{needed}: {error.strerror or error}{free}",
+            fix=f"make room on the file system of {path.parent}, or save elsewhere" if free else None,
+        ) from error
+
+
+def write_new_file(path: Path, parts: Iterable[bytes | bytearray | memoryview], num_bytes: int | None = None) -> int:
+    """Write a file that does not exist yet, and sync it; its name is durable once its directory is synced.
+
+    Args:
+        path: The file.
+        parts: Its contents, in order.
+        num_bytes: Its size for the message of an error, where that is known [bytes].
+
+    Returns:
+        Its size [bytes].
+
+    Raises:
+        StorageError: It exists, or the disk is full or fails; what was written of it is removed.
+    """
+    written = 0
+    with told_of(path, "write", num_bytes):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            for part in parts:
+                rest = memoryview(part).cast("B")
+                while rest:
+                    count = os.write(descriptor, rest)
+                    written, rest = written + count, rest[count:]
+            os.fsync(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+    return written
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable.
+
+    Raises:
+        StorageError: The disk fails.
+    """
+    with told_of(path, "sync"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a file or directory another name in the same directory, durably.
+
+    Raises:
+        StorageError: The name is taken by something that is not empty, or the disk fails.
+    """
+    with told_of(new, "rename"):
+        os.rename(old, new)
+    sync_directory(new.parent)
+
+
+def open_regular_file(path: Path) -> int:
+    """Open a file for reading and return its descriptor; links, pipes and devices are not opened.
+
+    Raises:
+        StorageError: There is none, or it is no regular file.
+    """
+    with told_of(path, "read"):
+        # Opening a pipe would wait for its other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    if not is_regular:
+        os.close(descriptor)
+        raise StorageError(f"cannot read {path}: it is no regular file")
+    return descriptor
+
+
+def read_small_file(path: Path, most_bytes: int) -> bytes:
+    """Return a file's contents.
+
+    Raises:
+        StorageError: It cannot be read, is no regular file, or is larger than allowed.
+    """
+    descriptor = open_regular_file(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most_bytes:
+            raise StorageError(f"cannot read {path}: it has {size} bytes (rule: at most {most_bytes})")
+        parts: list[bytes] = []
+        with told_of(path, "read"):
+            while part := os.read(descriptor, min(_READ_BYTES, most_bytes + 1)):
+                parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""Runs of a part of a tensor: entries that are neighbours in the full tensor and in the part.
+
+Two parts of one tensor, what a file holds and what a rank wants, share the entries that their runs share. So any layout is read
+from any other, and no more than that is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.layout import ShardLayout
+
+__all__: list[str] = []
+
+
+class Run(NamedTuple):
+    """Entries that follow one another."""
+
+    full: int
+    """Place of the first in the flattened full tensor."""
+    local: int
+    """Its place in the flattened part."""
+    length: int
+    """How many [count]."""
+
+
+def runs_of(layout: ShardLayout) -> list[Run]:
+    """Return the runs of a part, by their place in the full tensor.
+
+    >>> runs_of(ShardLayout(shape=(2, 4), dim=1, ranges=((1, 3),)))
+    [Run(full=1, local=0, length=2), Run(full=5, local=2, length=2)]
+    """
+    if layout.dim is None:
+        return _clipped([Run(0, 0, layout.full_numel)], layout.flat)
+    outer, inner = math.prod(layout.shape[: layout.dim]), math.prod(layout.shape[layout.dim + 1 :])
+    sizes = [stop - start for start, stop in layout.ranges]
+    before = [0, *itertools.accumulate(sizes)]
+    rows = np.arange(outer, dtype=np.int64)
+    columns = [
+        (
+            rows * layout.shape[layout.dim] * inner + start * inner,
+            rows * before[-1] * inner + place * inner,
+            size * inner,
+        )
+        for (start, _), place, size in zip(layout.ranges, before, sizes, strict=False)
+        if size * inner
+    ]
+    runs = [
+        Run(full, local, length)
+        for fulls, locals_, length in columns
+        for full, local in zip(fulls.tolist(), locals_.tolist(), strict=True)
+    ]
+    return _clipped(_joined(sorted(runs)), layout.flat)
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last and last.full + last.length == run.full and last.local + last.length == run.local:
+            joined[-1] = last._replace(length=last.length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _clipped(runs: Sequence[Run], flat: tuple[int, int] | None) -> list[Run]:
+    if flat is None:
+        return [run for run in runs if run.length]
+    first, last = flat
+    found = []
+    for run in runs:
+        start, stop = max(run.local, first), min(run.local + run.length, last)
+        if start < stop:
+            found.append(Run(run.full + start - run.local, start - first, stop - start))
+    return found
+
+
+def common_runs(left: Sequence[Run], right: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+    """Yield (place in the left part, place in the right part, length) of the entries that two parts have in common.
+
+    Args:
+        left: `runs_of` one part.
+        right: `runs_of` the other.
+    """
+    i = j = 0
+    while i < len(left) and j < len(right):
+        mine, other = left[i], right[j]
+        start, stop = max(mine.full, other.full), min(mine.full + mine.length, other.full + other.length)
+        if start < stop:
+            yield mine.local + start - mine.full, other.local + start - other.full, stop - start
+        if mine.full + mine.length <= other.full + other.length:
+            i += 1
+        else:
+            j += 1

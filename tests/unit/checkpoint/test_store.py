@@ -1,0 +1,303 @@
+"""The store: saves that are whole or not there, at every instant of a kill; damage that is found; parts that are read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.checkpoint import durable
+from meshwright.checkpoint.manifest import Manifest, StoredPart, TensorEntry
+from meshwright.checkpoint.snapshot import Snapshot
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.tensor_files import TensorFile, dtype_name
+from meshwright.errors import CheckpointError, StorageError
+from meshwright.layout import ShardLayout, even_ranges
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(step)
+    return {
+        "model/weight": torch.randn(12, 5, generator=source),
+        "model/half": torch.randn(7, generator=source).to(torch.bfloat16),
+        "model/mask": torch.rand(3, generator=source) < 0.5,
+        "model/count": torch.tensor(step),
+        "model/empty": torch.zeros(0, 4),
+        "optimizer/weight/moment": torch.randn(12, 5, generator=source, dtype=torch.float64),
+    }
+
+
+def save(store: Store, step: int) -> Path:
+    """Save as two ranks would: weights cut by rows, the flattened moment in two pieces, the rest on the first."""
+    draft, full = store.begin(step), tensors(step)
+    rows = [ShardLayout(shape=(12, 5), dim=0, ranges=(part,)) for part in even_ranges(12, 2)]
+    flat = [ShardLayout(shape=(12, 5), flat=part) for part in even_ranges(60, 2)]
+    held: list[list[tuple[str, ShardLayout, torch.Tensor]]] = [[], []]
+    for rank in (0, 1):
+        (start, stop), (first, last) = rows[rank].ranges[0], flat[rank].flat or (0, 0)
+        held[rank].append(("model/weight", rows[rank], full["model/weight"][start:stop]))
+        moment = full["optimizer/weight/moment"].reshape(-1)[first:last]
+        held[rank].append(("optimizer/weight/moment", flat[rank], moment))
+    for name in ("model/half", "model/mask", "model/count", "model/empty"):
+        held[0].append((name, ShardLayout(shape=tuple(full[name].shape)), full[name]))
+    entries: dict[str, list[StoredPart]] = {}
+    written = []
+    for rank, own in enumerate(held):
+        file = TensorFile([(name, tensor) for name, _, tensor in own])
+        written.append(draft.write(f"rank-{rank:05d}.safetensors", file))
+        for (name, layout, _), offset in zip(own, file.offsets, strict=True):
+            entries.setdefault(name, []).append(StoredPart(rank, offset, layout))
+    named = {
+        name: TensorEntry(dtype_name(full[name].dtype), tuple(full[name].shape), tuple(parts))
+        for name, parts in entries.items()
+    }
+    manifest = Manifest(
+        step=step,
+        epoch=draft.epoch,
+        plan="dp=2,zero=1",
+        files=tuple(written),
+        tensors=named,
+        aliases={"model/tied": "model/weight"},
+        state={"loader": {"epoch": 1, "samples": 640}},
+    )
+    return draft.commit(manifest)
+
+
+def assert_holds(snapshot: Snapshot, step: int) -> None:
+    snapshot.check()
+    assert snapshot.manifest.step == step
+    for name, tensor in tensors(step).items():
+        assert torch.equal(snapshot.read(name), tensor), name
+
+
+def test_what_is_saved_is_read_whole_and_in_any_part(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    path = save(store, 12)
+    assert path.name == "step-00000012"
+    with Snapshot(path) as snapshot:
+        assert_holds(snapshot, 12)
+        weight = tensors(12)["model/weight"]
+        wanted = ShardLayout(shape=(12, 5), dim=1, ranges=((3, 5), (0, 1)))
+        assert torch.equal(snapshot.read("model/tied", wanted), weight[:, [3, 4, 0]])
+        assert snapshot.manifest.state["loader"] == {"epoch": 1, "samples": 640}
+        with pytest.raises(CheckpointError, match="no tensor 'model/none'"):
+            snapshot.read("model/none")
+        with pytest.raises(CheckpointError, match=r"shape \[12, 5\].*has \[5, 12\]"):
+            snapshot.read("model/weight", ShardLayout(shape=(5, 12)))
+
+
+def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
+    found = load_file(save(Store(tmp_path), 3) / "rank-00000.safetensors")
+    full = tensors(3)
+    assert torch.equal(found["model/half"], full["model/half"])
+    assert torch.equal(found["model/mask"], full["model/mask"])
+    assert torch.equal(found["model/weight"], full["model/weight"][:6])
+
+
+def test_a_step_that_is_saved_again_gets_a_name_of_its_own_and_is_the_newest(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    names = [save(store, step).name for step in (2, 10, 2, 10)]
+    assert names == ["step-00000002", "step-00000010", "step-00000002.2", "step-00000010.2"]
+    assert [saved.path.name for saved in store.saved()] == [names[3], names[1], names[2], names[0]]
+
+
+def test_retention_keeps_the_newest_and_those_that_are_named(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in range(1, 7):
+        save(store, step)
+    (tmp_path / "step-notes.txt").write_text("the user's")
+    store.retain(2, also=[1])
+    assert [saved.step for saved in store.saved()] == [6, 5, 1]
+    store.retain(0)
+    assert [saved.step for saved in store.saved()] == [6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-notes.txt"]
+
+
+# -- kills ----------------------------------------------------------------------------------------------------------------
+
+_OPERATIONS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
+
+
+def die_at(number: int, work: Callable[[], Any]) -> int:
+    """Run work in a child that is killed before its n-th operation on files; return 0 if it came to its end first."""
+    child = os.fork()
+    if not child:
+        left = [number]
+
+        def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os._exit(9)
+                return operation(*args, **kwargs)
+
+            return run
+
+        for name in _OPERATIONS:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("scenario", ["first", "another step", "the same step", "with retention"])
+def test_at_every_instant_of_a_kill_there_is_the_old_or_the_new(tmp_path: Path, scenario: str) -> None:
+    step = {"first": 5, "another step": 5, "the same step": 4, "with retention": 5}[scenario]
+
+    def work() -> None:
+        store = Store(tmp_path / "now")
+        save(store, step)
+        if scenario == "with retention":
+            store.retain(1)
+
+    base = tmp_path / "base"
+    if scenario != "first":
+        save(Store(base), 4)
+    number = 0
+    for number in range(1000):
+        shutil.rmtree(tmp_path / "now", ignore_errors=True)
+        if base.exists():
+            shutil.copytree(base, tmp_path / "now")
+        status = die_at(number, work)
+        assert status in (0, 9)
+        store = Store(tmp_path / "now")
+        names = [saved.path.name for saved in store.saved()]
+        if names:
+            snapshot, skipped = store.newest()
+            assert not skipped
+            with snapshot:
+                assert_holds(snapshot, snapshot.manifest.step)
+        else:
+            assert scenario == "first"
+            assert status == 9
+        save(store, 9)  # whatever has been left there, the next save is sound, and the leftovers go
+        store.clear_leftovers()
+        assert all(path.name.startswith("step-") for path in (tmp_path / "now").iterdir())
+        assert store.newest()[0].manifest.step == 9
+        if not status:
+            break
+    assert number > 20
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------------
+
+
+def files_of(path: Path) -> Iterator[Path]:
+    yield from sorted(path.iterdir())
+
+
+def test_every_flipped_byte_and_every_truncation_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    old, path = save(store, 1), save(store, 2)
+    for file in files_of(path):
+        data = file.read_bytes()
+        for place in range(len(data)):
+            changed = bytearray(data)
+            changed[place] ^= 1 << place % 8
+            _assert_refused(path, file, bytes(changed))
+        for size in {0, 1, len(data) // 2, len(data) - 1} - {len(data)}:
+            _assert_refused(path, file, data[:size])
+        _assert_refused(path, file, data + b"\0")
+        file.write_bytes(data)
+    snapshot, skipped = store.newest()
+    assert (snapshot.path, skipped) == (path, [])
+    next(files_of(path)).write_bytes(b"")
+    snapshot, skipped = store.newest()
+    assert snapshot.path == old
+    assert [where for where, _ in skipped] == [path]
+
+
+def _assert_refused(path: Path, file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    with pytest.raises((CheckpointError, StorageError)) as caught, Snapshot(path) as snapshot:
+        snapshot.check()
+    assert file.name in caught.value.message or f"{file.name}.blocks" in caught.value.message
+
+
+def test_files_of_another_checkpoint_links_and_pipes_are_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    other, path = save(store, 1), save(store, 2)
+    file = path / "rank-00000.safetensors"
+    data = file.read_bytes()
+    shutil.copy(other / file.name, file)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"), Snapshot(path) as snapshot:
+        snapshot.check()
+    file.unlink()
+    file.symlink_to(other / file.name)
+    with pytest.raises(StorageError, match=r"cannot read .*rank-00000"):
+        Snapshot(path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(StorageError, match="no regular file"):
+        Snapshot(path)
+    file.unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        Snapshot(path)
+    file.write_bytes(data)
+    Snapshot(path).close()
+
+
+def test_shares_of_a_check_find_together_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.blocks.BLOCK_BYTES", 64)
+    path = save(Store(tmp_path), 1)
+    file = path / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[200] ^= 1
+    file.write_bytes(data)
+    found = []
+    with Snapshot(path) as snapshot:
+        for share in range(3):
+            try:
+                snapshot.check(share, 3)
+            except CheckpointError as error:
+                found.append((share, error.message))
+    assert [share for share, _ in found] == [0]  # byte 200 lies in the fourth block
+    assert "bytes 192 to 256" in found[0][1]
+
+
+# -- disks ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_with_path_and_bytes_and_leaves_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    save(store, 1)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "write", full)
+        with pytest.raises(
+            StorageError, match=r"rank-00000.*, [0-9]+ bytes: No space left on device; [0-9]+ bytes are free"
+        ):
+            save(store, 2)
+    assert [saved.step for saved in store.saved()] == [1]
+    assert store.clear_leftovers() == 1
+    save(store, 2)
+    assert [saved.step for saved in store.saved()] == [2, 1]
+
+
+def test_a_sync_that_fails_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def fails_once(_: int) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(durable.os, "fsync", fails_once)
+    with pytest.raises(StorageError, match="Input/output error"):
+        save(Store(tmp_path), 1)
+    assert len(calls) == 2  # not tried again
+    assert not Store(tmp_path).saved()
