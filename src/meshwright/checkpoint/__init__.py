@@ -2,13 +2,13 @@
 
 Names, layouts, bytes and files; no engine, no rank and no plan is known here (ADR 0016). Not reached by a run yet.
 
-store         a run's directory: saving, committing, finding the newest sound one, deleting
-snapshot      one checkpoint, open: checked first, then read in parts
-manifest      what a checkpoint holds, as JSON that is read with suspicion
-tensor_files  files of tensors, in the safetensors format
-runs          which entries two parts of a tensor have in common
-blocks        digests of files, block by block
-durable       writing, syncing and renaming, with errors that name path and bytes
+store            a run's directory: saving, committing, finding the newest sound one, deleting
+open_checkpoint  one checkpoint, open: checked first, then read in parts
+manifest         what a checkpoint holds, as JSON that is read with suspicion
+tensor_files     files of tensors, in the safetensors format
+runs             which entries two parts of a tensor have in common
+blocks           digests of files, block by block
+durable          writing, syncing and renaming, with errors that name path and bytes
 
 To change what a checkpoint holds, touch `manifest.py` and raise its version.
 """

@@ -18,7 +18,7 @@ from meshwright.layout import ShardLayout
 __all__: list[str] = []
 
 
-class Run(NamedTuple):
+class EntryRun(NamedTuple):
     """Entries that follow one another."""
 
     full: int
@@ -29,14 +29,14 @@ class Run(NamedTuple):
     """How many [count]."""
 
 
-def runs_of(layout: ShardLayout) -> list[Run]:
+def runs_of(layout: ShardLayout) -> list[EntryRun]:
     """Return the runs of a part, by their place in the full tensor.
 
     >>> runs_of(ShardLayout(shape=(2, 4), dim=1, ranges=((1, 3),)))
-    [Run(full=1, local=0, length=2), Run(full=5, local=2, length=2)]
+    [EntryRun(full=1, local=0, length=2), EntryRun(full=5, local=2, length=2)]
     """
     if layout.dim is None:
-        return _clipped([Run(0, 0, layout.full_numel)], layout.flat)
+        return _clipped([EntryRun(0, 0, layout.full_numel)], layout.flat)
     outer, inner = math.prod(layout.shape[: layout.dim]), math.prod(layout.shape[layout.dim + 1 :])
     sizes = [stop - start for start, stop in layout.ranges]
     before = [0, *itertools.accumulate(sizes)]
@@ -51,15 +51,15 @@ def runs_of(layout: ShardLayout) -> list[Run]:
         if size * inner
     ]
     runs = [
-        Run(full, local, length)
+        EntryRun(full, local, length)
         for fulls, locals_, length in columns
         for full, local in zip(fulls.tolist(), locals_.tolist(), strict=True)
     ]
     return _clipped(_joined(sorted(runs)), layout.flat)
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    joined: list[Run] = []
+def _joined(runs: Sequence[EntryRun]) -> list[EntryRun]:
+    joined: list[EntryRun] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last and last.full + last.length == run.full and last.local + last.length == run.local:
@@ -69,7 +69,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return joined
 
 
-def _clipped(runs: Sequence[Run], flat: tuple[int, int] | None) -> list[Run]:
+def _clipped(runs: Sequence[EntryRun], flat: tuple[int, int] | None) -> list[EntryRun]:
     if flat is None:
         return [run for run in runs if run.length]
     first, last = flat
@@ -77,11 +77,11 @@ def _clipped(runs: Sequence[Run], flat: tuple[int, int] | None) -> list[Run]:
     for run in runs:
         start, stop = max(run.local, first), min(run.local + run.length, last)
         if start < stop:
-            found.append(Run(run.full + start - run.local, start - first, stop - start))
+            found.append(EntryRun(run.full + start - run.local, start - first, stop - start))
     return found
 
 
-def common_runs(left: Sequence[Run], right: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+def common_runs(left: Sequence[EntryRun], right: Sequence[EntryRun]) -> Iterator[tuple[int, int, int]]:
     """Yield (place in the left part, place in the right part, length) of the entries that two parts have in common.
 
     Args:

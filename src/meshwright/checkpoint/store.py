@@ -19,7 +19,7 @@ from typing import NamedTuple
 from meshwright.checkpoint.blocks import Digesting, digest_of
 from meshwright.checkpoint.durable import rename, sync_directory, told_of, write_new_file
 from meshwright.checkpoint.manifest import FileEntry, Manifest
-from meshwright.checkpoint.snapshot import MANIFEST_FILE, TABLE_SUFFIX, Snapshot
+from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, TABLE_SUFFIX, OpenCheckpoint
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, StorageError
 
@@ -67,7 +67,7 @@ class Store:
                     found.append(Saved(int(match[1]), int(match[2] or 1), Path(entry.path)))
         return sorted(found, reverse=True)
 
-    def newest(self) -> tuple[Snapshot, list[tuple[Path, str]]]:
+    def newest(self) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
         """Return the newest checkpoint without damage, all of it checked, and which newer ones were skipped for what reason.
 
         Raises:
@@ -77,7 +77,7 @@ class Store:
         for saved in self.saved():
             snapshot = None
             try:
-                snapshot = Snapshot(saved.path)
+                snapshot = OpenCheckpoint(saved.path)
                 snapshot.check()
             except (CheckpointError, StorageError) as error:
                 if snapshot is not None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from meshwright.checkpoint import durable
 from meshwright.checkpoint.manifest import Manifest, StoredPart, TensorEntry
-from meshwright.checkpoint.snapshot import Snapshot
+from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.tensor_files import TensorFile, dtype_name
 from meshwright.errors import CheckpointError, StorageError
@@ -69,7 +69,7 @@ def save(store: Store, step: int) -> Path:
     return draft.commit(manifest)
 
 
-def assert_holds(snapshot: Snapshot, step: int) -> None:
+def assert_holds(snapshot: OpenCheckpoint, step: int) -> None:
     snapshot.check()
     assert snapshot.manifest.step == step
     for name, tensor in tensors(step).items():
@@ -80,7 +80,7 @@ def test_what_is_saved_is_read_whole_and_in_any_part(tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
     path = save(store, 12)
     assert path.name == "step-00000012"
-    with Snapshot(path) as snapshot:
+    with OpenCheckpoint(path) as snapshot:
         assert_holds(snapshot, 12)
         weight = tensors(12)["model/weight"]
         wanted = ShardLayout(shape=(12, 5), dim=1, ranges=((3, 5), (0, 1)))
@@ -218,7 +218,7 @@ def test_every_flipped_byte_and_every_truncation_is_refused(tmp_path: Path) -> N
 
 def _assert_refused(path: Path, file: Path, data: bytes) -> None:
     file.write_bytes(data)
-    with pytest.raises((CheckpointError, StorageError)) as caught, Snapshot(path) as snapshot:
+    with pytest.raises((CheckpointError, StorageError)) as caught, OpenCheckpoint(path) as snapshot:
         snapshot.check()
     assert file.name in caught.value.message or f"{file.name}.blocks" in caught.value.message
 
@@ -229,21 +229,21 @@ def test_files_of_another_checkpoint_links_and_pipes_are_refused(tmp_path: Path)
     file = path / "rank-00000.safetensors"
     data = file.read_bytes()
     shutil.copy(other / file.name, file)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"), Snapshot(path) as snapshot:
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"), OpenCheckpoint(path) as snapshot:
         snapshot.check()
     file.unlink()
     file.symlink_to(other / file.name)
     with pytest.raises(StorageError, match=r"cannot read .*rank-00000"):
-        Snapshot(path)
+        OpenCheckpoint(path)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(StorageError, match="no regular file"):
-        Snapshot(path)
+        OpenCheckpoint(path)
     file.unlink()
     with pytest.raises(StorageError, match="No such file"):
-        Snapshot(path)
+        OpenCheckpoint(path)
     file.write_bytes(data)
-    Snapshot(path).close()
+    OpenCheckpoint(path).close()
 
 
 def test_shares_of_a_check_find_together_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_shares_of_a_check_find_together_what_one_finds(tmp_path: Path, monkeypa
     data[200] ^= 1
     file.write_bytes(data)
     found = []
-    with Snapshot(path) as snapshot:
+    with OpenCheckpoint(path) as snapshot:
         for share in range(3):
             try:
                 snapshot.check(share, 3)

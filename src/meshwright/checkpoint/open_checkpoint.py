@@ -21,7 +21,7 @@ MANIFEST_FILE = "manifest.json"
 TABLE_SUFFIX = ".blocks"
 
 
-class Snapshot:
+class OpenCheckpoint:
     """A checkpoint whose manifest, tables of digests and sizes of files are right; `check` is for what is in the files.
 
     Args:
@@ -125,7 +125,7 @@ class Snapshot:
         while self._files:
             os.close(self._files.pop())
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> OpenCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
