@@ -42,6 +42,8 @@ class MeshwrightError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
+    is_told: bool = False
+    """Whether it tells of another rank's error, which is the cause and is to be shown."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import time
 import pytest
 from tests.faults.jobs import rank_jobs as jobs
 
-from meshwright.errors import LostPeerError, UserCodeError, exit_code_of
+from meshwright.errors import LostPeerError, UserCodeError, exit_code_of, rank_of
 from meshwright.ranks.launch import RankGroup, launch
 
 
@@ -93,9 +93,18 @@ def test_a_hang_names_who_waits_where_and_what_the_others_do() -> None:
     assert time.monotonic() - start < 15
 
 
-def test_a_hang_names_other_threads_than_the_main_one() -> None:
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_tells_of_anothers_error_does_not_take_its_place(rank: int) -> None:
+    with pytest.raises(ValueError, match="the user's own") as caught:
+        launch(jobs.train_with_a_loss_that_raises, 3, rank)
+    assert rank_of(caught.value) == rank
+
+
+@pytest.mark.parametrize(("num_threads", "exchange"), [(1, "all_reduce"), (120, "all_reduce"), (1, "barrier")])
+def test_a_hang_names_other_threads_than_the_main_one(num_threads: int, exchange: str) -> None:
     with pytest.raises(LostPeerError) as caught:
-        launch(jobs.hang_in_a_thread, 2, timeout_s=1.5)
+        launch(jobs.hang_in_a_thread, 2, num_threads, exchange, timeout_s=1.5)
+    assert f"in {exchange}" in str(caught.value)
     of_rank_1 = str(caught.value).partition("rank 1 ")[2]
     main, _, other = of_rank_1.partition("and another thread in:")
     assert "in hang_in_a_thread" in main

@@ -137,6 +137,17 @@ def test_parameters_in_one_memory_are_refused(plan: str) -> None:
     refused(jobs.planned, 2, jobs.build_tied_by_data, plan, word="share their memory")
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2"])
+def test_a_parameter_among_the_buffers_is_refused(plan: str) -> None:
+    refused(jobs.planned, 2, jobs.build_with_a_parameter_among_the_buffers, plan, word="is the memory of parameter")
+
+
+def test_a_parameter_among_the_buffers_is_refused_where_each_replica_has_its_own() -> None:
+    plan = mw.Plan.parse("data_parallel", num_devices=2)
+    with pytest.raises(mw.ApplyError, match="is the memory of parameter"):
+        mw.apply_plan(jobs.build_with_a_parameter_among_the_buffers, plan, loss_fn=jobs.square, devices=["cpu", "cpu"])
+
+
 def test_parameters_in_one_memory_are_as_on_one_device_where_nothing_is_cut() -> None:
     for found in testing.run_ranks(jobs.planned, 2, jobs.build_tied_by_data, "dp=2"):
         equal(found, jobs.plain(jobs.build_tied_by_data))

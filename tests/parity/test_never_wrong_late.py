@@ -83,6 +83,18 @@ def test_a_model_that_begins_to_mix_samples_is_refused_at_that_step(line: str) -
     _refused(testing.run_outcomes(jobs.mixed_later, 2, line), word="mixes the samples of a batch")
 
 
+@pytest.mark.parametrize("how", ["mode", "hook", "hook on a layer"])
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=1"])
+def test_a_model_that_a_mode_or_a_hook_lets_mix_samples_is_refused_at_that_step(line: str, how: str) -> None:
+    job = functools.partial(jobs.mixed_later, how=how)
+    _refused(testing.run_outcomes(job, 2, line), word="mixes the samples of a batch")
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2"])
+def test_a_model_that_mixes_samples_of_batches_with_another_key_is_refused_at_that_step(line: str) -> None:
+    _refused(testing.run_outcomes(jobs.mixed_where_masked, 2, line), word="mixes the samples of a batch")
+
+
 @pytest.mark.parametrize(("line", "step"), [("dp=2", 32), ("dp=2,zero=3", 32), ("tp=2,micro_batches=2", 10)])
 def test_a_model_that_mixes_after_many_calls_is_tried_again_at_doublings(line: str, step: int) -> None:
     assert testing.run_ranks(jobs.counted_up, 2, line) == [step] * 2

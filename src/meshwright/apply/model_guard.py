@@ -257,21 +257,36 @@ def refuse_unfinished(module: nn.Module, plan: str) -> None:
             )
 
 
-def refuse_shared_memory(module: nn.Module, plan: str) -> None:
-    """Raise ApplyError where two parameters of a module share memory, which the plan would separate."""
-    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.layout == torch.strided and parameter.numel():
-            extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            begin = parameter.data_ptr()
-            end = begin + (extent + 1) * parameter.element_size()
-            spans.setdefault(parameter.device, []).append((begin, end, name))
+def refuse_shared_memory(module: nn.Module, plan: str, *, ties_too: bool) -> None:
+    """Raise ApplyError where a parameter of a module and a buffer, or two parameters, share memory that the plan would separate.
+
+    Args:
+        module: The module.
+        plan: The plan, for the message.
+        ties_too: Whether two parameters are refused.
+    """
+    spans: dict[torch.device, list[tuple[int, int, str, bool]]] = {}
+    held = [(name, tensor, True) for name, tensor in module.named_parameters()]
+    held += [(name, tensor, False) for name, tensor in module.named_buffers()]
+    for name, tensor, is_parameter in held:
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            end = begin + (extent + 1) * tensor.element_size()
+            spans.setdefault(tensor.device, []).append((begin, end, name, is_parameter))
     for found in spans.values():
         found.sort()
-        for (_, end, name), (begin, _, other) in itertools.pairwise(found):
-            if begin < end:
+        for (_, end, name, is_parameter), (begin, _, other, is_other) in itertools.pairwise(found):
+            if begin >= end or not (is_parameter or is_other) or (is_parameter and is_other and not ties_too):
+                continue
+            if is_parameter and is_other:
                 raise ApplyError(
                     f"parameters '{name}' and '{other}' share their memory (one was made of the other's .data), and are two "
                     f"parameters with two gradients; the plan '{plan}' would give each its own memory",
                     fix="tie them as one parameter (head.weight = embedding.weight), or give one a copy (.data.clone())",
                 )
+            parameter, buffer = (name, other) if is_parameter else (other, name)
+            raise ApplyError(
+                f"buffer '{buffer}' is the memory of parameter '{parameter}'; the plan '{plan}' would give each its own",
+                fix="read the parameter itself in forward, or give the buffer a copy (.detach().clone())",
+            )

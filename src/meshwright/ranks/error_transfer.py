@@ -25,8 +25,8 @@ def describe_error(error: BaseException, shown: BaseException | None = None) -> 
         error: The exception.
         shown: The exception whose traceback is shown, if that is another.
 
-    `secondary` tells that a lost peer is the only cause. If an earlier exception of this rank's own led to the lost peer (a
-    collective in a `finally`), that earlier one is described.
+    `secondary` tells that another rank is the only cause: it is lost, or has told of an error of its own. If an earlier exception
+    of this rank's own led to the lost peer (a collective in a `finally`), that earlier one is described.
     """
     from meshwright.comm.communicator import is_lost_peer
 
@@ -36,7 +36,7 @@ def describe_error(error: BaseException, shown: BaseException | None = None) -> 
 
     def is_consequence(link: BaseException) -> bool:
         # A rank that fails runs into a collective that its peers are not in, where it cleans up (a barrier in a `finally`).
-        return is_lost_peer(link) or isinstance(link, DisagreementError)
+        return is_lost_peer(link) or isinstance(link, DisagreementError) or getattr(link, "is_told", False)
 
     secondary = is_consequence(chain[-1])
     if not secondary and is_consequence(error):

@@ -13,12 +13,12 @@ from meshwright.ranks.processes import RankProcess
 
 __all__: list[str] = []
 
-_DUMP_PATIENCE_S = 0.5
+_DUMP_PATIENCE_S = 1.0
 _TICK_S = 0.02
 
 _OWN_THREADS = ("worker", "watchdog")
 # A real-time signal, since users and cluster managers use SIGUSR1 and SIGUSR2.
-STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
 def hang_error(ranks: list[RankProcess], board: Board, number: int, now: float, timeout_s: float) -> LostPeerError:
@@ -84,8 +84,9 @@ def _lines_about(ranks: list[RankProcess], board: Board) -> list[str]:
 
 
 def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
-    """Return where each rank's threads stand, for ranks that answer within half a second."""
+    """Return where each rank's threads stand, for ranks that answer within a second."""
     texts: dict[int, str] = {}
+    asked: dict[int, int] = {}
     for rank in ranks:
         rank.read_stack()
         if rank.has_died:
@@ -94,29 +95,52 @@ def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
             texts[rank.rank] = "it is stopped (SIGSTOP)"
         elif rank.is_born and board.read(rank.rank).phase not in ("", "start"):
             # Before that the signal would kill the rank, its default action.
-            with contextlib.suppress(OSError):
-                os.kill(rank.pid, STACK_SIGNAL)
+            asked[rank.rank] = STACK_SIGNAL
+            _ask(rank, STACK_SIGNAL)
     deadline = time.monotonic() + _DUMP_PATIENCE_S
-    sizes = dict.fromkeys((rank.rank for rank in ranks), 0)
-    while len(texts) < len(ranks) and time.monotonic() < deadline:
+    sizes = dict.fromkeys(asked, 0)
+    dumps: dict[int, str] = {}
+    while asked and time.monotonic() < deadline:
         time.sleep(_TICK_S)
-        for rank in ranks:
+        for rank in [rank for rank in ranks if rank.rank in asked]:
             before, sizes[rank.rank] = sizes[rank.rank], rank.stack_size()
-            if rank.rank not in texts and 0 < sizes[rank.rank] == before:  # all of it has been written
-                texts[rank.rank] = "\n    ".join(["it stands in:", *_users_lines(rank.read_stack())])
+            if not 0 < sizes[rank.rank] == before:  # not all of it has been written
+                continue
+            dumps[rank.rank] = dumps.get(rank.rank, "") + rank.read_stack() + "\n"
+            sizes[rank.rank] = 0
+            if asked[rank.rank] == STACK_SIGNAL:
+                asked[rank.rank] = STACK_SIGNAL + 1
+                _ask(rank, STACK_SIGNAL + 1)
+            else:
+                del asked[rank.rank]
+    texts |= {number: "\n    ".join(["it stands in:", *_users_lines(dump)]) for number, dump in dumps.items()}
     return {rank.rank: texts.get(rank.rank, "it gives no sign of life") for rank in ranks}
 
 
+def _ask(rank: RankProcess, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(rank.pid, number)
+
+
 def _users_lines(dump: str) -> list[str]:
-    """Return the lines of a dump of all threads down to the user's functions, the main thread's first.
+    """Return the lines of a dump down to the user's functions: of the main thread first, then of others.
 
     Threads of the worker's own, and the lines of its loop, are left out.
+
+    Args:
+        dump: The main thread, and then up to a hundred threads, the main one perhaps among them.
     """
-    threads = [[line.strip() for line in part.splitlines()[1:]] for part in dump.split("\n\n")]
-    *others, main = threads  # the newest comes first
-    own = next((number for number, line in enumerate(main) if "meshwright/ranks/worker.py" in line), len(main))
-    lines = main[:own] or ["the worker, which waits for a call"]
-    for other in others:
+    own, _, everyone = dump.replace("\nCurrent thread 0x", "\nThread 0x").partition("\nThread 0x")
+    lines = _down_to_the_worker([line.strip() for line in own.splitlines()[1:]])
+    lines = lines or ["the worker, which waits for a call"]
+    for thread in everyone.split("\n\n"):
+        other = [line.strip() for line in thread.splitlines()[1:]]
         if other and not any(f"meshwright/ranks/{name}.py" in line for line in other for name in _OWN_THREADS):
             lines += ["and another thread in:", *other]
     return lines
+
+
+def _down_to_the_worker(lines: list[str]) -> list[str]:
+    return lines[
+        : next((place for place, line in enumerate(lines) if "meshwright/ranks/worker.py" in line), len(lines))
+    ]

@@ -69,7 +69,10 @@ class Rank:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._start["signal_mask"])
         os.register_at_fork(after_in_child=self._become_stranger)
         faulthandler.enable(all_threads=False)
-        faulthandler.register(self._start["stack_signal"], file=self._start["stack_file"])
+        # The main thread by itself, since a dump of all ends after a hundred, and the newest come first.
+        own, everyone = self._start["stack_signal"], self._start["stack_signal"] + 1
+        faulthandler.register(own, file=self._start["stack_file"], all_threads=False)
+        faulthandler.register(everyone, file=self._start["stack_file"], all_threads=True)
         sys.path[:] = self._start["sys_path"]
         sys.argv[:] = self._start["sys_argv"]  # a script may read its arguments at module level, also in the ranks
         threading.Thread(target=self._listen, name="meshwright-channel", daemon=True).start()

@@ -136,8 +136,9 @@ def build_engine(
     calls.num_models = require_equal_on_ranks(
         world.default_group, module, plan.to_json(), devices[0], number=calls.num_models + 1
     )
-    if plan.tp > 1 or plan.pp > 1 or (plan.zero and plan.dp > 1):
-        refuse_shared_memory(module, str(plan))
+    separates = plan.tp > 1 or plan.pp > 1 or bool(plan.zero and plan.dp > 1)
+    if separates or plan.mode == "data_parallel":
+        refuse_shared_memory(module, str(plan), ties_too=separates)
     refuse_embeddings_that_count(module, plan)
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))

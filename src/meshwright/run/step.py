@@ -239,7 +239,7 @@ class Stepper:
             held=self.engine.trainable_states,
             moved=moved,
             knows_first=knows_first,
-            has_changed=may_try and self._watch_model.has_changed(),
+            has_changed=may_try and self._watch_model.has_changed(parts),
         )
         if (knows_first or moved) and agreement.buffers_moved:
             self.engine.sync_buffers()

@@ -69,24 +69,38 @@ class RunDirectory:
         path = self.path / RECORD_FILE
         with _storage(path):
             partial = path.with_suffix(".json.partial")
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(record.to_json(indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            try:
+                with partial.open("w", encoding="utf-8") as file:
+                    file.write(record.to_json(indent=2) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+                raise
 
     def close(self) -> None:
-        """Close the files and let another run have the folder."""
-        self._events.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Close the files and let another run have the folder.
+
+        Raises:
+            StorageError: The disk is full or gone.
+        """
+        try:
+            with _storage(self.path / EVENTS_FILE):
+                self._events.close()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # An error that is on its way is the one to be shown.
+        with contextlib.suppress(StorageError) if kind is not None else contextlib.nullcontext():
+            self.close()
 
     def _take_lock(self) -> int:
         # The kernel drops the lock with the process, however that ends; the file itself stays. Not inherited by ranks.

@@ -13,7 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError, RankNote, StoppedOnRequest, exit_code_of, rank_of
+from meshwright.errors import (
+    ConfigError,
+    MeshwrightError,
+    RankNote,
+    StoppedOnRequest,
+    StorageError,
+    exit_code_of,
+    rank_of,
+)
 from meshwright.host import usable_cores
 from meshwright.ranks.environment import read_place
 from meshwright.ranks.launch import launch
@@ -111,7 +119,6 @@ class _Run:
                     summaries = [_join(self._config, self._on_event)] if joined else self._launch()
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
                     self._view.close()
-                    directory.write_record(self._record([]))
                     return self._report(error)
             directory.write_record(self._record(summaries))
             if any(summary["stopped"] for summary in summaries):
@@ -172,11 +179,18 @@ class _Run:
         return error.exit_code
 
     def _report(self, error: BaseException) -> int:
-        if isinstance(error, StoppedOnRequest):
-            return self._say_stopped(int(self._last.get("step", 0)))
-        code = _report_failure(self._config, error, self._failures, last_step=len(self._steps))
-        failed = {"event": "run_failed", "exit_code": code, "cause": one_line(error)}
-        self._directory.write_event(failed)
+        is_stop = isinstance(error, StoppedOnRequest)
+        if is_stop:
+            code = self._say_stopped(int(self._last.get("step", 0)))
+        else:
+            code = _report_failure(self._config, error, self._failures, last_step=len(self._steps))
+        try:  # afterwards: a disk that fails now is not what the run ended of
+            self._directory.write_record(self._record([]))
+            if not is_stop:
+                self._directory.write_event({"event": "run_failed", "exit_code": code, "cause": one_line(error)})
+            self._directory.close()
+        except StorageError as storage:
+            sys.stderr.write(f"and afterwards: {clean(storage)}\n")
         return code
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import meshwright as mw
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World, current_world
 
@@ -212,13 +213,33 @@ def hang() -> None:
         wait_forever()
 
 
-def hang_in_a_thread() -> None:
+def train_with_a_loss_that_raises(rank: int) -> None:
+    """Take a step under dp in which one rank's loss raises."""
+
+    def loss(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+        if world().rank == rank:
+            raise ValueError("the user's own")
+        return outputs.square().mean()
+
+    model = mw.apply_plan(
+        torch.nn.Linear(3, 2),
+        f"dp={world().world_size}",
+        loss_fn=loss,
+        optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
+    )
+    model.step(torch.randn(2, 3))
+
+
+def hang_in_a_thread(num_threads: int, exchange: str) -> None:
     """Wait on rank 1 for a thread that waits for ever; rank 0 waits for rank 1."""
     group = world().default_group
     if group.rank == 1:
-        thread = threading.Thread(target=wait_forever, daemon=True)
-        thread.start()
-        thread.join()
+        threads = [threading.Thread(target=wait_forever, daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        threads[0].join()
+    if exchange == "barrier":
+        group.barrier()
     group.all_reduce(torch.zeros(1))
 
 

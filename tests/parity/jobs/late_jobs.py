@@ -298,17 +298,55 @@ class Counting(Mixing):
         return super().forward(x)
 
 
-BLOCKS |= {"Mixing": Mixing, "Scaling": Scaling, "Counting": Counting}
+class MixingInEvaluation(Block):
+    """A block that centres its input over the batch where it does not train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x - x.mean(0, keepdim=True))
 
 
-def mixed_later(plan: str) -> None:
-    """Have blocks mix samples from the second step on."""
-    module = build("Mixing")
+BLOCKS |= {kind.__name__: kind for kind in (Mixing, MixingInEvaluation, Scaling, Counting)}
+
+
+def centre(_module: nn.Module, _inputs: Any, outputs: Tensor) -> Tensor:
+    return outputs - outputs.mean(0, keepdim=True)
+
+
+def mixed_later(plan: str, how: str = "attribute") -> None:
+    """Have blocks mix samples from the second step on: told by an attribute, by a mode, or by a hook on a block or on a layer."""
+    module = build("MixingInEvaluation" if how == "mode" else "Mixing")
     model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
     model.step(mw.split_batch(batch(0), model))
     for block in module.blocks:
-        vars(block)["mixes"] = True
+        if how == "attribute":
+            vars(block)["mixes"] = True
+        elif how == "mode":
+            block.eval()
+        else:
+            layer = block if how == "hook" else next(child for child in block.modules() if isinstance(child, nn.Linear))
+            layer.register_forward_hook(centre)
     model.step(mw.split_batch(batch(1), model))
+
+
+class WithMask(nn.Module):
+    """Outputs are centred over the batch where a mask is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.layer(x).tanh()
+        return y if mask is None else y - (y * mask).mean(0, keepdim=True)
+
+
+def mixed_where_masked(plan: str) -> None:
+    """Give a mask from the second step on."""
+    model = mw.apply_plan(WithMask(), plan, loss_fn=lambda outputs, _: outputs.square().mean(), optimizer=_sgd)
+    data = {"x": torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    model.step(mw.split_batch(data, model))
+    data["mask"] = torch.ones(6, 1, dtype=torch.float64)
+    model.step(mw.split_batch(data, model))
 
 
 def scaled_later(plan: str) -> list[float]:

@@ -250,6 +250,12 @@ def build_tied_by_data() -> nn.Module:
     return model
 
 
+def build_with_a_parameter_among_the_buffers() -> nn.Module:
+    model = Net().double()
+    model.mid[0].register_buffer("second_name", model.mid[0].weight)
+    return model
+
+
 def average_early(plan: str) -> list[Tensor]:
     """Average from a copy on that was made before the first batch, inside of whole_parameters."""
     with mw.apply_plan(build_net, plan, loss_fn=square, optimizer=Sgd) as model:

@@ -77,5 +77,13 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
     directory = RunDirectory(tmp_path)
     with pytest.raises(StorageError, match="No space left"):
         directory.write_event({"event": "step"})
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         directory.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_does_not_hide_what_the_run_ended_of(tmp_path):
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    directory = RunDirectory(tmp_path)
+    directory._events.write("x")  # is flushed at the end
+    directory.__exit__(ValueError, ValueError("the user's"), None)

@@ -9,7 +9,7 @@ import functools
 import io
 import pickle
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ _MAX_ENTRIES = 1_000
 """Of a container that may hold functions or modules; a larger one is data [count]."""
 HOOKS = tuple(name for name in OF_TORCH if name.endswith("_hooks") and "state_dict" not in name)
 """Attributes of a module that hold its hooks, those of state dicts left out."""
-_OF_COPYING = ("deepcopy", "reduce", "reduce_ex", "getstate", "setstate", "getnewargs", "getnewargs_ex")
-_TABLES = (dict, collections.OrderedDict)
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -106,14 +104,19 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         can_be = trainable and (parameter.is_floating_point() or parameter.is_complex())
         memo[id(parameter)] = nn.Parameter(new_tensor(parameter), requires_grad=parameter.requires_grad or can_be)
     for buffer in module.buffers():
-        memo[id(buffer)] = new_tensor(buffer)
-    children = list(module.modules())
-    for child in children:
+        if id(buffer) not in memo:  # a parameter may have a second name among the buffers
+            memo[id(buffer)] = new_tensor(buffer)
+    for child in module.modules():
         # Only leaves are copied, not tensors that hooks compute from parameters before a forward, or that a forward left.
-        left = [value for name, value in vars(child).items() if name not in OF_TORCH and type(value) not in _PLAIN]
-        memo.update((id(value), value.detach()) for value in tensors_in(left) if not value.is_leaf)
+        for value in tensors_in(list(vars(child).values())):
+            if not value.is_leaf:
+                memo[id(value)] = value.detach()
+        for value in vars(child).values():
+            # Each module has a dozen tables of hooks and names, nearly all of them empty: deepcopy's slow way is not needed.
+            if type(value) in (collections.OrderedDict, set) and not value:
+                memo[id(value)] = type(value)()
     try:
-        made = _deep_copy(children, memo)
+        made = copy.deepcopy(module, memo)
     except Exception as error:
         raise ApplyError(
             f"this plan tries the model out on copies of its modules, and copy.deepcopy failed: {error!r}",
@@ -122,40 +125,6 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         ) from error
     rebind(made, memo)
     return made
-
-
-def _deep_copy(modules: Sequence[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return what copy.deepcopy of the first module does; the others are its submodules.
-
-    copy.deepcopy takes milliseconds for a block: each module has a dozen tables, nearly all of them empty, which it copies one by
-    one. A module is left to it whose class says itself how it is copied or pickled.
-    """
-    twins = [(own, type(own).__new__(type(own))) for own in modules if _is_copied_by_torch(type(own))]
-    memo.update((id(own), twin) for own, twin in twins)
-    for own, twin in reversed(twins):  # what a module holds before itself
-        object.__setattr__(twin, "__dict__", {name: _copied(name, value, memo) for name, value in vars(own).items()})
-    return copy.deepcopy(modules[0], memo)
-
-
-def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
-    """Return the copy of a module's attribute."""
-    if type(value) in _PLAIN:
-        return value
-    if name in OF_TORCH and type(value) in _TABLES and all(item is None or id(item) in memo for item in value.values()):
-        return type(value)((key, item if item is None else memo[id(item)]) for key, item in value.items())
-    return copy.deepcopy(value, memo)
-
-
-@functools.cache
-def _is_copied_by_torch(kind: type[nn.Module]) -> bool:
-    """Whether a module class leaves copying and pickling to nn.Module, and keeps its attributes in a dict."""
-    names = [f"__{name}__" for name in _OF_COPYING]
-    says_how = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in names)
-    return (
-        not says_how
-        and kind.__new__ is object.__new__
-        and not any(vars(base).get("__slots__") for base in kind.__mro__)
-    )
 
 
 def rebind(module: nn.Module, memo: dict[int, Any]) -> None:

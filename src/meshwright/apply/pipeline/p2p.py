@@ -39,6 +39,8 @@ _OTHER_WAY_FIX = (
 class OtherStageError(ApplyError):
     """Another stage has failed while this one waited for it."""
 
+    is_told = True
+
 
 class Route(NamedTuple):
     """Way of a message from stage to stage."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
@@ -26,6 +28,9 @@ __all__: list[str] = []
 
 _FEW = 2
 _NUMBERS = frozenset({int, float, bool, str})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_MAX_FORMS = 64
+"""Forms of batches after which they are taken to vary freely [count]."""
 _MAX_CHANGES = 16
 """Changes of an attribute after which it is taken for a counter, and the model tried at each doubling alone [count]."""
 _ALIKE = 8.0
@@ -83,7 +88,7 @@ def settle_loss(
 
 
 class ModelWatch:
-    """Repeats the trials of the model on parts of a batch after a number or a flag of one of its modules has changed.
+    """Repeats the trials of the model on parts of a batch after a module or the form of batches has changed.
 
     Ranks whose forward takes several of them do it together, where any of them has noticed a change.
 
@@ -98,9 +103,11 @@ class ModelWatch:
         self._engine = engine
         self._splitter = splitter
         self._slots: list[tuple[dict[str, Any], list[str]]] = []
+        self._plain: list[dict[str, Any]] = []
         self._sizes: list[int] = []
         self._values: list[Any] = []
         self._num_changes: Counter[int] = Counter()
+        self._forms: set[Any] = set()
 
     @property
     def is_joint(self) -> bool:
@@ -111,7 +118,7 @@ class ModelWatch:
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return an error if the model now mixes the samples of this batch; only a changed model is tried."""
         engine = self._engine
-        if self.is_joint or not self.has_changed():
+        if self.is_joint or not self.has_changed(parts):
             return None
         evidence = _look(self._rule, engine, self._splitter, parts)
         return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
@@ -138,13 +145,31 @@ class ModelWatch:
             None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
         )
 
-    def has_changed(self) -> bool:
-        """Tell whether a number or a flag of a module has changed since the last call."""
+    def has_changed(self, parts: Sequence[Any]) -> bool:
+        """Tell whether a number, a flag, the mode or a hook of a module has changed since the last call, or the form of batches.
+
+        Args:
+            parts: This rank's micro-batches, perhaps none.
+        """
+        is_new = self._has_new_form(parts)
+        return self._module_has_changed() or is_new
+
+    def _has_new_form(self, parts: Sequence[Any]) -> bool:
+        """Tell whether a batch has other keys, flags or types than those before; sizes may vary freely."""
+        if not parts or len(self._forms) >= _MAX_FORMS:
+            return False
+        form = _form_of(parts[0])
+        is_new = bool(self._forms) and form not in self._forms
+        self._forms.add(form)
+        return is_new
+
+    def _module_has_changed(self) -> bool:
         sizes = [len(own) for own, _ in self._slots]
         is_first = not self._slots
         if is_first or sizes != self._sizes:
-            left_out = OF_TORCH | {"training"}
+            left_out = OF_TORCH - set(_HOOKS)
             own = [vars(child) for child in self._engine.module.modules() if not _is_plain(child)]
+            self._plain = [vars(child) for child in self._engine.module.modules() if _is_plain(child)]
             self._slots = [(held, [name for name in held if name not in left_out]) for held in own] or [({}, [])]
             self._sizes, self._values = [len(held) for held, _ in self._slots], self._read()
             return not is_first
@@ -158,7 +183,26 @@ class ModelWatch:
 
     def _read(self) -> list[Any]:
         values = [own.get(name) for own, names in self._slots for name in names]
-        return [value if type(value) in _NUMBERS else None for value in values]
+        values += [own.get(name) for own in self._plain for name in ("training", *_HOOKS)]
+        return [value if type(value) in _NUMBERS else _users_hooks(value) for value in values]
+
+
+def _users_hooks(value: Any) -> tuple[int, ...] | None:
+    """Return the numbers of the user's hooks in a table of them; None for anything else."""
+    if type(value) is not collections.OrderedDict or not value:
+        return None
+    return tuple(number for number, hook in value.items() if isinstance(number, int) and not isinstance(hook, OwnHook))
+
+
+def _form_of(batch: Any) -> Any:
+    """Return the keys, types and numbers of dims of a batch, and its flags."""
+    if isinstance(batch, torch.Tensor):
+        return batch.dtype, batch.dim()
+    if isinstance(batch, Mapping):
+        return tuple((key, _form_of(value)) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return tuple(map(_form_of, batch))
+    return batch if isinstance(batch, (bool, str)) or batch is None else type(batch)
 
 
 def _is_due(num_changes: int) -> bool:

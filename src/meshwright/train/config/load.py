@@ -82,7 +82,11 @@ def _read(path: Path) -> str:
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(
+            f"{path} is nested too deep", fix="write its values with fewer brackets in one another"
+        ) from None
+    except ValueError as error:  # of TOML, or a number of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for reserved in _RESERVED:
         if reserved in tables:
@@ -116,7 +120,7 @@ def _toml_value(text: str) -> Any:
     try:
         # A line break would let the value smuggle in further keys.
         return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
