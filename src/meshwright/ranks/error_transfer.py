@@ -36,9 +36,9 @@ def describe_error(error: BaseException, shown: BaseException | None = None) -> 
 
     def is_consequence(link: BaseException) -> bool:
         # A rank that fails runs into a collective that its peers are not in, where it cleans up (a barrier in a `finally`).
-        return is_lost_peer(link) or isinstance(link, DisagreementError) or getattr(link, "is_told", False)
+        return is_lost_peer(link) or isinstance(link, DisagreementError)
 
-    secondary = is_consequence(chain[-1])
+    secondary = is_consequence(chain[-1]) or getattr(error, "is_told", False)
     if not secondary and is_consequence(error):
         error = next(link for link in chain if not is_consequence(link))
     text = _safe_text(error)
