@@ -183,9 +183,10 @@ class Net(nn.Module):
         """Call blocks in turn, as often as the data say: each sample takes part in as many rounds as it asks for."""
         for number in range(int(rounds.max())):
             more = (rounds > number).view(-1, *[1] * (h.dim() - 1))
-            block = self.blocks[number % len(self.blocks)]
             # With the mask: else what a batch is padded to would count, and a rank's share may be padded to less.
-            h = torch.where(more, torch.tanh(block(h) if mask is None else block(h, mask)), h)
+            h = torch.where(
+                more, torch.tanh(self.run_block(self.blocks[number % len(self.blocks)], h, mask, False, 0)), h
+            )
         return h
 
     def run_block(self, block: nn.Module, h: Tensor, mask: Tensor | None, last: bool, index: int) -> Any:

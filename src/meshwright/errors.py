@@ -39,11 +39,11 @@ class MeshwrightError(Exception):
         rank: The rank that it came from, where it is known.
         step: The step in which that was, where it is known.
         phase: What that rank was doing, a word of `World.report_progress`, where it is known.
+        is_told: Whether it tells of another rank's error, which is the cause and is to be shown.
     """
 
     exit_code: ClassVar[int] = 1
     is_told: bool = False
-    """Whether it tells of another rank's error, which is the cause and is to be shown."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class MeshwrightError(Exception):
         rank: int | None = None,
         step: int | None = None,
         phase: str | None = None,
+        is_told: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -60,6 +61,7 @@ class MeshwrightError(Exception):
         self.rank = rank
         self.step = step
         self.phase = phase
+        self.is_told = is_told or type(self).is_told
 
     def __str__(self) -> str:
         return self.message if self.fix is None else f"{self.message}\nfix: {self.fix}"

@@ -30,10 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what other cells stand for."""
-    choose = {"--representatives": representatives.choose, "--each-value": representatives.each_value}
-    for chosen in [choose[option](items) for option in choose if config.getoption(option)]:
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+    for option, choose in (("--representatives", representatives.choose), ("--each-value", representatives.each_value)):
+        if config.getoption(option):
+            chosen = set(choose(items))
+            config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+            items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -47,9 +47,7 @@ def choose(items: list[pytest.Item]) -> list[pytest.Item]:
     Args:
         items: The items of all tests.
     """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    tests = _by_test(items)
     times: Counter[str] = Counter()  # how often each model has been taken
     missing = {value for item in items for value in values(item)}
     chosen: set[pytest.Item] = set()
@@ -82,11 +80,8 @@ def each_value(items: list[pytest.Item]) -> list[pytest.Item]:
     Args:
         items: The items of all tests.
     """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen: set[pytest.Item] = set()
-    for cells in tests.values():
+    for cells in _by_test(items).values():
         if "setting" in _parameters(cells[0]):
             chosen.update(cells)
             continue
@@ -96,6 +91,13 @@ def each_value(items: list[pytest.Item]) -> list[pytest.Item]:
             chosen.add(best)
             missing -= _of_each(best)
     return [item for item in items if item in chosen]
+
+
+def _by_test(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests
 
 
 def _of_each(cell: pytest.Item) -> set[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.jobs import late_jobs as jobs
+from tests.parity.jobs import late_mixing_jobs as mixing
 
 import meshwright as mw
 from meshwright import testing
@@ -80,35 +81,35 @@ TOGETHER = ["dp=2,zero=2", "dp=2,zero=3,whole_below=1", "dp=2,zero=3,micro_batch
 
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,micro_batches=2", "dp=2,zero=1", *TOGETHER])
 def test_a_model_that_begins_to_mix_samples_is_refused_at_that_step(line: str) -> None:
-    _refused(testing.run_outcomes(jobs.mixed_later, 2, line), word="mixes the samples of a batch")
+    _refused(testing.run_outcomes(mixing.mixed_later, 2, line), word="mixes the samples of a batch")
 
 
 @pytest.mark.parametrize("how", ["mode", "hook", "hook on a layer"])
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=1"])
 def test_a_model_that_a_mode_or_a_hook_lets_mix_samples_is_refused_at_that_step(line: str, how: str) -> None:
-    job = functools.partial(jobs.mixed_later, how=how)
+    job = functools.partial(mixing.mixed_later, how=how)
     _refused(testing.run_outcomes(job, 2, line), word="mixes the samples of a batch")
 
 
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2"])
 def test_a_model_that_mixes_samples_of_batches_with_another_key_is_refused_at_that_step(line: str) -> None:
-    _refused(testing.run_outcomes(jobs.mixed_where_masked, 2, line), word="mixes the samples of a batch")
+    _refused(testing.run_outcomes(mixing.mixed_where_masked, 2, line), word="mixes the samples of a batch")
 
 
 @pytest.mark.parametrize(("line", "step"), [("dp=2", 32), ("dp=2,zero=3", 32), ("tp=2,micro_batches=2", 10)])
 def test_a_model_that_mixes_after_many_calls_is_tried_again_at_doublings(line: str, step: int) -> None:
-    assert testing.run_ranks(jobs.counted_up, 2, line) == [step] * 2
+    assert testing.run_ranks(mixing.counted_up, 2, line) == [step] * 2
 
 
 @pytest.mark.parametrize("line", ["dp=2,tp=2", "dp=2,tp=2,zero=2,micro_batches=2"])
 def test_ranks_that_share_layers_refuse_samples_that_are_mixed_later(line: str) -> None:
-    _refused(testing.run_outcomes(jobs.mixed_later, 4, line), word="mixes the samples of a batch")
+    _refused(testing.run_outcomes(mixing.mixed_later, 4, line), word="mixes the samples of a batch")
 
 
 @pytest.mark.parametrize("line", ["dp=2,zero=3,whole_below=1", "tp=2,micro_batches=2"])
 def test_ranks_that_try_a_changed_model_together_go_on_where_it_mixes_nothing(line: str) -> None:
-    for found in testing.run_ranks(jobs.scaled_later, 2, line):
-        assert found == pytest.approx(jobs.scaled_later("single"), rel=1e-11)
+    for found in testing.run_ranks(mixing.scaled_later, 2, line):
+        assert found == pytest.approx(mixing.scaled_later("single"), rel=1e-11)
 
 
 def test_terms_of_gradients_that_one_rank_has_are_summed() -> None:

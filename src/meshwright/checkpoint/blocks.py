@@ -6,13 +6,12 @@ https://github.com/Cyan4973/xxHash.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
 
-from meshwright.checkpoint.durable import told_of
+from meshwright.checkpoint.durable import read_at
 from meshwright.errors import CheckpointError
 
 __all__: list[str] = []
@@ -42,13 +41,10 @@ class Digesting:
         self._block = xxhash.xxh3_128()
         self._fill = 0
         self._digests = bytearray()
-        self.num_bytes = 0
-        """What has passed [bytes]."""
 
     def __iter__(self) -> Iterator[memoryview]:
         for part in self._parts:
             rest = memoryview(part).cast("B")
-            self.num_bytes += len(rest)
             yield rest
             while rest:
                 piece, rest = rest[: BLOCK_BYTES - self._fill], rest[BLOCK_BYTES - self._fill :]
@@ -73,11 +69,6 @@ def num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def blocks_of(start: int, stop: int) -> range:
-    """Return the numbers of the blocks in which bytes start .. stop of a file lie."""
-    return range(start // BLOCK_BYTES, num_blocks(stop)) if start < stop else range(0)
-
-
 def check_blocks(path: Path, descriptor: int, table: bytes, numbers: Iterable[int]) -> None:
     """Compare blocks of a file with their digests.
 
@@ -93,8 +84,7 @@ def check_blocks(path: Path, descriptor: int, table: bytes, numbers: Iterable[in
     """
     for number in numbers:
         start = number * BLOCK_BYTES
-        with told_of(path, "read"):
-            data = _read_at(descriptor, start, BLOCK_BYTES)
+        data = read_at(path, descriptor, start, BLOCK_BYTES)
         expected = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         found = digest_of(data)
         if found != expected:
@@ -102,11 +92,3 @@ def check_blocks(path: Path, descriptor: int, table: bytes, numbers: Iterable[in
                 f"{path} is damaged in bytes {start} to {start + len(data)}: digest {found.hex()}, expected {expected.hex()}",
                 fix="load another step, or copy this one again from where it came from",
             )
-
-
-def _read_at(descriptor: int, start: int, most: int) -> bytes:
-    parts: list[bytes] = []
-    while most and (part := os.pread(descriptor, most, start)):
-        parts.append(part)
-        start, most = start + len(part), most - len(part)
-    return b"".join(parts)

@@ -19,7 +19,6 @@ from meshwright.errors import StorageError
 __all__: list[str] = []
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_READ_BYTES = 1 << 22
 
 
 @contextlib.contextmanager
@@ -130,10 +129,26 @@ def read_small_file(path: Path, most_bytes: int) -> bytes:
         size = os.fstat(descriptor).st_size
         if size > most_bytes:
             raise StorageError(f"cannot read {path}: it has {size} bytes (rule: at most {most_bytes})")
-        parts: list[bytes] = []
-        with told_of(path, "read"):
-            while part := os.read(descriptor, min(_READ_BYTES, most_bytes + 1)):
-                parts.append(part)
-        return b"".join(parts)
+        return read_at(path, descriptor, 0, size)
     finally:
         os.close(descriptor)
+
+
+def read_at(path: Path, descriptor: int, start: int, most: int) -> bytes:
+    """Return bytes of an open file; fewer where it ends before.
+
+    Args:
+        path: The file, for messages.
+        descriptor: The open file.
+        start: Where they begin [bytes].
+        most: How many [bytes].
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    parts: list[bytes] = []
+    with told_of(path, "read"):
+        while most and (part := os.pread(descriptor, most, start)):
+            parts.append(part)
+            start, most = start + len(part), most - len(part)
+    return b"".join(parts)

@@ -161,10 +161,10 @@ class SaveUnderWay:
             StorageError: The disk is full or fails.
         """
         contents = Digesting(file)
-        write_new_file(self.path / name, contents, file.num_bytes)
+        num_bytes = write_new_file(self.path / name, contents, file.num_bytes)
         table = contents.table()
         write_new_file(self.path / f"{name}{TABLE_SUFFIX}", [table])
-        return FileEntry(name, contents.num_bytes, digest_of(table))
+        return FileEntry(name, num_bytes, digest_of(table))
 
     def commit(self, manifest: Manifest) -> Path:
         """Write the manifest and give the save its name: one rank's act, after all ranks' files are there.

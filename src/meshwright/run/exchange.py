@@ -154,12 +154,11 @@ class SumExchange:
         if self._failure is not None:
             raise self._failure
         who = f"rank {rank}" if count == 1 else f"{count} ranks"
-        error = ApplyError(
+        raise ApplyError(
             f"{who} cannot go on: the model or its loss raised an exception there, and this step cannot be taken without it",
             fix=f"see the exception of {who}",
+            is_told=True,
         )
-        error.is_told = True
-        raise error
 
     def _raise_dtypes(self) -> NoReturn:
         """Raise an error, on every rank, that names two micro-batches with outputs of different dtypes."""
@@ -191,9 +190,7 @@ class SumExchange:
         name = "" if kind in ("ApplyError", "OtherStageError", "OtherWayError") else f"{kind}: "
         who = f"rank {self._group.ranks[rank]}"
         fix = fix or f"see the exception of {who}"
-        told_of = ApplyError(f"{who} cannot go on: {name}{message}", fix=fix)
-        told_of.is_told = True
-        raise told_of from error
+        raise ApplyError(f"{who} cannot go on: {name}{message}", fix=fix, is_told=True) from error
 
     def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
         """Raise this rank's error, unless another stage's tensors caused it; that stage then raises the cause."""

@@ -158,12 +158,12 @@ def plain(block: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 def planned(block: str, plan: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Train under a plan."""
-    model = mw.apply_plan(build(block), plan, loss_fn=mean, optimizer=_sgd, sentinel_every=2)
+    model = mw.apply_plan(build(block), plan, loss_fn=mean, optimizer=sgd, sentinel_every=2)
     losses = [model.step(mw.split_batch(batch(step), model)).loss for step in range(num_steps)]
     return losses, model.full_state_dict()
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -174,7 +174,7 @@ def unseeded(plan: str) -> list[list[float]]:
         module = build(block)
         random.seed(os.getpid())
         np.random.seed(os.getpid())
-        model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
+        model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=sgd)
         losses = [model.step(batch(step)).loss for step in range(3)]
         found.append([*losses, module.blocks[0].get_parameter("norm.weight").sum().item()])
     return found
@@ -248,7 +248,7 @@ def steps_until_refused(
         first: The first step whose batch has label 3, and in which the loss is another.
     """
     loss = Losses(name)
-    model = mw.apply_plan(build("Block"), plan, loss_fn=loss, optimizer=_sgd)
+    model = mw.apply_plan(build("Block"), plan, loss_fn=loss, optimizer=sgd)
     for step in range(first + 3):
         ids, labels = batch(step, masked=step >= first)
         loss.step = max(0, step + 1 - first)
@@ -260,117 +260,6 @@ def steps_until_refused(
             after = model.full_state_dict()
             return step, error.message if all(torch.equal(after[key], before[key]) for key in before) else "it stepped"
     return first + 3, ""
-
-
-class Mixing(Block):
-    """A block that centres its input over the batch once it is told to."""
-
-    mixes: Any = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0, keepdim=True) if self.mixes else x)
-
-
-class Scaling(Block):
-    """A block that scales its input by a number that a script may set."""
-
-    factor = 1.0
-
-    def scale(self) -> Any:
-        """Return what the input is multiplied by."""
-        return self.factor
-
-
-class Counting(Mixing):
-    """A block that counts its calls, and centres its input from the twenty-first on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    @property
-    def mixes(self) -> bool:
-        """Whether it does so."""
-        return self.num_calls > 20
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        return super().forward(x)
-
-
-class MixingInEvaluation(Block):
-    """A block that centres its input over the batch where it does not train."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.training else x - x.mean(0, keepdim=True))
-
-
-BLOCKS |= {kind.__name__: kind for kind in (Mixing, MixingInEvaluation, Scaling, Counting)}
-
-
-def centre(_module: nn.Module, _inputs: Any, outputs: Tensor) -> Tensor:
-    return outputs - outputs.mean(0, keepdim=True)
-
-
-def mixed_later(plan: str, how: str = "attribute") -> None:
-    """Have blocks mix samples from the second step on: told by an attribute, by a mode, or by a hook on a block or on a layer."""
-    module = build("MixingInEvaluation" if how == "mode" else "Mixing")
-    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
-    model.step(mw.split_batch(batch(0), model))
-    for block in module.blocks:
-        if how == "attribute":
-            vars(block)["mixes"] = True
-        elif how == "mode":
-            block.eval()
-        else:
-            layer = block if how == "hook" else next(child for child in block.modules() if isinstance(child, nn.Linear))
-            layer.register_forward_hook(centre)
-    model.step(mw.split_batch(batch(1), model))
-
-
-class WithMask(nn.Module):
-    """Outputs are centred over the batch where a mask is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).double()
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.layer(x).tanh()
-        return y if mask is None else y - (y * mask).mean(0, keepdim=True)
-
-
-def mixed_where_masked(plan: str) -> None:
-    """Give a mask from the second step on."""
-    model = mw.apply_plan(WithMask(), plan, loss_fn=lambda outputs, _: outputs.square().mean(), optimizer=_sgd)
-    data = {"x": torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
-    model.step(mw.split_batch(data, model))
-    data["mask"] = torch.ones(6, 1, dtype=torch.float64)
-    model.step(mw.split_batch(data, model))
-
-
-def scaled_later(plan: str) -> list[float]:
-    """Have blocks scale their input by another number in each step."""
-    module = build("Scaling")
-    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
-    losses: list[float] = []
-    for step in range(4):
-        for block in module.blocks:
-            vars(block)["factor"] = 1.0 + step
-        losses.append(model.step(mw.split_batch(batch(step), model)).loss)
-    return losses
-
-
-def counted_up(plan: str) -> int:
-    """Return the step at which a model is refused that counts its calls."""
-    model = mw.apply_plan(build("Counting"), plan, loss_fn=mean, optimizer=_sgd)
-    for step in range(40):
-        try:
-            model.step(mw.split_batch(batch(step), model))
-        except mw.ApplyError as error:
-            assert "mixes the samples of a batch" in error.message  # noqa: PT017 - the step is asked for
-            return step
-    return 40
 
 
 def terms_on_one_rank() -> list[list[float] | None]:
@@ -402,7 +291,7 @@ class RaisesLater:
 def raised_on_one_rank(plan: str, *, evaluates: bool) -> None:
     """Have the loss raise on one rank in the second step."""
     loss = RaisesLater()
-    model = mw.apply_plan(build("Block"), plan, loss_fn=loss, optimizer=_sgd)
+    model = mw.apply_plan(build("Block"), plan, loss_fn=loss, optimizer=sgd)
     model.step(mw.split_batch(batch(0), model))
     loss.is_on = True
     run: Callable[[Any], Any] = model.evaluate if evaluates else model.step
@@ -411,7 +300,7 @@ def raised_on_one_rank(plan: str, *, evaluates: bool) -> None:
 
 def hooked(plan: str, kind: str, *, later: bool) -> None:
     """Clip in a hook of the optimizer."""
-    model = mw.apply_plan(build("Block"), plan, loss_fn=mean, optimizer=_sgd)
+    model = mw.apply_plan(build("Block"), plan, loss_fn=mean, optimizer=sgd)
 
     def clip(optimizer: Any, *_: Any) -> None:
         torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
@@ -425,7 +314,7 @@ def hooked(plan: str, kind: str, *, later: bool) -> None:
 def called_with_others_later(plan: str, *, evaluates: bool) -> None:
     """Run blocks by functional_call from the second step on."""
     module = build("Block")
-    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=_sgd)
+    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=sgd)
     model.step(mw.split_batch(batch(0), model))
     module.changed = True
     run: Callable[[Any], Any] = model.evaluate if evaluates else model.step

@@ -104,8 +104,7 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         can_be = trainable and (parameter.is_floating_point() or parameter.is_complex())
         memo[id(parameter)] = nn.Parameter(new_tensor(parameter), requires_grad=parameter.requires_grad or can_be)
     for buffer in module.buffers():
-        if id(buffer) not in memo:  # a parameter may have a second name among the buffers
-            memo[id(buffer)] = new_tensor(buffer)
+        memo[id(buffer)] = new_tensor(buffer)
     for child in module.modules():
         # Only leaves are copied, not tensors that hooks compute from parameters before a forward, or that a forward left.
         for value in tensors_in(list(vars(child).values())):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -189,7 +188,7 @@ class ModelWatch:
 
 def _users_hooks(value: Any) -> tuple[int, ...] | None:
     """Return the numbers of the user's hooks in a table of them; None for anything else."""
-    if type(value) is not collections.OrderedDict or not value:
+    if type(value) is not OrderedDict or not value:
         return None
     return tuple(number for number, hook in value.items() if isinstance(number, int) and not isinstance(hook, OwnHook))
 
@@ -201,7 +200,8 @@ def _form_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((key, _form_of(value)) for key, value in batch.items())
     if isinstance(batch, (list, tuple)):
-        return tuple(map(_form_of, batch))
+        # A list of texts has one for each sample, and others in every batch.
+        return type(batch) if all(isinstance(item, str) for item in batch) else tuple(map(_form_of, batch))
     return batch if isinstance(batch, (bool, str)) or batch is None else type(batch)
 
 

@@ -79,9 +79,8 @@ class Collector:
         if error is not None and not is_told:
             raise error
         place, (_, name, text, fix) = min(told, key=lambda found: (found[1][0], found[0]))
-        told_of = ApplyError(f"rank {self._group.ranks[place]} cannot go on: {name}: {text}", fix=fix)
-        told_of.is_told = True
-        raise told_of from error
+        message = f"rank {self._group.ranks[place]} cannot go on: {name}: {text}"
+        raise ApplyError(message, fix=fix, is_told=True) from error
 
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]

@@ -1,0 +1,122 @@
+"""Models that begin to mix samples, or to scale them otherwise, after the first batch; for ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.parity.jobs.late_jobs import BLOCKS, Block, batch, build, mean, sgd
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+class Mixing(Block):
+    """A block that centres its input over the batch once it is told to."""
+
+    mixes: Any = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0, keepdim=True) if self.mixes else x)
+
+
+class Scaling(Block):
+    """A block that scales its input by a number that a script may set."""
+
+    factor = 1.0
+
+    def scale(self) -> Any:
+        """Return what the input is multiplied by."""
+        return self.factor
+
+
+class Counting(Mixing):
+    """A block that counts its calls, and centres its input from the twenty-first on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it does so."""
+        return self.num_calls > 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+class MixingInEvaluation(Block):
+    """A block that centres its input over the batch where it does not train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x - x.mean(0, keepdim=True))
+
+
+BLOCKS.update({kind.__name__: kind for kind in (Mixing, MixingInEvaluation, Scaling, Counting)})
+
+
+def centre(_module: nn.Module, _inputs: Any, outputs: Tensor) -> Tensor:
+    return outputs - outputs.mean(0, keepdim=True)
+
+
+def mixed_later(plan: str, how: str = "attribute") -> None:
+    """Have blocks mix samples from the second step on: told by an attribute, by a mode, or by a hook on a block or on a layer."""
+    module = build("MixingInEvaluation" if how == "mode" else "Mixing")
+    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=sgd)
+    model.step(mw.split_batch(batch(0), model))
+    for block in module.blocks:
+        if how == "attribute":
+            vars(block)["mixes"] = True
+        elif how == "mode":
+            block.eval()
+        else:
+            layer = block if how == "hook" else next(child for child in block.modules() if isinstance(child, nn.Linear))
+            layer.register_forward_hook(centre)
+    model.step(mw.split_batch(batch(1), model))
+
+
+class WithMask(nn.Module):
+    """Outputs are centred over the batch where a mask is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.layer(x).tanh()
+        return y if mask is None else y - (y * mask).mean(0, keepdim=True)
+
+
+def mixed_where_masked(plan: str) -> None:
+    """Give a mask from the second step on."""
+    model = mw.apply_plan(WithMask(), plan, loss_fn=lambda outputs, _: outputs.square().mean(), optimizer=sgd)
+    data = {"x": torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    model.step(mw.split_batch(data, model))
+    data["mask"] = torch.ones(6, 1, dtype=torch.float64)
+    model.step(mw.split_batch(data, model))
+
+
+def scaled_later(plan: str) -> list[float]:
+    """Have blocks scale their input by another number in each step."""
+    module = build("Scaling")
+    model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=sgd)
+    losses: list[float] = []
+    for step in range(4):
+        for block in module.blocks:
+            vars(block)["factor"] = 1.0 + step
+        losses.append(model.step(mw.split_batch(batch(step), model)).loss)
+    return losses
+
+
+def counted_up(plan: str) -> int:
+    """Return the step at which a model is refused that counts its calls."""
+    model = mw.apply_plan(build("Counting"), plan, loss_fn=mean, optimizer=sgd)
+    for step in range(40):
+        try:
+            model.step(mw.split_batch(batch(step), model))
+        except mw.ApplyError as error:
+            assert "mixes the samples of a batch" in error.message  # noqa: PT017 - the step is asked for
+            return step
+    return 40
