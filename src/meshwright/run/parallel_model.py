@@ -18,6 +18,7 @@ from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.shards.optimizer_state import OptimizerState
 from meshwright.apply.shards.state_dicts import StateGuard
 from meshwright.apply.shards.switch import ShardSwitch
+from meshwright.apply.state.class_identity import refuse_class_identity
 from meshwright.apply.state.iterators import refuse_iterators
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.batches import BatchSplitter
@@ -109,6 +110,7 @@ def apply_plan(
     splitter = BatchSplitter(split)
     if plan.num_devices > 1 or plan.micro_batches > 1 or plan.micro_batch_size or plan.recompute != "none":
         refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
+        refuse_class_identity(module, [] if loss_fn is None else [loss_fn], plan)
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     engine = build_engine(module, plan, world, chosen, splitter)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)

@@ -1,24 +1,72 @@
-"""Another forward for one module: its class is replaced by a subclass, as FSDP2 does.
+"""Another behaviour for one module: its class is replaced by a subclass, as FSDP2 does.
 
-Names, parameters, hooks, `isinstance` and copies of the module stay right.
+Names, parameters, hooks, `isinstance` and copies of the module stay right. The subclass is equal to the user's class and has its
+hash, so that tables by class and comparisons with `==` and `in` find what they find on one device. `is` cannot be answered for;
+code that uses it is refused (`apply/state/class_identity.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 __all__: list[str] = []
 
+_USERS = "_meshwright_users_class"
+
 
 def with_forward(original: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     """Return a subclass with another forward, for a module's `__class__`."""
+    return subclass_with(original, {"forward": forward})
+
+
+def subclass_with(original: type[Any], members: Mapping[str, Any]) -> type[Any]:
+    """Return a subclass with these members, for an object's `__class__`; it is equal to its original."""
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    kind = _metaclass(type(original))
+    return kind(original.__name__, (original,), {**members, **names, _USERS: users_class(original)})
+
+
+def present_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return a function that runs the forward that a class has when it is called; a script may assign another one."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(module, *args, **kwargs)
+
+    return forward
+
+
+def users_class(kind: type[Any]) -> type[Any]:
+    """Return the class that the user wrote, of which this one may be a subclass made here."""
+    return vars(kind).get(_USERS, kind) if isinstance(kind, type) else kind
+
+
+@functools.cache
+def _metaclass(plain: Any) -> Any:
+    """Return a metaclass whose classes are equal to the user's classes."""
+    if _USERS in vars(plain):
+        return plain
+
+    def equal(kind: type[Any], other: Any) -> Any:
+        return users_class(kind) is users_class(other) if isinstance(other, type) else NotImplemented
+
+    def hashed(kind: type[Any]) -> int:
+        return hash(users_class(kind)) if _USERS in vars(kind) else plain.__hash__(kind)
+
+    def has_instance(kind: type[Any], item: Any) -> bool:
+        return isinstance(item, users_class(kind)) if _USERS in vars(kind) else plain.__instancecheck__(kind, item)
+
+    def has_subclass(kind: type[Any], other: type[Any]) -> bool:
+        return issubclass(other, users_class(kind)) if _USERS in vars(kind) else plain.__subclasscheck__(kind, other)
+
     members = {
-        "forward": forward,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
+        "__eq__": equal,
+        "__hash__": hashed,
+        "__instancecheck__": has_instance,
+        "__subclasscheck__": has_subclass,
+        _USERS: plain,
     }
-    return type(original.__name__, (original,), members)
+    return type(plain)(plain.__name__, (plain,), members)

@@ -11,7 +11,9 @@ undisturbed      trial forwards that leave no trace
 mirror           attributes of a module and of its copies in other threads
 plain_objects    objects and containers that modules refer to
 kept_parameters  parameters that trial forwards write
+reached_code     names that forwards, hooks and the loss look up
 iterators        iterators that cannot be rewound
+class_identity   code that asks whether a module has exactly this class
 
 To restore another kind of state, touch `outside.py`.
 """

@@ -18,6 +18,7 @@ from torch import nn
 from meshwright.apply.state.attributes import is_object
 from meshwright.apply.state.generators import is_generator
 from meshwright.apply.state.outside import COPIED_ITERATORS, Outside
+from meshwright.apply.state.reached_code import names_read
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -35,7 +36,7 @@ def refuse_iterators(module: nn.Module, functions: Sequence[Any], plan: str) -> 
         plan: The plan, for the error.
     """
     outside = Outside(module, functions)
-    names = _names_read(module, functions, outside)
+    names = names_read(module, functions, outside)
     held = [
         (f"{type(child).__name__}.{name}", value)
         for child in module.modules()
@@ -71,34 +72,3 @@ def _iterators_in(value: Any, depth: int) -> Iterator[Any]:
         parts = vars(value).values()
     for part in list(parts):
         yield from _iterators_in(part, depth - 1)
-
-
-def _names_read(module: nn.Module, functions: Sequence[Any], outside: Outside) -> set[str]:
-    """Return the names that forwards, hooks, the loss and their callees look up, in any namespace."""
-    known: dict[str, list[types.CodeType]] = {}
-    for function in outside.functions:
-        known.setdefault(function.__name__, []).append(function.__code__)
-    hooks = [
-        hook
-        for child in module.modules()
-        for held in (child._forward_hooks, child._forward_pre_hooks)
-        for hook in held.values()
-    ]
-    patched = [value for child in module.modules() for value in vars(child).values() if callable(value)]
-    waiting = {"forward", "__call__", "__next__"}
-    waiting |= {getattr(function, "__name__", "") for function in (*functions, *hooks, *patched)}
-    found: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            for code in known.get(name, ()):
-                waiting |= set(_names_of(code)) - found
-    return found
-
-
-def _names_of(code: types.CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_freevars)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_of(constant)

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import HOOKS, rebind, rebound
+from meshwright.apply.modules.forwards import subclass_with
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.plain_objects import independent, rows_of, tensors_reached
 
@@ -63,8 +64,7 @@ class Mirror:
             return outputs
 
         # Not its forward, which may be an attribute of the module itself.
-        members = {"__call__": call, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        self.module.__class__ = type(plain.__name__, (plain,), {**members, "__doc__": plain.__doc__})
+        self.module.__class__ = subclass_with(plain, {"__call__": call})
 
     def _shares(self, values: Sequence[Any]) -> dict[int, Any]:
         """Return the objects that this copy shares with the script, by id."""
@@ -190,8 +190,7 @@ class LeftByForward:
                     return found[name]
             return plain.__getattr__(module, name)
 
-        members = {"__getattr__": look_up, "__module__": plain.__module__, "__doc__": plain.__doc__}
-        return type(plain.__name__, (plain,), members)
+        return subclass_with(plain, {"__getattr__": look_up})
 
     def twin(self, original: nn.Module) -> nn.Module:
         """Return the copy of a module that this thread reads."""

@@ -42,7 +42,8 @@ _MAX_BYTES = 2**22
 """Of a tensor that is copied whether or not it is written to [bytes]."""
 
 
-def _is_library(name: str | None) -> bool:
+def is_library(name: str | None) -> bool:
+    """Tell whether a module, by its name, is of a library that is not searched."""
     return name is not None and name.partition(".")[0] in _LIBRARIES
 
 
@@ -130,7 +131,7 @@ class Outside:
                     if isinstance(function, types.FunctionType):
                         names |= _names_of(function.__code__)
                         self._look_at_callable(function)
-            if not _is_library(base.__module__):
+            if not is_library(base.__module__):
                 attributes = _OfClass(base)
                 for name in names & vars(base).keys():
                     if not isinstance(vars(base)[name], (types.FunctionType, property, classmethod, staticmethod)):
@@ -154,7 +155,7 @@ class Outside:
         elif draws_globally(value):
             self.draws = True
         elif isinstance(value, type):
-            if not _is_library(value.__module__):
+            if not is_library(value.__module__):
                 self._look_at_class(value)
         elif not isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
             self._look_at_object(value)
@@ -167,7 +168,7 @@ class Outside:
             self._others += [child for child in value.modules() if id(child) not in self._own]
             for child in value.modules():
                 self._look_at_module(child)
-        elif not _is_library(type(value).__module__):
+        elif not is_library(type(value).__module__):
             self._values.append(value)
             self._look_at_class(type(value))
 
@@ -175,15 +176,15 @@ class Outside:
         self._seen.add(id(function))
         self._functions.append(function)
         names = _names_of(function.__code__)
-        is_library = _is_library(function.__module__)
+        of_library = is_library(function.__module__)
         for name in names & function.__globals__.keys():
-            self._look_at_variable(function.__globals__, name, name, names, is_library=is_library)
+            self._look_at_variable(function.__globals__, name, name, names, of_library=of_library)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            self._look_at_variable(_OfCell(cell), name, name, names, is_library=is_library, key=cell)
+            self._look_at_variable(_OfCell(cell), name, name, names, of_library=of_library, key=cell)
         self._values += [value for value in (function.__defaults__ or ()) if may_change(value)]
 
     def _look_at_variable(
-        self, space: Any, name: str, label: str, names: set[str], *, is_library: bool, key: Any = None
+        self, space: Any, name: str, label: str, names: set[str], *, of_library: bool, key: Any = None
     ) -> None:
         try:
             value = space[name]
@@ -194,11 +195,11 @@ class Outside:
         elif draws_globally(value):
             self.draws = True
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
-            if not _is_library(getattr(value, "__module__", None)):
+            if not is_library(getattr(value, "__module__", None)):
                 self._look_at_callable(value)
         elif isinstance(value, nn.Module):
             self._look_at_object(value)
-        elif not is_library:
+        elif not of_library:
             self._slot(space, name, label, space if key is None else key)
             if callable(value):
                 self._look_at_callable(value)
@@ -207,11 +208,11 @@ class Outside:
         top = module.__name__.partition(".")[0]
         if module.__name__ in ("random", "numpy.random") or (top == "numpy" and "random" in names):
             self.draws = True
-        if _is_library(module.__name__):
+        if is_library(module.__name__):
             return
         for name in names & vars(module).keys():
             if (id(vars(module)), name) not in self._slots:
-                self._look_at_variable(vars(module), name, f"{module.__name__}.{name}", names, is_library=False)
+                self._look_at_variable(vars(module), name, f"{module.__name__}.{name}", names, of_library=False)
 
     def _slot(self, space: Any, name: str, label: str, key: Any) -> None:
         self._slots.setdefault((id(key), name), (space, name, label))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.apply.finding import Finding
-from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.modules.forwards import users_class, with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
 from meshwright.apply.shards.switch import Entry, ShardSwitch
 from meshwright.apply.tensor.inspection import compare_runs
@@ -89,6 +89,8 @@ class Part:
         self._values = values
         self._attributes = attributes
         self._class: type[nn.Module] | None = None
+        kinds = dict.fromkeys(users_class(type(child)) for child in module.modules())
+        self._forwards = [(kind, kind.forward) for kind in kinds]
         self._is_patched = "forward" in vars(module)
         self._switch: ShardSwitch | None = None
         self._own: list[Entry] = []
@@ -143,9 +145,12 @@ class Part:
         """Raise ApplyError if the module's forward was replaced after the cut, so that its calls are not guarded."""
         if self._class is None:
             self._class = type(self.module)
-        if type(self.module) is not self._class or ("forward" in vars(self.module)) != self._is_patched:
+        is_patched = ("forward" in vars(self.module)) != self._is_patched
+        later = next((kind.__name__ for kind, forward in self._forwards if kind.forward is not forward), None)
+        if type(self.module) is not self._class or is_patched or later is not None:
+            name = f"'{self.name or 'the model itself'}'" if later is None else f"class '{later}'"
             raise ApplyError(
-                f"the forward of '{self.name or 'the model itself'}' was replaced after the plan was applied, and the new one "
+                f"the forward of {name} was replaced after the plan was applied, and the new one "
                 "is not proven to give one device's numbers on shards",
                 fix="replace it before apply_plan",
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.apply.modules.forwards import subclass_with
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -41,8 +42,7 @@ class EarlyCopies:
             return found
 
         if "__deepcopy__" not in vars(original):
-            members = {"__deepcopy__": deepcopy, "__module__": original.__module__, "__doc__": original.__doc__}
-            module.__class__ = type(original.__name__, (original,), members)
+            module.__class__ = subclass_with(original, {"__deepcopy__": deepcopy})
 
     def end(self) -> None:
         """Stop recording copies: the model is about to be cut."""
@@ -97,10 +97,8 @@ class EarlyCopies:
             "update_parameters": update_parameters,
             "__deepcopy__": deepcopy,
             "__reduce_ex__": reduce_ex,
-            "__module__": kind.__module__,
-            "__doc__": kind.__doc__,
         }
-        return type(kind.__name__, (kind,), members)
+        return subclass_with(kind, members)
 
 
 def _as_class(kind: type[Any], item: Any, run: Callable[[], Any]) -> Any:

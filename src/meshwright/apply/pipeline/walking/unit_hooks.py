@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshwright._torch_texts import says_not_assigned
+from meshwright.apply.modules.forwards import present_forward, subclass_with
 from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.user_hooks import (
     guard_hooks,
@@ -88,7 +89,7 @@ class Interception:
             if "forward" in vars(unit)
         ]
         changes: list[tuple[nn.Module, Forward | None]] = [
-            (unit, None if "forward" in vars(unit) else self._of_unit(name, type(unit).forward))
+            (unit, None if "forward" in vars(unit) else self._of_unit(name, present_forward(type(unit))))
             for unit, name in found.values()
         ]
         changes += [(child, None) for child in around if child is not module and id(child) not in found]
@@ -100,14 +101,14 @@ class Interception:
 
     def _class_of(self, original: type[nn.Module], forward: Forward | None) -> type[nn.Module]:
         """Return a subclass with another forward, guarded hooks and, for code that asks, the parameters of other stages."""
-        under_way, plain_call = self._under_way, original.__call__
+        under_way = self._under_way
 
         def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if (child._backward_hooks or child._backward_pre_hooks) and under_way.watched is not None:
                 refuse_backward_hooks(child, is_unit=forward is not None)
             if under_way.walk is not None and (child._forward_hooks or child._forward_pre_hooks):
                 guard_hooks(child, lambda: under_way.watched)
-            return plain_call(child, *args, **kwargs)
+            return original.__call__(child, *args, **kwargs)
 
         def named_parameters(
             child: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -131,8 +132,7 @@ class Interception:
         }
         if forward is not None:
             members["forward"] = forward
-        members |= {"__module__": original.__module__, "__doc__": original.__doc__}
-        return type(original.__name__, (original,), members)
+        return subclass_with(original, members)
 
     def _with_model_end(
         self, module: nn.Module, child: nn.Module, original: type[nn.Module], changed: type[nn.Module]

@@ -1,0 +1,146 @@
+"""Code that asks whether a module is of exactly one class, such as `type(layer) is Block`.
+
+Most plans give modules a subclass of their class. It is equal to the original, but not the same object, so that such code would
+take another branch, on all ranks alike and without a word. It is refused. What is asked is read off the instructions.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.apply.state.outside import Outside, is_library
+from meshwright.apply.state.reached_code import names_read
+from meshwright.errors import ApplyError
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+_COMPARISONS = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__init__"})
+"""Methods that compare classes of plain objects, those that dataclasses generate too, and one that runs before the plan."""
+_UNKNOWN, _CLASS_OF = object(), object()
+_SILENT = frozenset({"CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME", "KW_NAMES"})
+
+
+def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Plan) -> None:
+    """Raise ApplyError where a forward, a hook or a loss compares a module's class by `is`.
+
+    Args:
+        module: The model.
+        functions: Further code that runs beside its forward: the loss.
+        plan: The plan.
+    """
+    if plan.recompute == "none" and plan.tp == plan.pp == 1 and plan.mode != "data_parallel":
+        return  # modules keep their classes
+    outside = Outside(module, functions)
+    names = names_read(module, functions, outside) - _COMPARISONS
+    for function in outside.functions:
+        if function.__name__ not in names or is_library(function.__module__):
+            continue
+        line = next((line for code in _codes_of(function.__code__) for line in _asking_lines(code, function)), None)
+        if line is not None:
+            raise ApplyError(
+                f"'{function.__qualname__}' ({function.__code__.co_filename}:{line}) asks by `is` which class an object has; "
+                f"the plan '{plan}' gives modules a subclass of their class, which is equal to it but not the same object",
+                fix="compare the classes by `==`, or use isinstance",
+            )
+
+
+def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_of(constant)
+
+
+def _asking_lines(code: types.CodeType, function: types.FunctionType) -> Iterator[int]:
+    """Yield the lines of comparisons by `is` in which a module's class may take part."""
+    values = _Values(function)
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.positions.lineno or line if instruction.positions else line
+        if instruction.opname == "IS_OP" and _may_be_asked(*values.top(2)):
+            yield line
+        if instruction.opname not in _SILENT:
+            values.follow(instruction)
+
+
+def _may_be_asked(left: Any, right: Any) -> bool:
+    kinds = [isinstance(value, type) and issubclass(value, nn.Module) for value in (left, right)]
+    open_ended = [value is _UNKNOWN or value is _CLASS_OF for value in (left, right)]
+    if left is _CLASS_OF or right is _CLASS_OF:
+        return all(kind or is_open for kind, is_open in zip(kinds, open_ended, strict=True))
+    return (kinds[0] and open_ended[1]) or (kinds[1] and open_ended[0])
+
+
+class _Values:
+    """What the stack holds, as far as it is known, where instructions run one after another.
+
+    Args:
+        function: The function whose names they load.
+    """
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._stack: list[Any] = []
+        self._locals: dict[str, Any] = {}
+        self._names = {**vars(builtins), **function.__globals__}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        self._cells = {name: _contents(cell) for name, cell in cells}
+
+    def top(self, count: int) -> list[Any]:
+        """Return the uppermost values, the last one last."""
+        missing = [_UNKNOWN] * max(0, count - len(self._stack))
+        return missing + self._stack[-count:]
+
+    def follow(self, instruction: dis.Instruction) -> None:
+        """Take over what an instruction does."""
+        name, argument = instruction.opname, instruction.argval
+        effect = dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+        if name.startswith("STORE_FAST") and effect == -1:
+            self._locals[argument] = self._taken()
+        elif name.startswith("LOAD_FAST") and effect == 1:
+            self._stack.append(self._locals.get(argument, _UNKNOWN))
+        elif name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CONST"):
+            self._load(name, argument, effect)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            owner = self._taken()
+            self._stack += [_attribute(owner, argument)] + [_UNKNOWN] * effect
+        elif name == "CALL":
+            self._call(instruction.arg or 0)
+        else:
+            self._stack = self._stack[: len(self._stack) + min(effect, 0)] + [_UNKNOWN] * max(effect, 0)
+            if effect <= 0 and self._stack:
+                self._stack[-1] = _UNKNOWN  # it may be this instruction's result
+
+    def _taken(self) -> Any:
+        return self._stack.pop() if self._stack else _UNKNOWN
+
+    def _load(self, name: str, argument: Any, effect: int) -> None:
+        if name == "LOAD_CONST":
+            value = argument
+        else:
+            value = (self._cells if name == "LOAD_DEREF" else self._names).get(argument, _UNKNOWN)
+        self._stack += [_UNKNOWN] * (effect - 1) + [value]
+
+    def _call(self, num_arguments: int) -> None:
+        called = self.top(num_arguments + 2)  # the callable, and its `self` or nothing
+        self._stack = self._stack[: max(0, len(self._stack) - len(called))]
+        self._stack.append(_CLASS_OF if num_arguments == 1 and any(item is type for item in called[:2]) else _UNKNOWN)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNKNOWN
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if name == "__class__":
+        return _CLASS_OF
+    return getattr(owner, name, _UNKNOWN) if isinstance(owner, (types.ModuleType, type)) else _UNKNOWN

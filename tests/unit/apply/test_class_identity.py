@@ -1,0 +1,144 @@
+"""Comparisons by `is` with the classes of modules are found in the instructions, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.apply.modules.forwards import subclass_with, users_class, with_forward
+from meshwright.apply.state.class_identity import refuse_class_identity
+
+
+class Block(nn.Linear):
+    """A layer of a class of its own."""
+
+
+def _by_type(layer: Any, _: Any) -> bool:
+    return type(layer) is Block
+
+
+def _by_attribute(layer: Any, _: Any) -> bool:
+    return layer.__class__ is not Block
+
+
+def _turned(layer: Any, _: Any) -> bool:
+    return Block is type(layer)
+
+
+def _two_layers(layer: Any, other: Any) -> bool:
+    return type(layer) is type(other)
+
+
+def _by_variable(layer: Any, _: Any) -> bool:
+    kind = type(layer)
+    return kind is Block
+
+
+def _of_torch(layer: Any, _: Any) -> bool:
+    return type(layer) is nn.Linear
+
+
+def _by_argument(layer: Any, kind: Any) -> bool:
+    return type(layer) is kind
+
+
+def _inside(layer: Any, _: Any) -> bool:
+    return any(type(child) is Block for child in layer.children())
+
+
+def _equal(layer: Any, other: Any) -> bool:
+    return type(layer) == Block or layer.__class__ in (Block,) or isinstance(layer, type(other))  # noqa: E721
+
+
+def _tensors(layer: Any, other: Any) -> bool:
+    x: Any = other[0] if type(other) is tuple else other
+    return x is None or type(x) is Tensor or type(x[0]) is int or layer is not other or type(layer) is None
+
+
+def _names(layer: Any, other: Any) -> bool:
+    kind = nn.Linear
+    return type(layer).__name__ is other or other.shape is layer.shape or kind(in_features=1, out_features=1) is other
+
+
+class Asking(nn.Module):
+    """Asks a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.layer = Block(2, 2)
+        self.ask = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2 if self.ask(self.layer, x) else 1)
+
+
+@dataclasses.dataclass
+class Settings:
+    """A configuration, whose generated comparison asks for classes."""
+
+    width: int = 2
+
+
+SETTINGS = Settings()
+
+
+def _compared(_: Any, __: Any) -> bool:
+    return Settings() == SETTINGS
+
+
+@pytest.mark.parametrize(
+    "ask", [_by_type, _by_attribute, _turned, _two_layers, _by_variable, _of_torch, _by_argument, _inside]
+)
+def test_identity_of_classes_is_found(ask: Any) -> None:
+    with pytest.raises(
+        mw.ApplyError, match=rf"'{ask.__name__}' \(.*:{ask.__code__.co_firstlineno + 1}\)|{ask.__name__}"
+    ):
+        refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
+
+
+@pytest.mark.parametrize("ask", [_equal, _tensors, _names, _compared])
+def test_other_comparisons_are_not(ask: Any) -> None:
+    refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
+
+
+def test_a_subclass_is_equal_to_the_users_class() -> None:
+    kind = with_forward(subclass_with(Block, {}), lambda _, x: x)
+    assert users_class(kind) is Block
+    assert kind is not Block
+    assert (kind == Block, Block == kind, kind != Block, hash(kind) == hash(Block)) == (True, True, False, True)
+    tables: list[dict[Any, int]] = [{Block: 1}, {kind: 1}]
+    assert tables[0][kind] == tables[1][Block] == 1
+    assert kind != nn.Linear
+    layer: Any = Block(2, 2)
+    other = Block(2, 2)
+    layer.__class__ = kind
+    assert isinstance(other, type(layer))
+    assert isinstance(layer, Block)
+    assert not isinstance(nn.Linear(2, 2), type(layer))
+    assert issubclass(Block, type(layer))
+    assert not issubclass(nn.Linear, type(layer))
+    assert torch.equal(layer(torch.ones(2)), torch.ones(2))
+
+
+def test_a_users_metaclass_is_kept() -> None:
+    class Registered(type):
+        names: ClassVar[list[str]] = []
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            Registered.names.append(cls.__name__)
+            return super().__call__(*args, **kwargs)
+
+    class Layer(nn.Linear, metaclass=Registered):
+        pass
+
+    kind = with_forward(Layer, lambda _, x: x)
+    kind(2, 2)
+    assert Registered.names == ["Layer"]
+    assert isinstance(type(kind), type)
+    assert isinstance(kind, Registered)
+    assert kind == Layer
