@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from meshwright.ranks.launch import launch
     from meshwright.ranks.world import current_world
     from meshwright.run.accumulate import GradientAccumulation
+    from meshwright.run.checkpoints.loading import load_checkpoint
+    from meshwright.run.checkpoints.saving import save_checkpoint
     from meshwright.run.losses.loss import Loss
     from meshwright.run.parallel_model import ParallelModel, apply_plan
     from meshwright.run.result import StepResult
@@ -85,9 +87,11 @@ __all__ = [
     "current_world",
     "join_world",
     "launch",
+    "load_checkpoint",
     "load_cluster",
     "make_loader",
     "register_shm",
+    "save_checkpoint",
     "split_batch",
     "verify_plan",
 ]
@@ -119,6 +123,8 @@ _NAMES_OF_MODULE: Final = {
     "mesh": ("MeshSpec",),
     "run.accumulate": ("GradientAccumulation",),
     "describe.batches": ("split_batch",),
+    "run.checkpoints.loading": ("load_checkpoint",),
+    "run.checkpoints.saving": ("save_checkpoint",),
     "run.losses.loss": ("Loss",),
     "run.parallel_model": ("ParallelModel", "apply_plan"),
     "run.result": ("StepResult",),

@@ -16,6 +16,7 @@ state/        buffers, attributes, globals and generators that forwards change, 
 modules/      copies, forwards and hooks of the user's modules
 first_look    one rank's look at the first batch, told to the others
 model_guard   checks that ranks hold one model, and that nobody changes it afterwards
+held_state    what a rank holds of each tensor, as parts of the full ones
 forecast      what a rank should send in a step, worked out beside a run
 gradient_sums terms of gradients that several ranks have, and when gradients leave
 finding       a difference from one device, as a value

@@ -14,6 +14,7 @@ from meshwright._torch_private import without_function_modes
 from meshwright.apply.finding import Finding
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit
+from meshwright.apply.held_state import HeldPart, whole_parts
 from meshwright.apply.norm import squares_of, total_norm, values_of
 from meshwright.apply.one_by_one import run_one_by_one
 from meshwright.apply.passes import StepWork, TermT
@@ -104,6 +105,17 @@ class Engine:
         Groups come in one order on all ranks. What the optimizer keeps for a parameter is equal there, too.
         """
         return []
+
+    def held_state(self) -> list[HeldPart]:
+        """Return this rank's part of each parameter and persistent buffer, between steps; together ranks hold every entry."""
+        return whole_parts(self.module)
+
+    def take_held_state(self) -> None:
+        """Give new values of `held_state` to copies of them; every rank calls it."""
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """Return the strategy's own generators, by name."""
+        return {}
 
     # -- what it says of itself ---------------------------------------------------------------------------------------
 

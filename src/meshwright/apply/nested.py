@@ -137,6 +137,9 @@ class OuterEngine(Engine):
     leave_out_step = _handed_on("leave_out_step")
     load_compression_state = _handed_on("load_compression_state")
     held_tensors = _handed_on("held_tensors")
+    take_held_state = _handed_on("take_held_state", from_the_start=True)
+    held_state = _handed_on("held_state", from_the_start=True)
+    generators = _handed_on("generators", from_the_start=True)
     sync_buffers = _handed_on("sync_buffers")
 
     # -- the same, and before there is an inner engine what the base class says: nothing is cut yet ---------------------

@@ -70,7 +70,15 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
+    """As it is stored: the dims are in `order`."""
     parts: tuple[StoredPart, ...]
+    order: tuple[int, ...] = ()
+    """The tensor's own dims in the order in which they are stored; () for their own. Memory in channels_last has another."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The tensor's own shape."""
+        return tuple(self.shape[self.order.index(dim)] for dim in range(len(self.shape))) if self.order else self.shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +153,7 @@ def _entry_to_json(entry: TensorEntry) -> list[Any]:
         else [part.file, part.offset, part.layout.dim, part.layout.ranges, part.layout.flat]
         for part in entry.parts
     ]
-    return [entry.dtype, entry.shape, parts]
+    return [entry.dtype, entry.shape, parts, *([entry.order] if entry.order else [])]
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,9 +224,9 @@ class _Reader:
         return FileEntry(name, self._number(size, f"the size of {name}"), bytes.fromhex(digest))
 
     def _tensor(self, name: str, row: Any, num_files: int) -> TensorEntry:
-        if not 0 < len(name) <= _MOST_NAME or not isinstance(row, list) or len(row) != 3:
+        if not 0 < len(name) <= _MOST_NAME or not isinstance(row, list) or len(row) not in (3, 4):
             self._refuse(f"tensor {name[:60]!r} is no list of type, shape and parts, or its name is too long")
-        dtype, shape, parts = row
+        dtype, shape, parts = row[:3]
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             self._refuse(f"tensor {name[:200]!r} has type {str(dtype)[:40]!r}")
         if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not isinstance(parts, list) or not parts:
@@ -232,7 +240,14 @@ class _Reader:
         if key not in self._layouts:
             self._layouts[key] = self._layouts_of(name, sizes, parts)
         found = zip(places, self._layouts[key], strict=True)
-        return TensorEntry(dtype, sizes, tuple(StoredPart(file, offset, layout) for (file, offset), layout in found))
+        stored = tuple(StoredPart(file, offset, layout) for (file, offset), layout in found)
+        return TensorEntry(dtype, sizes, stored, self._order(name, row[3], len(sizes)) if len(row) == 4 else ())
+
+    def _order(self, name: str, order: Any, num_dims: int) -> tuple[int, ...]:
+        is_order = isinstance(order, list) and all(type(dim) is int for dim in order) and len(order) == num_dims
+        if not is_order or sorted(order) != list(range(num_dims)):
+            self._refuse(f"the order of the dims of {name[:200]!r} is {str(order)[:60]}")
+        return tuple(order)
 
     def _place(self, name: str, row: Any, num_files: int) -> tuple[int, int]:
         if not isinstance(row, list) or len(row) not in (2, 5):

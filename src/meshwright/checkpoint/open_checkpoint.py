@@ -14,6 +14,7 @@ from meshwright.checkpoint.runs import common_runs, runs_of
 from meshwright.checkpoint.tensor_files import memory_of, read_into
 from meshwright.errors import CheckpointError
 from meshwright.layout import ShardLayout
+from meshwright.nn.shards import take_shard
 
 __all__: list[str] = []
 
@@ -86,22 +87,32 @@ class OpenCheckpoint:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {len(self.manifest.tensors)} others")
         return entry
 
-    def read(self, name: str, wanted: ShardLayout | None = None) -> torch.Tensor:
+    def read(self, name: str, wanted: ShardLayout | None = None, order: tuple[int, ...] = ()) -> torch.Tensor:
         """Return a tensor, or a part of it, on the CPU; only the parts of files that hold it are read.
 
         Args:
             name: The tensor's name.
             wanted: Which part; the whole tensor if None.
+            order: The tensor's dims in the order in which `wanted` has them; () for their own. Where they were stored in
+                another order, the whole tensor is read.
 
         Returns:
-            A tensor of the part's local shape.
+            A tensor of the part's local shape; of the tensor's own shape without `wanted`.
 
         Raises:
             CheckpointError: Nothing is stored under the name, or its shape is another.
             StorageError: It cannot be read.
         """
         entry = self.entry(name)
-        wanted = ShardLayout(shape=entry.shape) if wanted is None else wanted
+        own = tuple(range(len(entry.shape)))
+        if (order or own) != (entry.order or own):
+            stored = self._read(name, entry, ShardLayout.whole(entry.shape))
+            plain = stored.permute([entry.order.index(dim) for dim in own]) if entry.order else stored
+            turned = plain.permute(order or own).contiguous()
+            return turned if wanted is None else take_shard(turned, wanted)
+        return self._read(name, entry, ShardLayout.whole(entry.shape) if wanted is None else wanted)
+
+    def _read(self, name: str, entry: TensorEntry, wanted: ShardLayout) -> torch.Tensor:
         if wanted.shape != entry.shape:
             raise CheckpointError(
                 f"{name!r} has shape {list(entry.shape)} in {self.path}, here it has {list(wanted.shape)}"

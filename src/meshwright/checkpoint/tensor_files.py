@@ -54,7 +54,7 @@ class TensorFile:
     """One file's tensors, in order.
 
     Args:
-        named: (name, tensor): names are unique in the file; tensors are dense, on the CPU, and of any shape.
+        named: (name, tensor): names are unique in the file; tensors are dense, on any device, and of any shape.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -82,7 +82,7 @@ class TensorFile:
         yield self._head
         for tensor in self._tensors:
             if tensor.numel():
-                yield memory_of(tensor.contiguous())
+                yield memory_of(tensor.detach().cpu().contiguous())
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -10,6 +10,7 @@ exchange        second exchange: losses, weights and failures
 work            the work of a step as its engine sees it: losses, roots of backward, sums
 losses/         losses with exact weights, and what a loss is a mean over
 sentinels/      comparison of what ranks must have alike, during training
+checkpoints/    save_checkpoint and load_checkpoint
 result          result of a step
 accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks

@@ -22,7 +22,7 @@ from meshwright.apply.state.class_identity import refuse_class_identity
 from meshwright.apply.state.iterators import refuse_iterators
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.batches import BatchSplitter
-from meshwright.errors import ApplyError, ConfigError
+from meshwright.errors import ApplyError
 from meshwright.mesh import MeshSpec
 from meshwright.ranks.join import join_world, told_to_peers
 from meshwright.ranks.world import World
@@ -32,6 +32,7 @@ from meshwright.run.assembly import (
     build_engine,
     build_module,
     build_optimizer,
+    check_options,
     choose_devices,
     require_world,
 )
@@ -101,7 +102,7 @@ def apply_plan(
     world = join_world()
     if isinstance(plan, str):
         plan = Plan.parse(plan)
-    _check_options(max_grad_norm, non_finite)
+    check_options(max_grad_norm, non_finite)
     check_sentinels(sentinel_every, on_finding)
     refuse_unbuilt(plan)
     require_world(plan, world)
@@ -153,21 +154,12 @@ def apply_plan(
     if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):
         engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
-    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard)
+    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, seed=seed)
 
 
 def _memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
     dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}.values())
-
-
-def _check_options(max_grad_norm: float | None, non_finite: str) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(
-            f"max_grad_norm must be above 0, it is {max_grad_norm}", fix="pass None to leave gradients as they are"
-        )
-    if non_finite not in ("stop", "skip"):
-        raise ConfigError(f"non_finite must be 'stop' or 'skip', it is {non_finite!r}", fix="pass non_finite='stop'")
 
 
 class ParallelModel:
@@ -185,8 +177,11 @@ class ParallelModel:
         recompute: Recompute | None = None,
         *,
         state_guard: StateGuard | None = None,
+        seed: int = 0,
     ) -> None:
         self._plan = plan
+        self.seed = seed
+        """Seed of the parameters and the first random numbers."""
         self.world = world
         """This process's place among the ranks."""
         self.engine = engine
@@ -240,7 +235,7 @@ class ParallelModel:
         """Whether any rank had been asked to stop when the last step began; equal on every rank."""
         return self.stepper.stop_requested
 
-    def _told(self, kind: str) -> contextlib.AbstractContextManager[None]:
+    def told(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Return a context out of which an exception is told to the ranks that would wait for this one."""
         return self.world.calls.during(kind, self._number)
 
@@ -268,7 +263,7 @@ class ParallelModel:
         """
         number = self.num_steps
         switch = self.engine.switch
-        with switch.plain(), self._told("step"), self.stepper.casts.taken_in():
+        with switch.plain(), self.told("step"), self.stepper.casts.taken_in():
             switch.moment.steps += 1
             result = self.stepper.step(
                 batch,
@@ -289,7 +284,7 @@ class ParallelModel:
         Args:
             batch: This rank's share, or None; as for `step`.
         """
-        with self.engine.switch.plain(), self._told("evaluate"), self.stepper.casts.taken_in():
+        with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in():
             return self.stepper.evaluate(batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +294,7 @@ class ParallelModel:
 
         It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
         """
-        with self.engine.switch.plain(), self._told("forward"):
+        with self.engine.switch.plain(), self.told("forward"):
             outputs = self.stepper.forward(args, kwargs)
         has_graph = self.engine.outputs_have_graph
         is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
@@ -322,7 +317,7 @@ class ParallelModel:
         Returns:
             FQN -> the whole gradient, or None where the parameter has none. Valid until the next step begins.
         """
-        with self.engine.switch.plain(), self._told("gradients"):
+        with self.engine.switch.plain(), self.told("gradients"):
             return self.engine.full_gradients()
 
     @contextlib.contextmanager
@@ -333,7 +328,7 @@ class ParallelModel:
         `full_gradients`.
         """
         with (
-            self._told("whole"),
+            self.told("whole"),
             self.engine.switch.plain(),
             self.engine.whole_parameters(),
             self.engine.switch.whole(),

@@ -90,6 +90,7 @@ class Stepper:
         self.sentinels = sentinels
         self._draws = OptimizerDraws(engine)
         self.stop_requested = False
+        self._waiting: list[Callable[[], None]] = []
         self.gate = gate or OptimizerGate(None)
         self._watch()
 
@@ -172,8 +173,17 @@ class Stepper:
             return self.engine.forward(args, kwargs)
         self._refuse_early_change()
         outputs = self.engine.forward(args, kwargs)
-        self._watch()
+        self._is_prepared()
         return outputs
+
+    def when_prepared(self, run: Callable[[], None]) -> None:
+        """Run something once the strategy has looked at its first batch."""
+        self._waiting.append(run)
+
+    def state_was_loaded(self) -> None:
+        """Take note that parameters and the optimizer's state were replaced by our own code, on every rank."""
+        self.sentinels.forget_state()
+        self.engine.note_buffers()
 
     def _refuse_early_change(self) -> None:
         """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
@@ -195,7 +205,12 @@ class Stepper:
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(functools.partial(self._terms.try_out, part=parts[0]) if parts else None)
-            self._watch()  # a strategy may have taken parameters out
+            self._is_prepared()
+
+    def _is_prepared(self) -> None:
+        self._watch()  # a strategy may have taken parameters out
+        while self._waiting:
+            self._waiting.pop()()
 
     def _watch(self) -> None:
         engine = self.engine

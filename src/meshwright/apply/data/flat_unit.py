@@ -117,6 +117,10 @@ class FlatUnit:
             values = values.as_strided(self._shapes[span.index], self._strides[span.index])
         return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
 
+    def memory_format(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return a parameter's shape and its strides in the unit's memory."""
+        return tuple(self._shapes[index]), tuple(self._strides[index])
+
     def find_recast(self) -> str | None:
         """Return a parameter whose gradient has another dtype than the unit, or None."""
         dtype = self.segment.dtype

@@ -1,4 +1,4 @@
-"""Facts about the parameters of sharded units, for user code that reads them between steps."""
+"""Parameters of sharded units: facts for user code that reads them between steps, and the parts that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.apply.data.flat_unit import WRITE_WHOLE, FlatUnit
+from meshwright.apply.data.flat_unit import WRITE_WHOLE, FlatUnit, Piece
+from meshwright.apply.held_state import HeldPart, memory_order
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
+from meshwright.layout import ShardLayout
 
 __all__: list[str] = []
 
@@ -49,3 +51,26 @@ def held_parts(units: Sequence[FlatUnit], axis: str, moment: RunMoment) -> list[
             )
             found.append((piece.tensor, facts))
     return found
+
+
+def held_state(units: Sequence[FlatUnit]) -> list[HeldPart]:
+    """Return this rank's pieces of the units' parameters, and parameters without entries, which nobody has a piece of."""
+    found: list[HeldPart] = []
+    for unit in units:
+        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+            if not parameter.numel():
+                found.append(HeldPart.whole(name, parameter))
+        for piece in unit.pieces:
+            found.append(_held_piece(unit, piece))
+    return found
+
+
+def _held_piece(unit: FlatUnit, piece: Piece) -> HeldPart:
+    span, name = piece.span, unit.names[piece.span.index]
+    shape, strides = unit.memory_format(span.index)
+    if tuple(piece.tensor.shape) == shape and piece.tensor.stride() == strides:
+        return HeldPart.whole(name, piece.tensor)
+    order = memory_order(strides, shape)
+    turned = tuple(shape[dim] for dim in order) if order else shape
+    layout = ShardLayout(shape=turned, flat=(span.start, span.stop))
+    return HeldPart(name=name, layout=layout, tensor=piece.tensor, owner=piece.tensor, order=order)

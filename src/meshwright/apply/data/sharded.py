@@ -20,12 +20,13 @@ from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.expected_bytes import ShardsForecast
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.gathering import Gathering
-from meshwright.apply.data.held import held_parts
+from meshwright.apply.data.held import held_parts, held_state
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit
+from meshwright.apply.held_state import HeldPart
 from meshwright.apply.norm import values_of
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.state.buffers import persistent_buffers
@@ -151,6 +152,15 @@ class ShardedEngine(DataParallelEngine):
             (unit.names[piece.span.index], piece.tensor) for unit in self.units for piece in unit.pieces
         ]
         return [(self.group, [*whole, *persistent_buffers(self.module)]), (self.sharding.replica_group, pieces)]
+
+    def held_state(self) -> list[HeldPart]:
+        in_units = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        others = [part for part in super().held_state() if id(part.owner) not in in_units]
+        return [*others, *held_state(self.units)]
+
+    def take_held_state(self) -> None:
+        for unit in self.units:
+            unit.spread()
 
     # -- the step -----------------------------------------------------------------------------------------------
 

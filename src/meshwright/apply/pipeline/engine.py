@@ -16,13 +16,14 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit
+from meshwright.apply.held_state import HeldPart
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.executor import ScheduleExecutor, make_schedule
 from meshwright.apply.pipeline.expected_bytes import PipelineForecast, StagePlaces
 from meshwright.apply.pipeline.ownership.early_copies import EarlyCopies
 from meshwright.apply.pipeline.ownership.holding import keep_only
-from meshwright.apply.pipeline.ownership.whole_buffers import spread_buffers
+from meshwright.apply.pipeline.ownership.whole_buffers import buffers_elsewhere, spread_buffers
 from meshwright.apply.pipeline.p2p import Post
 from meshwright.apply.pipeline.placed import Placed
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
@@ -342,6 +343,19 @@ class PipelineEngine(OuterEngine):
             spread_buffers(self.module, placed.stage_map, placed.collector, self._rank_of_stage, placed.stages)
             with placed.holding.whole(placed.collector.values(placed.holding.all)):
                 yield
+
+    def held_state(self) -> list[HeldPart]:
+        if self._inner is None:
+            return super().held_state()
+        placed = self._placed
+        elsewhere = {id(parameter) for parameter in placed.holding.absent.values()}
+        elsewhere |= buffers_elsewhere(
+            self.module, placed.stage_map, placed.collector, self._rank_of_stage, placed.stages
+        )
+        return [part for part in self._inner.held_state() if id(part.owner) not in elsewhere]
+
+    def generators(self) -> dict[str, torch.Generator]:
+        return {"draws between layers": self._placed.draws.generator} if self.is_prepared else {}
 
     def refresh_trainable(self) -> None:
         """Take note that `requires_grad` was switched: a rank hears of parameters that it does not hold from those that do."""

@@ -112,6 +112,15 @@ class Cutting:
         """Return every rank's layout by the id of the parameter or buffer that is cut now; it may have several names."""
         return {id(find_tensor(self.module, name)): layouts for name, layouts in self.layouts.items()}
 
+    def own_blocks(self) -> dict[str, ShardLayout]:
+        """Return this rank's block of each parameter and buffer that is cut, by each of its names."""
+        by_id = self.layouts_by_id()
+        named = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        return {name: by_id[id(tensor)][self.group.group_rank] for name, tensor in named if id(tensor) in by_id}
+
     def take_writes(self, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         """Copy what was written into whole values, alike on all ranks, into the shards; every rank calls it."""
         rank, names = self.group.group_rank, list(whole)

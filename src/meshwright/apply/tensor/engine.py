@@ -17,6 +17,7 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit, sum_gradients
+from meshwright.apply.held_state import HeldPart, inside_blocks
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.norm import squares_of
 from meshwright.apply.shards.facts import RunMoment, ShardFacts, join_parts
@@ -88,6 +89,7 @@ class TensorEngine(OuterEngine):
         self._wanted = dict(wanted or {})
         self._on_slices = on_slices
         self._optimizer: torch.optim.Optimizer | None = None
+        self._keeps_whole_state = False
         self._hooks: list[Any] = []
         self._partial_hooks: list[Any] = []
         self._whole_matrices: WholeMatrices
@@ -210,6 +212,10 @@ class TensorEngine(OuterEngine):
         buffers = [(name, buffer) for name, buffer in persistent_buffers(self.module) if name not in cut]
         return [*super().copies_of_state(), (self.tp_group, [*whole, *buffers])]
 
+    def held_state(self) -> list[HeldPart]:
+        blocks = {} if self.cutting is None else self.cutting.own_blocks()
+        return inside_blocks(super().held_state(), blocks, has_whole_state=self._keeps_whole_state)
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     @property
@@ -243,6 +249,7 @@ class TensorEngine(OuterEngine):
                 optimizer.register_step_pre_hook(lambda *_: self._whole_matrices.enter()),
                 optimizer.register_step_post_hook(lambda *_: self._whole_matrices.leave()),
             ]
+            self._keeps_whole_state = True
         self._optimizer = optimizer
 
     def begin_step(self) -> None:

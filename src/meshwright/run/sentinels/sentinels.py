@@ -251,6 +251,10 @@ class Sentinels:
         self._batch = None
         return self._found
 
+    def forget_state(self) -> None:
+        """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
+        self._watch.forget()
+
     @property
     def _roundings(self) -> float:
         """Relative change of a loss by a few roundings, in the coarsest dtype of the parameters."""

@@ -86,6 +86,11 @@ class StateWatch:
             if _is_plain(buffer) and _place(buffer) not in copied:
                 yield name, buffer
 
+    def forget(self) -> None:
+        """Forget what was recorded."""
+        self._versions = self._seen = self._imprint = None
+        self._tensors = []
+
     def note(self, *, keeps_imprint: bool = False) -> None:
         """Record everything at the end of a step.
 

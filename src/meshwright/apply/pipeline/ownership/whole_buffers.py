@@ -84,6 +84,31 @@ def spread_buffers(
     _spread_of_units(module, sources, collector, [theirs[1] for theirs in everyone])
 
 
+def buffers_elsewhere(
+    module: nn.Module,
+    stage_map: StageMap,
+    collector: Collector,
+    rank_of_stage: Callable[[int], int],
+    own: Collection[int],
+) -> set[int]:
+    """Return the ids of the buffers whose values other ranks of the pipeline have; every rank of it calls this.
+
+    The arguments are those of `spread_buffers`.
+    """
+    around = dict(modules_around(module, tuple(stage_map.calls)))
+    everyone = collector.told([_places(child) for child in around.values()])
+    found: set[int] = set()
+    for number, child in enumerate(around.values()):
+        for key, buffer in child._buffers.items():
+            homes = [theirs[number][key][0] for theirs in everyone if key in theirs[number]]
+            if buffer is not None and homes and max(homes) not in own:
+                found.add(id(buffer))
+    for name, calls in stage_map.calls.items():
+        if rank_of_stage(calls[-1]) not in {rank_of_stage(stage) for stage in own}:
+            found |= {id(buffer) for buffer in module.get_submodule(name).buffers()}
+    return found
+
+
 def _places(child: nn.Module) -> dict[str, list[Any]]:
     """Return key -> [stage, shape, dtype] of each buffer that the code between layers has written and a stage computes."""
     found: dict[str, list[Any]] = {}

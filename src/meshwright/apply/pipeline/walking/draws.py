@@ -30,7 +30,8 @@ class Draws:
     """
 
     def __init__(self, seed: int, device: torch.device, *, apart: bool, python: bool = False) -> None:
-        self._generator = torch.Generator().manual_seed(seed % 2**63)
+        self.generator = torch.Generator().manual_seed(seed % 2**63)
+        """Gives each step's seed for the draws between layers."""
         self.device = device
         self.apart = apart
         self.python = python
@@ -43,13 +44,13 @@ class Draws:
     def begin_step(self) -> None:
         """Take a new seed for the draws between layers, and start all stages at the same state of Python's generators."""
         self._python_at = {None: PythonState()} if self.python else {}
-        self._step_seed = int(torch.randint(2**62, (), generator=self._generator))
+        self._step_seed = int(torch.randint(2**62, (), generator=self.generator))
 
     def begin_forward(self) -> None:
         """Take the seed of the next step, for a forward that must not change what training draws."""
-        state = self._generator.get_state()
+        state = self.generator.get_state()
         self.begin_step()
-        self._generator.set_state(state)
+        self.generator.set_state(state)
 
     def between_layers(self, micro_batch: int, stage: int) -> contextlib.AbstractContextManager[None]:
         """Draw from the common stream of a micro-batch inside the context, in a forward of one stage."""

@@ -1,0 +1,298 @@
+"""load_checkpoint: the newest sound checkpoint of a directory, under whatever plan, checked before anything is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.held_state import HeldPart
+from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.store import Saved, Store
+from meshwright.checkpoint.tensor_files import dtype_name
+from meshwright.errors import CheckpointError, StorageError
+from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
+from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
+from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
+from meshwright.run.checkpoints.together import together
+from meshwright.run.parallel_model import ParallelModel
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger(__name__)
+_MOST_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What was loaded."""
+
+    step: int
+    """Steps of the optimizer that had been taken [count]."""
+    path: Path
+    """The checkpoint's own directory."""
+    skipped: list[tuple[Path, str]]
+    """Newer checkpoints that were damaged, and how."""
+    notes: list[str]
+    """What could not be continued exactly."""
+
+
+def load_checkpoint(
+    model: ParallelModel,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    with_optimizer: bool = True,
+) -> int:
+    """Load the newest sound checkpoint of a directory, saved under any plan; every rank calls it.
+
+    All digests are compared before any tensor is touched. Each rank reads the parts that it holds. Where the plan cuts the
+    model at its first batch (tp, pp), the optimizer's state is loaded then; the files may be deleted meanwhile.
+
+    Args:
+        model: What `apply_plan` returned.
+        directory: Where `save_checkpoint` put checkpoints, or one checkpoint's own directory.
+        step: Load this step; None loads the newest that is whole, and warns of newer ones that are not.
+        extra: Name -> object with `load_state_dict()`, for states that `save_checkpoint` got under these names.
+        with_optimizer: Whether the optimizer's state is loaded; without it, it begins anew.
+
+    Returns:
+        The step: how many steps of the optimizer had been taken [count].
+
+    Raises:
+        CheckpointError: There is no sound checkpoint, or its tensors are others than the model's; with a list.
+        StorageError: A file cannot be read.
+    """
+    loaded = load(model, directory, step=step, extra=extra, with_optimizer=with_optimizer)
+    if model.world.rank == 0:
+        for path, reason in loaded.skipped:
+            _LOG.warning("%s was skipped: %s", path, reason)
+        for note in loaded.notes:
+            _LOG.warning("%s", note)
+    return loaded.step
+
+
+def load(
+    model: ParallelModel,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    with_optimizer: bool = True,
+) -> Loaded:
+    """Load a checkpoint as `load_checkpoint` does, and return what there is to say of it."""
+    engine = model.engine
+    with model.told("load"), engine.switch.plain():
+        group, device = engine.everyone, engine.device
+        shared = functools.partial(together, group, device)
+        snapshot, skipped = _open_sound(shared, group.group_rank, group.size, Path(directory), step)
+        try:
+            load = _Load(model, engine, snapshot, shared)
+            notes = load.run(model.optimizer if with_optimizer else None)
+            shared(lambda: _load_extra(extra or {}, snapshot), lambda _: None)
+        except BaseException:
+            snapshot.close()
+            raise
+    model.num_steps = snapshot.manifest.step
+    if engine.is_prepared:
+        snapshot.close()
+    else:
+        model.stepper.when_prepared(lambda: _load_rest(model, snapshot, with_optimizer=with_optimizer))
+    return Loaded(snapshot.manifest.step, snapshot.path, skipped, notes)
+
+
+def _load_rest(model: ParallelModel, snapshot: OpenCheckpoint, *, with_optimizer: bool) -> None:
+    """Load again what the cut has dealt out, and the optimizer's state."""
+    engine = model.engine
+    try:
+        load = _Load(model, engine, snapshot, functools.partial(together, engine.everyone, engine.device))
+        load.run(model.optimizer if with_optimizer else None, again=True)
+    finally:
+        snapshot.close()
+
+
+def _open_sound(
+    shared: Callable[..., list[Any]], rank: int, num_ranks: int, directory: Path, step: int | None
+) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
+    """Return the newest checkpoint that all ranks together find sound, and those that were skipped."""
+
+    def find() -> list[str]:
+        return [str(saved.path) for saved in _candidates(directory, step)] if rank == 0 else []
+
+    paths = [Path(path) for path in shared(find, lambda found: found)[0]]
+    skipped: list[tuple[Path, str]] = []
+    for path in paths:
+        opened: list[OpenCheckpoint] = []
+
+        def look(path: Path = path, opened: list[OpenCheckpoint] = opened) -> str | None:
+            try:
+                opened.append(OpenCheckpoint(path))
+                opened[0].check(rank, num_ranks)
+            except (CheckpointError, StorageError) as error:
+                return error.message
+            return None
+
+        reason = next((told for told in shared(look, lambda told: told) if told is not None), None)
+        if reason is None:
+            return opened[0], skipped
+        for snapshot in opened:
+            snapshot.close()
+        skipped.append((path, reason))
+    reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
+    wanted = "" if step is None else f" of step {step}"
+    raise CheckpointError(
+        f"no sound checkpoint{wanted} is in {directory}{reasons}",
+        fix="name the directory that holds step-... directories, or train anew",
+    )
+
+
+def _candidates(directory: Path, step: int | None) -> list[Saved]:
+    saved = Store(directory).saved()
+    if not saved:  # perhaps a checkpoint's own directory
+        saved = [own for own in Store(directory.absolute().parent).saved() if own.path.name == directory.name]
+    return [own for own in saved if step is None or own.step == step]
+
+
+def _load_extra(extra: Mapping[str, Any], snapshot: OpenCheckpoint) -> None:
+    stored = snapshot.manifest.state.get("extra")
+    known = stored if isinstance(stored, dict) else {}
+    missing = sorted(set(extra) - set(known))
+    if missing:
+        raise CheckpointError(
+            f"{snapshot.path} has no state for extra {missing}; it has {sorted(known)}",
+            fix="leave these out, or load a checkpoint that was saved with them",
+        )
+    for name, item in extra.items():
+        item.load_state_dict(known[name])
+
+
+class _Load:
+    """One load, on one rank."""
+
+    def __init__(
+        self, model: ParallelModel, engine: Engine, snapshot: OpenCheckpoint, shared: Callable[..., list[Any]]
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._snapshot = snapshot
+        self._manifest = snapshot.manifest
+        self._shared = shared
+
+    def run(self, optimizer: torch.optim.Optimizer | None, *, again: bool = False) -> list[str]:
+        """Read everything; `again` leaves the process's own generators alone, from which a script may have drawn."""
+        parts = self._engine.held_state()
+        self._compare(parts)
+        options = None if optimizer is None or not self._engine.is_prepared else self._options(optimizer, parts)
+        self._shared(lambda: self._read_values(parts), lambda _: None)
+        self._engine.take_held_state()
+        if optimizer is not None and options is not None:
+            self._shared(lambda: self._read_optimizer(optimizer, options, parts), lambda _: None)
+        notes: list[str] = []
+        self._shared(lambda: notes.extend(self._continue_streams(again=again)), lambda _: None)
+        self._model.stepper.state_was_loaded()
+        return notes
+
+    # -- what fits ------------------------------------------------------------------------------------------------
+
+    def _compare(self, parts: Sequence[HeldPart]) -> None:
+        """Raise CheckpointError, on every rank, with a list of what differs between model and checkpoint."""
+        kinds = {f"{MODEL}/{stored_name(p.name)}": [dtype_name(p.tensor.dtype), list(p.full_shape)] for p in parts}
+        rows = self._shared(lambda: kinds, lambda told: told)
+        present = {name: kind for row in rows for name, kind in row.items()}
+        names = {*self._manifest.tensors, *self._manifest.aliases}
+        stored = {name for name in self._manifest.tensors if name.startswith(f"{MODEL}/")}
+        used = {self._manifest.aliases.get(name, name) for name in present}
+        lines = [f"missing: {name}" for name in sorted(set(present) - names)]
+        lines += [f"unexpected: {name}" for name in sorted(stored - used)]
+        for name in sorted(set(present) & names):
+            entry = self._snapshot.entry(name)
+            if [entry.dtype, list(entry.full_shape)] != present[name]:
+                lines.append(
+                    f"{name}: {entry.dtype} {list(entry.full_shape)}, the model has {' '.join(map(str, present[name]))}"
+                )
+        if lines:
+            more = f"\n  and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
+            shown = "".join(f"\n  {line.replace(f'{MODEL}/', '')}" for line in lines[:_MOST_SHOWN])
+            raise CheckpointError(
+                f"{self._snapshot.path} is of another model: {len(lines)} tensors differ{shown}{more}",
+                fix="build the model that was saved",
+            )
+
+    def _options(self, optimizer: torch.optim.Optimizer, parts: Sequence[HeldPart]) -> tuple[dict[str, Any], list[Any]]:
+        """Return state and options of the checkpoint for this optimizer."""
+        groups = self._shared(lambda: OptimizerRows(optimizer, parts, stored_name).groups, lambda found: found)
+
+        def find() -> tuple[dict[str, Any], list[Any]]:
+            stored = self._manifest.state.get("optimizer")
+            if not isinstance(stored, dict) or not isinstance(stored.get("state"), dict):
+                raise CheckpointError(
+                    f"{self._snapshot.path} has no optimizer's state",
+                    fix="load it with with_optimizer=False: the optimizer then begins anew",
+                )
+            if stored.get("class") != type(optimizer).__name__:
+                raise CheckpointError(
+                    f"{self._snapshot.path} has the state of {stored.get('class')}, the model has {type(optimizer).__name__}",
+                    fix="use that optimizer, or load with with_optimizer=False",
+                )
+            return stored["state"], find_groups(stored.get("groups") or [], merge_groups(groups))
+
+        return find()  # alike on all ranks
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _read_values(self, parts: Sequence[HeldPart]) -> None:
+        with torch.no_grad():
+            for part in parts:
+                values = self._snapshot.read(f"{MODEL}/{stored_name(part.name)}", part.layout, part.order)
+                part.tensor.copy_(values.view(part.tensor.shape))
+
+    def _read_optimizer(
+        self, optimizer: torch.optim.Optimizer, found: tuple[dict[str, Any], list[Any]], parts: Sequence[HeldPart]
+    ) -> None:
+        def read(name: str, part: HeldPart | None) -> Tensor:
+            entry = self._snapshot.entry(name)
+            is_cut = (
+                part is not None and not part.has_whole_state and entry.full_shape == part.full_shape and entry.shape
+            )
+            if part is None or not is_cut:
+                return self._snapshot.read(name)
+            return self._snapshot.read(name, part.layout, part.order)
+
+        OptimizerReader(optimizer, read, stored_name).load(*found, parts)
+
+    def _continue_streams(self, *, again: bool) -> list[str]:
+        places = self._manifest.state.get("places")
+        rows = places if isinstance(places, list) and all(isinstance(row, dict) for row in places) else []
+        place = place_of(self._model.plan, self._model.world.rank)
+        own = {key: value for key, value in place.items() if key != "sizes"}
+        source = source_of(rows, own, place["sizes"])
+        if source is None:
+            if not again:
+                begin_streams(own["dp"], self._model.seed, self._manifest.step)
+            return [
+                "another number of data-parallel ranks: their random streams begin anew, from the seed and the step"
+            ]
+        prefix = f"{RANDOM}/rank-{source}/"
+        names = [name for name in self._manifest.tensors if name.startswith(prefix)]
+        streams = {name.removeprefix(prefix): self._snapshot.read(name) for name in names}
+        (set_own_streams if again else set_streams)(self._engine, streams)
+        return self._continue_compression(source if rows[source] == place else None)
+
+    def _continue_compression(self, source: int | None) -> list[str]:
+        names = [name for name in self._manifest.tensors if name.startswith(f"{COMPRESSION}/")]
+        if not names or not self._engine.is_prepared:
+            return []
+        if source is None or self._manifest.plan != str(self._model.plan):
+            return ["another plan: the unsent rest of compressed gradients was left out"]
+        prefix = f"{COMPRESSION}/rank-{source}/"
+        own = {name.removeprefix(prefix): self._snapshot.read(name) for name in names if name.startswith(prefix)}
+        self._engine.load_compression_state({name: tensor.to(self._engine.device) for name, tensor in own.items()})
+        return []

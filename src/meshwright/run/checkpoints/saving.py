@@ -1,0 +1,210 @@
+"""save_checkpoint: what all ranks hold, written once, durable and whole when it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.manifest import FileEntry, Manifest, StoredPart, TensorEntry
+from meshwright.checkpoint.store import SaveUnderWay, Store
+from meshwright.checkpoint.tensor_files import TensorFile
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.layout import ShardLayout
+from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
+from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
+from meshwright.run.checkpoints.together import together
+from meshwright.run.parallel_model import ParallelModel
+
+__all__: list[str] = []
+
+
+def save_checkpoint(
+    model: ParallelModel,
+    directory: str | Path,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    with_optimizer: bool = True,
+) -> Path:
+    """Save a model under a plan, so that any other plan can load it; every rank calls it, between steps.
+
+    Parameters, persistent buffers, the optimizer's state and options, generators and the rest of compressed gradients are saved,
+    each entry once. When it returns, the files are on the disk and complete: whatever ends the program before that leaves
+    the checkpoints of before as they were. Attributes of modules beside parameters and buffers are not saved, as in torch.
+
+    Args:
+        model: What `apply_plan` returned.
+        directory: Where checkpoints of this run lie, on a file system that all ranks see; made if it is not there.
+        step: Steps of the optimizer that have been taken; part of the checkpoint's name [count].
+        extra: Name -> object with `state_dict()`, such as a loader or a learning rate schedule. Its state is made of dicts,
+            lists, numbers, texts and None, and is equal on all ranks.
+        keep: How many checkpoints stay in the directory, the newest; None keeps all [count].
+        with_optimizer: Whether the optimizer's state is saved.
+
+    Returns:
+        The checkpoint's own directory.
+
+    Raises:
+        ConfigError: A number is out of range.
+        CheckpointError: The state has something that cannot be saved.
+        StorageError: The disk is full or fails; the checkpoints of before are intact.
+    """
+    if step < 0 or (keep is not None and keep < 1):
+        raise ConfigError(
+            f"save_checkpoint: step={step}, keep={keep} (rule: step is at least 0, keep at least 1 or None)"
+        )
+    with model.told("save"), model.engine.switch.plain():
+        optimizer = model.optimizer if with_optimizer else None
+        return _Save(model, Store(Path(directory)), step).run(extra or {}, optimizer, keep)
+
+
+class _Save:
+    """One save, on one rank."""
+
+    def __init__(self, model: ParallelModel, store: Store, step: int) -> None:
+        engine = self._engine = model.engine
+        self._model = model
+        self._store = store
+        self._step = step
+        self._together = functools.partial(together, engine.everyone, engine.device)
+        self._is_first = engine.everyone.group_rank == 0
+
+    def run(self, extra: Mapping[str, Any], optimizer: Any, keep: int | None) -> Path:
+        held = self._engine.held_state()
+        rank = self._engine.everyone.group_rank
+        own: list[RankState] = []
+
+        def look() -> RankState:
+            own.append(collect(self._engine, held, optimizer, place_of(self._model.plan, self._model.world.rank), rank))
+            own[0].told["extra"] = {name: _state_of(name, item) for name, item in extra.items()} if rank == 0 else {}
+            return own[0]
+
+        told = self._together(look, lambda state: [state.rows(), state.told])
+        rows = [row for row, _ in told]
+        writers = writers_of(rows)
+        draft = self._begin()
+        try:
+            mine = sorted(place for held in writers.values() for writer, place in held if writer == rank)
+            file = TensorFile([(own[0].parts[place].name, own[0].parts[place].tensor) for place in mine])
+            entries = self._together(lambda: self._write(draft, file, rank, mine), lambda entry: entry)
+            return Path(self._commit(draft, entries, told, writers, keep))
+        except BaseException:
+            if self._is_first:
+                draft.discard()
+            raise
+
+    def _begin(self) -> SaveUnderWay:
+        def begin() -> list[Any]:
+            if not self._is_first:
+                return []
+            draft = self._store.begin(self._step)
+            return [str(draft.path), draft.step, draft.epoch]
+
+        path, step, epoch = self._together(begin, lambda row: row)[0]
+        return SaveUnderWay(Path(path), step, epoch)
+
+    def _write(self, draft: SaveUnderWay, file: TensorFile, rank: int, mine: Sequence[int]) -> list[Any] | None:
+        if not mine:
+            return None
+        entry = draft.write(f"rank-{rank:05d}.safetensors", file)
+        return [
+            entry.name,
+            entry.num_bytes,
+            entry.table_digest.hex(),
+            dict(zip(map(str, mine), file.offsets, strict=True)),
+        ]
+
+    def _commit(
+        self,
+        draft: SaveUnderWay,
+        entries: Sequence[Any],
+        told: Sequence[Any],
+        writers: Mapping[str, Sequence[tuple[int, int]]],
+        keep: int | None,
+    ) -> str:
+        def commit() -> str | None:
+            if not self._is_first:
+                return None
+            path = draft.commit(self._manifest(draft, entries, told, writers))
+            if keep is not None:
+                self._store.retain(keep)
+            return str(path)
+
+        return self._together(commit, lambda path: path)[0]
+
+    def _manifest(
+        self,
+        draft: SaveUnderWay,
+        entries: Sequence[Any],
+        told: Sequence[Any],
+        writers: Mapping[str, Sequence[tuple[int, int]]],
+    ) -> Manifest:
+        files = [(rank, entry) for rank, entry in enumerate(entries) if entry is not None]
+        number_of = {rank: number for number, (rank, _) in enumerate(files)}
+        tensors: dict[str, TensorEntry] = {}
+        for name, held in writers.items():
+            parts = []
+            for rank, place in held:
+                _, dtype, shape, dim, ranges, flat, order = told[rank][0][place]
+                layout = ShardLayout(shape=shape, dim=dim, ranges=ranges, flat=flat)
+                parts.append(StoredPart(number_of[rank], entries[rank][3][str(place)], layout))
+                tensors[name] = TensorEntry(dtype, tuple(shape), (), tuple(order))
+            tensors[name] = TensorEntry(tensors[name].dtype, tensors[name].shape, tuple(parts), tensors[name].order)
+        states = [state for _, state in told]
+        aliases = {name: stored for state in reversed(states) for name, stored in state["aliases"].items()}
+        manifest = Manifest(
+            step=draft.step,
+            epoch=draft.epoch,
+            plan=str(self._model.plan),
+            files=tuple(FileEntry(name, size, bytes.fromhex(digest)) for _, (name, size, digest, _) in files),
+            tensors=tensors,
+            aliases={name: stored for name, stored in aliases.items() if name not in tensors},
+            state={
+                "places": [state["place"] for state in states],
+                "seed": self._model.seed,
+                "optimizer": self._optimizer_of(states),
+                "extra": states[0]["extra"],
+            },
+        )
+        # Read back before it counts: parts that do not make a whole must not be found out when they are needed.
+        Manifest.from_bytes(manifest.to_bytes(), str(draft.path))
+        return manifest
+
+    def _optimizer_of(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        if "state" not in states[0]:
+            return None
+        return {
+            "class": type(self._model.optimizer).__name__,
+            "state": merge_state([state["state"] for state in states]),
+            "groups": merge_groups([state["groups"] for state in states]),
+        }
+
+
+def _state_of(name: str, item: Any) -> Any:
+    if not hasattr(item, "state_dict"):
+        raise CheckpointError(
+            f"extra[{name!r}] is a {type(item).__name__} without state_dict()", fix="pass a loader or a schedule"
+        )
+    state = item.state_dict()
+    _require_json(state, f"extra[{name!r}].state_dict()", 0)
+    return state
+
+
+def _require_json(value: Any, where: str, depth: int) -> None:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
+    if depth < 32 and isinstance(value, list):
+        for index, item in enumerate(value):
+            _require_json(item, f"{where}[{index}]", depth + 1)
+        return
+    if depth < 32 and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for key, item in value.items():
+            _require_json(item, f"{where}[{key!r}]", depth + 1)
+        return
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__} (rule: dicts with texts as keys, lists, numbers, texts and None)",
+        fix="give that object a state_dict() of such values",
+    )
