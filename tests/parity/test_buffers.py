@@ -6,6 +6,7 @@ import functools
 import os
 
 import pytest
+import torch
 from tests.parity.jobs import buffer_jobs as jobs
 
 import meshwright as mw
@@ -43,3 +44,14 @@ def test_where_ranks_agree_while_forward_runs_calls_on_some_alone_are_refused() 
     for outcome in testing.run_outcomes(functools.partial(job, by_hand=(0,)), 2):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "buffers were changed only on rank(s) [0] of 2" in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "tp=2,recompute=full", "tp=2,pp=2", "tp=2,pp=2,micro_batches=1,recompute=full"]
+)
+def test_cut_buffers_take_what_a_part_that_ran_whole_has_left_in_them(plan: str) -> None:
+    expected = jobs.statistics("single")
+    for found in testing.run_ranks(jobs.statistics, mw.Plan.parse(plan).num_ranks, plan):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)

@@ -79,3 +79,45 @@ def plain(*, calls: int = 0) -> tuple[list[float], int]:
         optimizer.step()
         losses.append(loss.item())
     return losses, int(module.state_dict()["1.seen"])
+
+
+class NormedImages(nn.Module):
+    """Convolutions with statistics; images of one size take another branch, which is not proven on shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 10, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(10, 10, 3, padding=1), nn.ReLU()),
+                nn.Sequential(nn.Conv2d(10, 10, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(10)),
+            ]
+        )
+        self.head = nn.Linear(10, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        if x.shape[2] > 4:
+            x = x * (torch.arange(x.shape[1], dtype=x.dtype) + 1)[None, :, None, None]
+        return self.head(x.mean((2, 3)))
+
+
+def statistics(plan: str) -> dict[str, Tensor]:
+    """Return the buffers after four steps with images of two sizes."""
+    torch.manual_seed(0)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    model = mw.apply_plan(
+        lambda: NormedImages().double(), plan, loss_fn=_image_loss, optimizer=optimizer, seed=0, sentinel_every=2
+    )
+    generator = torch.Generator().manual_seed(1)
+    for size in (4, 6, 4, 6):
+        images = torch.randn(2, 3, size, size, generator=generator, dtype=torch.float64)
+        batch = images, torch.randint(0, 7, (2,), generator=generator)
+        model.step(mw.split_batch(batch, model))
+    return {name: value for name, value in model.full_state_dict().items() if "running" in name}
+
+
+def _image_loss(outputs: Tensor, pair: Any) -> Tensor:
+    return nn.functional.cross_entropy(outputs, pair[1])

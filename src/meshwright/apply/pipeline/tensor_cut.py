@@ -75,9 +75,13 @@ def restrict(
     def runs_here(name: str) -> bool:
         return any(is_inside(name, unit) for unit in units)
 
+    def held(name: str) -> bool:
+        # Every rank has the buffers of all units, and writes those of its own.
+        return name in tensors and (runs_here(name) or not any(is_inside(name, unit) for unit in stage_map.calls))
+
     regions = []
     for region in layout.regions:
-        cuts = {name: cut for name, cut in region.cuts.items() if name in tensors}
+        cuts = {name: cut for name, cut in region.cuts.items() if held(name)}
         if not cuts:
             continue
         regions.append(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import without_function_modes
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
@@ -212,6 +213,7 @@ class Cutting:
             regions=running,
             chain=chain,
             values=functools.partial(self._whole_values, name, layout),
+            take_buffer=self._take_whole_buffer,
             attributes=self._attributes_of(running),
             guard=None if make is None or template is None else make(self, name, layout, template),
         )
@@ -229,6 +231,13 @@ class Cutting:
         # In one order on all ranks, which backward's exchanges follow.
         partial = [path for path in sorted(layout.partial) if find_tensor(module, path).is_floating_point()]
         return values | {path: share(find_tensor(module, path), self.group.size) for path in partial}
+
+    def _take_whole_buffer(self, _: str, whole: Tensor, own: Tensor) -> None:
+        """Copy this rank's part of a whole buffer, which a forward may have written, into the rank's own."""
+        layouts = self.layouts_by_id().get(id(own))
+        if layouts is not None:
+            with without_function_modes(), torch.no_grad():
+                own.copy_(take_shard(whole, layouts[self.group.group_rank]))
 
     def _leave_torchs_fast_path(self) -> None:
         """Disable the fast path of torch's encoders in eval mode, whose single kernel expects whole weights."""

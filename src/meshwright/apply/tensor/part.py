@@ -61,6 +61,7 @@ class Part:
         regions: Its regions.
         chain: The chain whose layer it is, or None.
         values: Returns the whole tensors, by name from the module on, with which it runs as on one device.
+        take_buffer: Takes what such a run has left in a whole buffer: its name, the whole one, and this rank's part.
         attributes: (id of a module, attribute) -> its value in the whole model, where the shard has another.
         guard: Knows the proven calls; None during the part's own proof.
     """
@@ -73,6 +74,7 @@ class Part:
         regions: Sequence[RunningRegion],
         chain: RunningChain | None,
         values: Callable[[], Mapping[str, Tensor]],
+        take_buffer: Callable[[str, Tensor, Tensor], None],
         attributes: Mapping[tuple[int, str], Any],
         guard: CallGuard | None,
     ) -> None:
@@ -87,6 +89,7 @@ class Part:
         self._regions = regions
         self._chain = chain
         self._values = values
+        self._take_buffer = take_buffer
         self._attributes = attributes
         self._class: type[nn.Module] | None = None
         kinds = dict.fromkeys(users_class(type(child)) for child in module.modules())
@@ -212,7 +215,10 @@ class Part:
             for region in self._regions:
                 region.is_whole = True
             # A checkpoint inside would repeat its forward in backward, after these changes are undone.
-            with replaced_tensors(self.module, self._values()), PlainCheckpoints(lambda: True, lambda _: None):
+            with (
+                replaced_tensors(self.module, self._values(), self._take_buffer),
+                PlainCheckpoints(lambda: True, lambda _: None),
+            ):
                 yield
         finally:
             for region, was in zip(self._regions, before, strict=True):

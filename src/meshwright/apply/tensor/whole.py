@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,12 +72,17 @@ def share(parameter: Tensor, num_ranks: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def replaced_tensors(module: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
+def replaced_tensors(
+    module: nn.Module,
+    values: Mapping[str, Tensor | None],
+    take: Callable[[str, Tensor, Tensor], None] | None = None,
+) -> Iterator[None]:
     """Use other tensors in place of a module's parameters and buffers inside the context.
 
     Args:
         module: The module.
         values: FQN, from the module on -> the tensor; None hides it.
+        take: Called afterwards with the name of each buffer, the tensor that is in its place by then, and the buffer.
     """
     slots: list[tuple[dict[str, Any], str, Any]] = []
     for name, value in values.items():
@@ -88,6 +93,13 @@ def replaced_tensors(module: nn.Module, values: Mapping[str, Tensor | None]) -> 
         slot[own] = value
     try:
         yield
+        found = [
+            (name, dict.get(slot, own), original) for name, (slot, own, original) in zip(values, slots, strict=True)
+        ]
     finally:
         for slot, own, original in reversed(slots):
             slot[own] = original
+    for name, now, original in found:
+        is_buffer = original is not None and not isinstance(original, nn.Parameter)
+        if take is not None and is_buffer and now is not None:
+            take(name, now, original)
