@@ -100,6 +100,6 @@ def replaced_tensors(
         for slot, own, original in reversed(slots):
             slot[own] = original
     for name, now, original in found:
-        is_buffer = original is not None and not isinstance(original, nn.Parameter)
-        if take is not None and is_buffer and now is not None:
-            take(name, now, original)
+        if take is None or now is None or original is None or isinstance(original, nn.Parameter):
+            continue
+        take(name, now, original)
