@@ -180,6 +180,11 @@ class Stepper:
         """Run something once the strategy has looked at its first batch."""
         self._waiting.append(run)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `when_prepared` has anything left to run."""
+        return bool(self._waiting)
+
     def state_was_loaded(self) -> None:
         """Take note that parameters and the optimizer's state were replaced by our own code, on every rank."""
         self.sentinels.forget_state()

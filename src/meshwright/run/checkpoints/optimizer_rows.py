@@ -118,8 +118,7 @@ def merge_groups(rows: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
     """Return all groups, each with the parameters that any rank has in it and the first rank's options."""
     merged = []
     for same in zip(*rows, strict=True):
-        names = dict.fromkeys(name for names, _ in same for name in names)
-        merged.append([list(names), same[0][1]])
+        merged.append([sorted({name for names, _ in same for name in names}), same[0][1]])
     return merged
 
 

@@ -56,6 +56,12 @@ def save_checkpoint(
         raise ConfigError(
             f"save_checkpoint: step={step}, keep={keep} (rule: step is at least 0, keep at least 1 or None)"
         )
+    if model.stepper.is_waiting:
+        raise CheckpointError(
+            "a checkpoint was loaded into this model, and the optimizer's part of it waits for the first batch: a save now would "
+            "be without it",
+            fix="save after the first step, or pass example_batch= to apply_plan",
+        )
     with model.told("save"), model.engine.switch.plain():
         optimizer = model.optimizer if with_optimizer else None
         return _Save(model, Store(Path(directory)), step).run(extra or {}, optimizer, keep)

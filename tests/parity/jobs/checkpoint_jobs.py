@@ -1,0 +1,147 @@
+"""Models that are saved under one plan and continued under another; ranks import them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+class Block(nn.Module):
+    """A residual MLP behind a norm, with dropout where asked for."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 36), nn.Linear(36, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Words(nn.Module):
+    """Embedding and head share a weight; a buffer counts calls, and a parameter has no entries."""
+
+    calls: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(26, 16)
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(3)])
+        self.head = nn.Linear(16, 26, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+class Images(nn.Module):
+    """Convolutions in channels_last, with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 12, 3))
+        self.head = nn.Linear(12, 26)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.01),
+}
+
+
+def loss_fn(outputs: Tensor, pair: Any) -> Tensor:
+    return nn.functional.cross_entropy(outputs.reshape(-1, 26), pair[1].reshape(-1))
+
+
+def build(kind: str, dropout: float = 0.0) -> nn.Module:
+    if kind == "images":
+        return Images().double().to(memory_format=torch.channels_last)
+    return Words(dropout).double()
+
+
+def batch(kind: str, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    if kind == "images":
+        images = torch.randn(7, 3, 6, 6, generator=generator, dtype=torch.float64)
+        return images, torch.randint(0, 26, (7,), generator=generator)
+    tokens = torch.randint(0, 26, (7, 5), generator=generator)
+    return tokens, tokens.roll(1, 1)
+
+
+def apply(plan: str, kind: str, optimizer: str, *, dropout: float = 0.0, is_prepared: bool = False) -> mw.ParallelModel:
+    model = functools.partial(build, kind, dropout)
+    options = {"example_batch": batch(kind, 99)} if is_prepared else {}
+    return mw.apply_plan(model, plan, loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], seed=0, **options)
+
+
+def train(
+    plan: str,
+    kind: str,
+    optimizer: str,
+    *,
+    steps: tuple[int, int],
+    source: str = "",
+    target: str = "",
+    dropout: float = 0.0,
+) -> list[float]:
+    """Return the losses of some steps, after a load from `source` and before a save to `target`, where given."""
+    model = apply(plan, kind, optimizer, dropout=dropout)
+    if source:
+        assert mw.load_checkpoint(model, source) == steps[0]
+    losses = [model.step(mw.split_batch(batch(kind, number), model)).loss for number in range(*steps)]
+    if target:
+        mw.save_checkpoint(model, target, step=steps[1])
+    return losses
+
+
+def resave(plan: str, kind: str, optimizer: str, source: str, target: str) -> int:
+    """Load under a plan, and save at once."""
+    model = apply(plan, kind, optimizer, is_prepared=True)
+    step = mw.load_checkpoint(model, source)
+    mw.save_checkpoint(model, target, step=step)
+    return step
+
+
+def refusal(plan: str, kind: str, optimizer: str, source: str, width: int | None = None) -> str:
+    """Return with what a load is refused, and that it has left the parameters as they were."""
+    model = apply(plan, kind, optimizer)
+    before = model.full_state_dict()
+    if width is not None:
+        model.module.get_submodule("head").register_parameter("extra", nn.Parameter(torch.zeros(width)))
+    try:
+        mw.load_checkpoint(model, source)
+    except mw.CheckpointError as error:
+        now = model.full_state_dict()
+        assert all(torch.equal(now[name], value) for name, value in before.items())
+        return f"{error.message} fix: {error.fix}"
+    return ""
+
+
+def saved_into_a_file(directory: str) -> str:
+    """Return with what a save is refused whose directory is a file."""
+    model = apply("dp=2", "words", "sgd")
+    Path(directory).parent.mkdir(exist_ok=True)
+    Path(directory).touch()
+    try:
+        mw.save_checkpoint(model, directory, step=1)
+    except mw.StorageError as error:
+        return error.message
+    return ""

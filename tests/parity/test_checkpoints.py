@@ -1,0 +1,179 @@
+"""Checkpoints: saved under one plan, loaded under another, bit for bit; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.jobs import checkpoint_jobs as jobs
+
+import meshwright as mw
+from meshwright import testing
+from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.store import Store
+
+PLANS = [
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3,whole_below=1",
+    "dp=4,zero=3,shard=2",
+    "tp=2",
+    "dp=2,tp=2,zero=3",
+    "pp=2,micro_batches=2",
+    "pp=2,schedule=zbv,micro_batches=4",
+    "pp=2,tp=2,micro_batches=2",
+    "dp=2,pp=2,zero=2,micro_batches=2",
+]
+
+
+def run(function: Callable[..., Any], plan: str, *args: Any, **options: Any) -> Any:
+    """Return what a job gives on rank 0."""
+    ranks = mw.Plan.parse(plan).num_ranks
+    job = functools.partial(function, plan, *args, **options)
+    return job() if ranks == 1 else testing.run_ranks(job, ranks)[0]
+
+
+def contents(directory: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the model's and the optimizer's whole tensors in the newest checkpoint, and the optimizer's numbers."""
+    with OpenCheckpoint(Store(directory).saved()[0].path) as snapshot:
+        names = [name for name in snapshot.manifest.tensors if name.startswith(("model/", "optimizer/"))]
+        return {name: snapshot.read(name) for name in names}, snapshot.manifest.state["optimizer"]
+
+
+def assert_same(left: Path, right: Path) -> None:
+    (mine, numbers), (others, other_numbers) = contents(left), contents(right)
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        assert value.dtype == others[name].dtype, name
+        assert torch.equal(value, others[name]), name
+    assert numbers == other_numbers
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_checkpoint_is_the_same_under_every_plan(tmp_path: Path, plan: str, optimizer: str) -> None:
+    if optimizer == "adafactor" and plan == "dp=2,tp=2,zero=3":
+        pytest.skip("whole matrices are not cut twice: refused when the plan is applied")
+    run(jobs.train, plan, "words", optimizer, steps=(0, 2), target=str(tmp_path / "a"))
+    run(jobs.resave, "single", "words", optimizer, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert_same(tmp_path / "a", tmp_path / "b")
+    run(jobs.resave, plan, "words", optimizer, str(tmp_path / "b"), str(tmp_path / "c"))
+    assert_same(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_memory_in_another_order_comes_back(tmp_path: Path, plan: str) -> None:
+    run(jobs.train, plan, "images", "adamw", steps=(0, 2), target=str(tmp_path / "a"))
+    for number, other in enumerate(["single", "dp=4,zero=2", plan]):
+        run(jobs.resave, other, "images", "adamw", str(tmp_path / "a"), str(tmp_path / str(number)))
+        assert_same(tmp_path / "a", tmp_path / str(number))
+
+
+@pytest.mark.parametrize(
+    "plan", ["single", "dp=2,zero=3,whole_below=1", "tp=2", "pp=2,micro_batches=2", "dp=2,pp=2,zero=1"]
+)
+def test_a_continued_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, plan: str) -> None:
+    whole = run(jobs.train, plan, "words", "adamw", steps=(0, 4), target=str(tmp_path / "whole"), dropout=0.2)
+    first = run(jobs.train, plan, "words", "adamw", steps=(0, 2), target=str(tmp_path / "part"), dropout=0.2)
+    options = {"source": str(tmp_path / "part"), "target": str(tmp_path / "part"), "dropout": 0.2}
+    second = run(jobs.train, plan, "words", "adamw", steps=(2, 4), **options)
+    assert first + second == whole
+    assert_same(tmp_path / "part", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("pp=2,tp=2,micro_batches=2", "dp=2,zero=3"), ("dp=4,zero=1", "tp=2"), ("dp=2", "dp=4")]
+)
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, before: str, after: str) -> None:
+    expected = run(jobs.train, "single", "words", "adamw", steps=(0, 4))
+    losses = run(jobs.train, before, "words", "adamw", steps=(0, 2), target=str(tmp_path))
+    losses += run(jobs.train, after, "words", "adamw", steps=(2, 4), source=str(tmp_path))
+    assert losses == pytest.approx(expected, rel=1e-11)
+
+
+def test_each_entry_is_written_once_and_by_all_ranks(tmp_path: Path) -> None:
+    run(jobs.train, "dp=4", "words", "adamw", steps=(0, 1), target=str(tmp_path))
+    with OpenCheckpoint(Store(tmp_path).saved()[0].path) as snapshot:
+        entries = snapshot.manifest.tensors.values()
+        held = sum(part.layout.numel * 8 for entry in entries if entry.dtype == "float64" for part in entry.parts)
+        sizes = [file.num_bytes for file in snapshot.manifest.files]
+    assert held == 3 * sum(parameter.nbytes for parameter in jobs.build("words").parameters())
+    assert len(sizes) == 4
+    assert max(sizes) < 2 * min(sizes)
+
+
+# -- what is damaged, or of another model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2,zero=3,whole_below=1"])
+def test_a_damaged_checkpoint_is_skipped_and_told(tmp_path: Path, plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    for steps in ((0, 1), (0, 2)):
+        run(jobs.train, plan, "words", "sgd", steps=steps, target=str(tmp_path))
+    path = tmp_path / "step-00000002" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        losses = run(jobs.train, plan, "words", "sgd", steps=(1, 2), source=str(tmp_path))
+    assert losses == pytest.approx(run(jobs.train, "single", "words", "sgd", steps=(0, 2))[1:], rel=1e-11)
+    assert plan != "single" or "rank-00000.safetensors is damaged in bytes" in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "pp=2"])
+def test_another_model_is_refused_with_a_list(tmp_path: Path, plan: str) -> None:
+    run(jobs.train, "single", "words", "sgd", steps=(0, 1), target=str(tmp_path))
+    text = run(jobs.refusal, plan, "images", "sgd", str(tmp_path))
+    assert "is of another model" in text
+    assert "missing: head.bias" in text
+    assert "unexpected: blocks.0.down.bias" in text or "and " in text
+    assert "fix: build the model that was saved" in text
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2,zero=2"])
+def test_another_optimizer_is_refused(tmp_path: Path, plan: str) -> None:
+    run(jobs.train, "single", "words", "adamw", steps=(0, 1), target=str(tmp_path))
+    assert "has the state of AdamW, the model has SGD" in run(jobs.refusal, plan, "words", "sgd", str(tmp_path))
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    for text in testing.run_ranks(jobs.refusal, 2, "dp=2", "words", "sgd", str(tmp_path)):
+        assert "no sound checkpoint is in" in text
+
+
+def test_a_disk_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
+    for text in testing.run_ranks(jobs.saved_into_a_file, 2, str(tmp_path / "file")):
+        assert "cannot make" in text or "cannot read" in text
+
+
+def test_a_save_before_the_first_batch_of_a_loaded_model_is_refused(tmp_path: Path) -> None:
+    run(jobs.train, "single", "words", "adamw", steps=(0, 1), target=str(tmp_path))
+    for outcome in testing.run_outcomes(_saved_too_early, 2, str(tmp_path)):
+        assert isinstance(outcome.error, mw.CheckpointError)
+        assert "waits for the first batch" in str(outcome.error)
+
+
+def _saved_too_early(directory: str) -> None:
+    model = jobs.apply("tp=2", "words", "adamw")
+    mw.load_checkpoint(model, directory)
+    mw.save_checkpoint(model, directory, step=2)
+
+
+def test_extra_states_come_back(tmp_path: Path) -> None:
+    model = jobs.apply("single", "words", "sgd")
+    loader = mw.make_loader(
+        [(torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))] * 9, model, global_batch_size=2
+    )
+    batches = iter(loader)
+    next(batches)
+    mw.save_checkpoint(model, tmp_path, step=1, extra={"loader": loader})
+    other = mw.make_loader(loader.dataset, model, global_batch_size=2)
+    assert mw.load_checkpoint(model, tmp_path, extra={"loader": other}) == 1
+    assert len(list(other)) == len(list(batches))
+    with pytest.raises(mw.CheckpointError, match=r"has no state for extra \['schedule'\]; it has \['loader'\]"):
+        mw.load_checkpoint(model, tmp_path, extra={"schedule": other})
