@@ -58,7 +58,7 @@ class CutDisk:
             made = ("-b", str(BLOCK_BYTES), "-J", "size=4", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard")
             _run("mkfs.ext4", "-q", *made, upper)
             _run("mount", "-o", self._options, upper, self.path)
-            opened.callback(_run, "umount", self.path)
+            opened.callback(_run, "umount", "--lazy", self.path)  # a rank that was killed may not be gone yet
             self._closing = opened.pop_all()
         return self
 
