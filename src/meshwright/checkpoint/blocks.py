@@ -11,13 +11,14 @@ from pathlib import Path
 
 import xxhash
 
-from meshwright.checkpoint.durable import read_at
+from meshwright.checkpoint.durable import fill_from
 from meshwright.errors import CheckpointError
 
 __all__: list[str] = []
 
 BLOCK_BYTES = 4 * 2**20
 DIGEST_BYTES = 16
+_PIECE_BYTES = 2**19
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
@@ -45,13 +46,15 @@ class Digesting:
     def __iter__(self) -> Iterator[memoryview]:
         for part in self._parts:
             rest = memoryview(part).cast("B")
-            yield rest
             while rest:
-                piece, rest = rest[: BLOCK_BYTES - self._fill], rest[BLOCK_BYTES - self._fill :]
+                # So small that it is still in the processor's cache when it is written.
+                most = min(_PIECE_BYTES, BLOCK_BYTES - self._fill)
+                piece, rest = rest[:most], rest[most:]
                 self._block.update(piece)
                 self._fill += len(piece)
                 if self._fill == BLOCK_BYTES:
                     self._end_block()
+                yield piece
 
     def _end_block(self) -> None:
         self._digests += self._block.digest()
@@ -82,13 +85,19 @@ def check_blocks(path: Path, descriptor: int, table: bytes, numbers: Iterable[in
         CheckpointError: A block differs; the message names file, place and both digests.
         StorageError: It cannot be read.
     """
+    memory = memoryview(bytearray(min(_PIECE_BYTES, BLOCK_BYTES)))
     for number in numbers:
         start = number * BLOCK_BYTES
-        data = read_at(path, descriptor, start, BLOCK_BYTES)
-        expected = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        found = digest_of(data)
+        block, size = xxhash.xxh3_128(), 0
+        while size < BLOCK_BYTES:
+            filled = fill_from(path, descriptor, start + size, memory[: BLOCK_BYTES - size])
+            block.update(memory[:filled])
+            size += filled
+            if filled < len(memory):
+                break
+        expected, found = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES], block.digest()
         if found != expected:
             raise CheckpointError(
-                f"{path} is damaged in bytes {start} to {start + len(data)}: digest {found.hex()}, expected {expected.hex()}",
+                f"{path} is damaged in bytes {start} to {start + size}: digest {found.hex()}, expected {expected.hex()}",
                 fix="load another step, or copy this one again from where it came from",
             )

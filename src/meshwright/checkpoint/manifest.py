@@ -12,10 +12,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from meshwright.checkpoint.blocks import DIGEST_BYTES, digest_of, num_blocks
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.garbage import paused_collection
 from meshwright.layout import ShardLayout, check_coverage
 
 __all__: list[str] = []
@@ -41,8 +44,7 @@ _MOST_DIMS = 64
 _MOST_NAME = 4096
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """One file of tensors."""
 
     name: str
@@ -52,8 +54,7 @@ class FileEntry:
     """Digest of its table of digests, the file of the same name that ends in `.blocks`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredPart:
+class StoredPart(NamedTuple):
     """A part of a tensor, contiguous in a file."""
 
     file: int
@@ -64,8 +65,7 @@ class StoredPart:
     """Which part of the tensor it is."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor: its parts hold every entry once."""
 
     dtype: str
@@ -139,11 +139,13 @@ class Manifest:
         is_framed = data.startswith(_HEAD) and data[start - len(_MIDDLE) : start] == _MIDDLE and data.endswith(b"}\n")
         if not is_framed or written != digest_of(body).hex().encode():
             raise CheckpointError(f"{where} is damaged: its contents do not have the digest that it begins with")
-        try:
-            found = json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where} is no manifest: {error}") from None
-        return _Reader(where).manifest(found)
+        # Nothing of what is read is garbage, and looking for some among a million lists takes longer than reading them.
+        with paused_collection():
+            try:
+                found = json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"{where} is no manifest: {error}") from None
+            return _Reader(where).manifest(found)
 
 
 def _entry_to_json(entry: TensorEntry) -> list[Any]:
@@ -167,12 +169,26 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 
+class _Kind(NamedTuple):
+    """What tensors of one shape that are cut alike have in common."""
+
+    shape: tuple[int, ...]
+    layouts: list[ShardLayout]
+    """One for each part."""
+    numels: list[int]
+    """Their entries [count]."""
+
+
 class _Reader:
     """Turns parsed JSON into a manifest, and refuses what breaks a rule."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._layouts: dict[tuple[tuple[int, ...], str], list[ShardLayout]] = {}
+        self._kinds: dict[str, _Kind] = {}
+        # One number for each part of each tensor, in turn.
+        self._files: list[int] = []
+        self._starts: list[int] = []
+        self._sizes: list[int] = []
 
     def manifest(self, found: Any) -> Manifest:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -190,7 +206,7 @@ class _Reader:
         if len({file.name for file in files}) != len(files):
             self._refuse("a file is named twice")
         tensors = {name: self._tensor(name, row, len(files)) for name, row in found["tensors"].items()}
-        self._check_places(files, tensors)
+        self._check_places(files)
         aliases = found["aliases"]
         for name, stored in aliases.items():
             if not isinstance(stored, str) or stored not in tensors or name in tensors:
@@ -208,9 +224,10 @@ class _Reader:
     def _refuse(self, reason: str) -> NoReturn:
         raise CheckpointError(f"{self._where} is refused: {reason}")
 
-    def _number(self, value: Any, what: str, most: int = _MOST_NUMBER) -> int:
+    def _number(self, value: Any, what: str, most: int = _MOST_NUMBER, name: str | None = None) -> int:
         if type(value) is not int or not 0 <= value <= most:  # True is no number here
-            self._refuse(f"{what} is {str(value)[:40]} (rule: a whole number, 0 to {most})")
+            of = "" if name is None else f" of {name[:200]!r}"
+            self._refuse(f"{what}{of} is {str(value)[:40]} (rule: a whole number, 0 to {most})")
         return value
 
     def _file(self, row: Any) -> FileEntry:
@@ -231,17 +248,18 @@ class _Reader:
             self._refuse(f"tensor {name[:200]!r} has type {str(dtype)[:40]!r}")
         if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not isinstance(parts, list) or not parts:
             self._refuse(f"tensor {name[:200]!r} has no shape or no parts")
-        sizes = tuple(self._number(size, f"a size of {name[:200]!r}") for size in shape)
-        if math.prod(sizes) > _MOST_NUMBER:
-            self._refuse(f"tensor {name[:200]!r} has {math.prod(sizes)} entries")
-        places = [self._place(name, part, num_files) for part in parts]
-        # A model has few kinds of parts, and checking one takes a while.
-        key = sizes, repr([part[2:] for part in parts])
-        if key not in self._layouts:
-            self._layouts[key] = self._layouts_of(name, sizes, parts)
-        found = zip(places, self._layouts[key], strict=True)
-        stored = tuple(StoredPart(file, offset, layout) for (file, offset), layout in found)
-        return TensorEntry(dtype, sizes, stored, self._order(name, row[3], len(sizes)) if len(row) == 4 else ())
+        files, starts = self._places(name, parts, num_files)
+        # A model has few kinds of tensors, and checking one takes a while. As text, 1 is neither true nor 1.0.
+        key = repr([shape, [part[2:] for part in parts]])
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._kind(name, shape, parts)
+        size = ITEM_BYTES[dtype]
+        self._files += files
+        self._starts += starts
+        self._sizes += [size * numel for numel in kind.numels]
+        order = self._order(name, row[3], len(kind.shape)) if len(row) == 4 else ()
+        return TensorEntry(dtype, kind.shape, tuple(map(StoredPart, files, starts, kind.layouts)), order)
 
     def _order(self, name: str, order: Any, num_dims: int) -> tuple[int, ...]:
         is_order = isinstance(order, list) and all(type(dim) is int for dim in order) and len(order) == num_dims
@@ -249,11 +267,25 @@ class _Reader:
             self._refuse(f"the order of the dims of {name[:200]!r} is {str(order)[:60]}")
         return tuple(order)
 
-    def _place(self, name: str, row: Any, num_files: int) -> tuple[int, int]:
-        if not isinstance(row, list) or len(row) not in (2, 5):
-            self._refuse(f"a part of {name[:200]!r} is no list of file and offset, and of dim, ranges and interval")
-        file = self._number(row[0], f"a file of {name[:200]!r}", num_files - 1)
-        return file, self._number(row[1], f"an offset of {name[:200]!r}")
+    def _places(self, name: str, parts: list[Any], num_files: int) -> tuple[list[int], list[int]]:
+        """Return the file and the offset of each part."""
+        files: list[int] = []
+        starts: list[int] = []
+        for part in parts:
+            if not isinstance(part, list) or len(part) not in (2, 5):
+                self._refuse(f"a part of {name[:200]!r} is no list of file and offset, and of dim, ranges and interval")
+            files.append(self._number(part[0], "the file of a part", num_files - 1, name))
+            starts.append(self._number(part[1], "an offset", _MOST_NUMBER, name))
+        return files, starts
+
+    def _kind(self, name: str, shape: list[Any], parts: Sequence[list[Any]]) -> _Kind:
+        sizes = tuple(self._number(size, "a size", _MOST_NUMBER, name) for size in shape)
+        # Sizes beside a 0 are bounded, too: programs multiply them in another order.
+        entries = math.prod(max(1, size) for size in sizes)
+        if entries > _MOST_NUMBER // max(ITEM_BYTES.values()):
+            self._refuse(f"tensor {name[:200]!r} has {entries} entries")
+        layouts = self._layouts_of(name, sizes, parts)
+        return _Kind(sizes, layouts, [layout.numel for layout in layouts])
 
     def _layouts_of(self, name: str, shape: tuple[int, ...], parts: Sequence[list[Any]]) -> list[ShardLayout]:
         try:
@@ -280,21 +312,24 @@ class _Reader:
             self._refuse(f"the ranges of {name[:200]!r} are no pairs of numbers")
         return [pair for pair in ranges if pair is not None]
 
-    def _check_places(self, files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]) -> None:
+    def _check_places(self, files: Sequence[FileEntry]) -> None:
         """Refuse parts that lie outside of their file, or over one another."""
-        places: list[list[tuple[int, int]]] = [[] for _ in files]
-        for entry in tensors.values():
-            size = ITEM_BYTES[entry.dtype]
-            for part in entry.parts:
-                places[part.file].append((part.offset, part.offset + part.layout.numel * size))
-        for file, own in zip(files, places, strict=True):
-            end = 8  # the length of the header
-            for start, stop in sorted(own):
-                if start < end and start < stop:
-                    self._refuse(f"two parts overlap in {file.name}, or lie in its header: {start} is before {end}")
-                end = max(end, stop)
-            if end > file.num_bytes and own:
-                self._refuse(f"a part ends at {end} in {file.name}, which has {file.num_bytes} bytes")
+        own, starts = np.array(self._files, dtype=np.int64), np.array(self._starts, dtype=np.int64)
+        stops = starts + np.array(self._sizes, dtype=np.int64)  # below 2**63, as both are at most 2**62
+        order = np.lexsort((stops, starts, own))
+        own, starts, stops = own[order], starts[order], stops[order]
+        borders = np.searchsorted(own, np.arange(len(files) + 1)).tolist()
+        for file, first, last in zip(files, borders, borders[1:], strict=False):
+            if first == last:
+                continue
+            # Where the parts before each one end, or the length of the header does.
+            ends = np.maximum.accumulate(np.concatenate(([8], stops[first:last])))
+            wrong = np.flatnonzero((starts[first:last] < ends[:-1]) & (starts[first:last] < stops[first:last]))
+            if wrong.size:
+                start, end = starts[first + wrong[0]], ends[wrong[0]]
+                self._refuse(f"two parts overlap in {file.name}, or lie in its header: {start} is before {end}")
+            if ends[-1] > file.num_bytes:
+                self._refuse(f"a part ends at {ends[-1]} in {file.name}, which has {file.num_bytes} bytes")
 
 
 def table_bytes(file: FileEntry) -> int:

@@ -63,7 +63,8 @@ class Store:
         with told_of(self.root, "read"), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.root):
                 match = _NAME.fullmatch(entry.name)
-                if match and entry.is_dir(follow_symlinks=False):
+                # "step-000000012" would be a second name of what "step-00000012" is.
+                if match and entry.name == name_of(int(match[1]), int(match[2] or 1)) and entry.is_dir(follow_symlinks=False):
                     found.append(Saved(int(match[1]), int(match[2] or 1), Path(entry.path)))
         return sorted(found, reverse=True)
 
@@ -77,7 +78,7 @@ class Store:
         for saved in self.saved():
             snapshot = None
             try:
-                snapshot = OpenCheckpoint(saved.path)
+                snapshot = self.open(saved)
                 snapshot.check()
             except (CheckpointError, StorageError) as error:
                 if snapshot is not None:
@@ -90,6 +91,22 @@ class Store:
             f"no sound checkpoint is in {self.root}{reasons}",
             fix="name the directory that holds step-... directories, or train anew",
         )
+
+    def open(self, saved: Saved) -> OpenCheckpoint:
+        """Return a committed checkpoint, open.
+
+        Raises:
+            CheckpointError: It is damaged, or another step's files lie under its name.
+            StorageError: It cannot be read.
+        """
+        snapshot = OpenCheckpoint(saved.path)
+        manifest = snapshot.manifest
+        if name_of(manifest.step, manifest.epoch) != saved.path.name:
+            snapshot.close()
+            raise CheckpointError(
+                f"{saved.path / MANIFEST_FILE} is of {name_of(manifest.step, manifest.epoch)}, its directory has another name"
+            )
+        return snapshot
 
     def begin(self, step: int) -> SaveUnderWay:
         """Begin a save; it is nowhere to be seen until it is committed.

@@ -7,14 +7,13 @@ library reads what is written, and a test holds both sides together. Source: htt
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from meshwright.checkpoint.durable import told_of
+from meshwright.checkpoint.durable import fill_from
 from meshwright.checkpoint.manifest import ITEM_BYTES
 from meshwright.errors import CheckpointError
 
@@ -32,7 +31,6 @@ _CODES = {
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
 _ALIGNMENT = 64  # of the first tensor, so that a mapped file can be read as any type
-_READ_BYTES = 1 << 26
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -104,9 +102,6 @@ def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> N
         CheckpointError: The file ends before that.
         StorageError: It cannot be read.
     """
-    while memory:
-        with told_of(path, "read"):
-            count = os.preadv(descriptor, [memory[:_READ_BYTES]], offset)
-        if not count:
-            raise CheckpointError(f"{path} is damaged: it ends at {offset} bytes, within a tensor")
-        offset, memory = offset + count, memory[count:]
+    filled = fill_from(path, descriptor, offset, memory)
+    if filled < len(memory):
+        raise CheckpointError(f"{path} is damaged: it ends at {offset + filled} bytes, within a tensor")

@@ -68,7 +68,7 @@ def test_it_comes_back_and_is_json() -> None:
         ({"tensors": {"w": ["pickle", [3], [[0, 64]]]}}, "type 'pickle'"),
         ({"tensors": {"w": ["float32", [-3], [[0, 64]]]}}, "a size of 'w' is -3"),
         ({"tensors": {"w": ["float32", [1 << 40, 1 << 40], [[0, 64]]]}}, "entries"),
-        ({"tensors": {"w": ["float32", [3], [[1, 64]]]}}, "a file of 'w' is 1"),
+        ({"tensors": {"w": ["float32", [3], [[1, 64]]]}}, "the file of a part of .w. is 1"),
         ({"tensors": {"w": ["float32", [3], [[0, -8]]]}}, "an offset of 'w' is -8"),
         ({"tensors": {"w": ["float32", [3], [[0, 0]]]}}, "lie in its header"),
         ({"tensors": {"w": ["float32", [3], []]}}, "no parts"),

@@ -119,6 +119,17 @@ def test_retention_keeps_the_newest_and_those_that_are_named(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-notes.txt"]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    old, new = save(store, 3), save(store, 5)
+    shutil.copytree(old, tmp_path / "copy")
+    shutil.rmtree(new)
+    (tmp_path / "copy").rename(new)
+    with store.newest()[0] as snapshot:
+        assert snapshot.path == old
+    assert "manifest.json is of step-00000003" in store.newest()[1][0][1]
+
+
 # -- kills ----------------------------------------------------------------------------------------------------------------
 
 _OPERATIONS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
