@@ -64,7 +64,11 @@ class Store:
             for entry in os.scandir(self.root):
                 match = _NAME.fullmatch(entry.name)
                 # "step-000000012" would be a second name of what "step-00000012" is.
-                if match and entry.name == name_of(int(match[1]), int(match[2] or 1)) and entry.is_dir(follow_symlinks=False):
+                if (
+                    match
+                    and entry.name == name_of(int(match[1]), int(match[2] or 1))
+                    and entry.is_dir(follow_symlinks=False)
+                ):
                     found.append(Saved(int(match[1]), int(match[2] or 1), Path(entry.path)))
         return sorted(found, reverse=True)
 

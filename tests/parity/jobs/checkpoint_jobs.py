@@ -73,7 +73,8 @@ def loss_fn(outputs: Tensor, pair: Any) -> Tensor:
 
 def build(kind: str, dropout: float = 0.0) -> nn.Module:
     if kind == "images":
-        return Images().double().to(memory_format=torch.channels_last)
+        images: Any = Images().double()
+        return images.to(memory_format=torch.channels_last)
     return Words(dropout).double()
 
 
@@ -88,8 +89,8 @@ def batch(kind: str, number: int) -> tuple[Tensor, Tensor]:
 
 def apply(plan: str, kind: str, optimizer: str, *, dropout: float = 0.0, is_prepared: bool = False) -> mw.ParallelModel:
     model = functools.partial(build, kind, dropout)
-    options = {"example_batch": batch(kind, 99)} if is_prepared else {}
-    return mw.apply_plan(model, plan, loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], seed=0, **options)
+    example = batch(kind, 99) if is_prepared else None
+    return mw.apply_plan(model, plan, loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], seed=0, example_batch=example)
 
 
 def train(
