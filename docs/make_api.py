@@ -27,7 +27,7 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "meshwright",
         ("apply_plan", "ParallelModel", "StepResult", "Loss", "make_loader", "split_batch", "GradientAccumulation"),
     ),
-    "Checkpoints": ("meshwright", ("save_checkpoint", "load_checkpoint")),
+    "Checkpoints": ("meshwright", ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint")),
     "Plans and descriptions": (
         "meshwright",
         (

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from meshwright.ranks.world import current_world
     from meshwright.run.accumulate import GradientAccumulation
     from meshwright.run.checkpoints.loading import load_checkpoint
-    from meshwright.run.checkpoints.saving import save_checkpoint
+    from meshwright.run.checkpoints.saving import save_checkpoint, wait_for_checkpoint
     from meshwright.run.losses.loss import Loss
     from meshwright.run.parallel_model import ParallelModel, apply_plan
     from meshwright.run.result import StepResult
@@ -94,6 +94,7 @@ __all__ = [
     "save_checkpoint",
     "split_batch",
     "verify_plan",
+    "wait_for_checkpoint",
 ]
 
 _NAMES_OF_MODULE: Final = {
@@ -124,7 +125,7 @@ _NAMES_OF_MODULE: Final = {
     "run.accumulate": ("GradientAccumulation",),
     "describe.batches": ("split_batch",),
     "run.checkpoints.loading": ("load_checkpoint",),
-    "run.checkpoints.saving": ("save_checkpoint",),
+    "run.checkpoints.saving": ("save_checkpoint", "wait_for_checkpoint"),
     "run.losses.loss": ("Loss",),
     "run.parallel_model": ("ParallelModel", "apply_plan"),
     "run.result": ("StepResult",),

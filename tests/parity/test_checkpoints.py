@@ -108,6 +108,25 @@ def test_each_entry_is_written_once_and_by_all_ranks(tmp_path: Path) -> None:
     assert max(sizes) < 2 * min(sizes)
 
 
+@pytest.mark.parametrize("plan", ["single", "dp=2", "dp=2,zero=3,whole_below=1", "pp=2,tp=2,micro_batches=2"])
+def test_a_save_in_the_background_has_the_values_of_its_step(tmp_path: Path, plan: str) -> None:
+    beside = run(jobs.save_beside, plan, str(tmp_path / "beside"))
+    assert beside == run(jobs.train, plan, "words", "adamw", steps=(0, 4), target=str(tmp_path / "then"))
+    assert [saved.step for saved in Store(tmp_path / "beside").saved()] == [4, 2]
+    assert_same(tmp_path / "beside", tmp_path / "then")
+    assert not [path for path in (tmp_path / "beside").rglob("*") if "note" in path.name or path.name.startswith(".")]
+    (tmp_path / "beside" / "step-00000004" / "manifest.json").unlink()
+    losses = run(jobs.train, plan, "words", "adamw", steps=(2, 4), source=str(tmp_path / "beside"))
+    assert losses == pytest.approx(beside[2:], rel=1e-11)
+
+
+def test_a_failed_save_in_the_background_is_raised_by_a_later_step(tmp_path: Path) -> None:
+    outcomes = testing.run_ranks(functools.partial(jobs.save_beside, "dp=2", str(tmp_path), breaks=True), 2)
+    assert outcomes[1] == ["StorageError", "no space"]
+    assert "no space" in outcomes[0][1]
+    assert not Store(tmp_path).saved()
+
+
 # -- what is damaged, or of another model ---------------------------------------------------------------------------------
 
 

@@ -8,16 +8,17 @@ time gets a second name, and the newest that is whole counts. What is deleted lo
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint.blocks import Digesting, digest_of
-from meshwright.checkpoint.durable import rename, sync_directory, told_of, write_new_file
+from meshwright.checkpoint.durable import read_small_file, rename, sync_directory, told_of, write_new_file
 from meshwright.checkpoint.manifest import FileEntry, Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, TABLE_SUFFIX, OpenCheckpoint
 from meshwright.checkpoint.tensor_files import TensorFile
@@ -25,6 +26,7 @@ from meshwright.errors import CheckpointError, StorageError
 
 __all__: list[str] = []
 
+_MOST_NOTE_BYTES = 1 << 28
 _DRAFT, _DELETED = ".draft-", ".deleted-"
 _NAME = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 
@@ -187,6 +189,31 @@ class SaveUnderWay:
         write_new_file(self.path / f"{name}{TABLE_SUFFIX}", [table])
         return FileEntry(name, num_bytes, digest_of(table))
 
+    def leave_note(self, writer: int, row: Any) -> None:
+        """Leave a note for the writer that commits: a file that appears whole.
+
+        Args:
+            writer: The number of the one that leaves it.
+            row: JSON.
+        """
+        name = _note_name(writer)
+        write_new_file(self.path / f"{name}.part", [json.dumps(row).encode()])
+        rename(self.path / f"{name}.part", self.path / name)
+
+    def read_note(self, writer: int) -> Any:
+        """Return another writer's note; None while there is none."""
+        try:
+            return json.loads(read_small_file(self.path / _note_name(writer), _MOST_NOTE_BYTES))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
+    def remove_note(self, writer: int) -> None:
+        """Remove a note that was read."""
+        with told_of(self.path / _note_name(writer), "remove"):
+            os.unlink(self.path / _note_name(writer))
+
     def commit(self, manifest: Manifest) -> Path:
         """Write the manifest and give the save its name: one rank's act, after all ranks' files are there.
 
@@ -212,6 +239,10 @@ class SaveUnderWay:
     def discard(self) -> None:
         """Delete it; for a save that has failed."""
         _remove(self.path)
+
+
+def _note_name(writer: int) -> str:
+    return f"note-{writer:05d}.json"
 
 
 def _remove(path: Path) -> None:

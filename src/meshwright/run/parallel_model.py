@@ -36,6 +36,7 @@ from meshwright.run.assembly import (
     choose_devices,
     require_world,
 )
+from meshwright.run.checkpoints.background import BackgroundSave, raise_error, wait_for
 from meshwright.run.gate import OptimizerGate, without_backward
 from meshwright.run.losses.loss import LossRule
 from meshwright.run.result import StepResult
@@ -190,6 +191,8 @@ class ParallelModel:
         self._state_guard = state_guard
         self._number = world.calls.num_models
         engine.switch.begin()
+        self.saving: BackgroundSave | None = None
+        """A save under way beside training."""
         self.num_steps = 0
         """Calls of `step` so far [count]."""
 
@@ -264,6 +267,7 @@ class ParallelModel:
         number = self.num_steps
         switch = self.engine.switch
         with switch.plain(), self.told("step"), self.stepper.casts.taken_in():
+            raise_error(self.saving)
             switch.moment.steps += 1
             result = self.stepper.step(
                 batch,
@@ -372,6 +376,7 @@ class ParallelModel:
 
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
+        wait_for(self.saving)
         self.engine.switch.close()
         self.stepper.close()
         if self._state_guard is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.run.checkpoints.background import wait_for
 
 
 class Block(nn.Module):
@@ -146,3 +148,26 @@ def saved_into_a_file(directory: str) -> str:
     except mw.StorageError as error:
         return error.message
     return ""
+
+
+def save_beside(plan: str, directory: str, *, breaks: bool = False) -> list[Any]:
+    """Train beside saves in the background; with `breaks`, the last rank's disk fails in the first one."""
+    model = apply(plan, "words", "adamw")
+    losses: list[Any] = [model.step(mw.split_batch(batch("words", number), model)).loss for number in range(2)]
+    if breaks and model.world.rank == model.world.world_size - 1:
+        with mock.patch("meshwright.checkpoint.store.write_new_file", side_effect=mw.StorageError("no space")):
+            mw.save_checkpoint(model, directory, step=2, in_background=True)
+            wait_for(model.saving)
+    else:
+        mw.save_checkpoint(model, directory, step=2, in_background=True)
+    if breaks:
+        try:
+            for number in range(2, 1000):
+                model.step(mw.split_batch(batch("words", number), model))
+        except mw.MeshwrightError as error:
+            return [type(error).__name__, error.message]
+        return ["no error"]
+    losses += [model.step(mw.split_batch(batch("words", number), model)).loss for number in range(2, 4)]
+    mw.save_checkpoint(model, directory, step=4, in_background=True, keep=2)
+    mw.wait_for_checkpoint(model)
+    return losses

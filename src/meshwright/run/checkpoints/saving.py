@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import FileEntry, Manifest, StoredPart, TensorEntry
-from meshwright.checkpoint.store import SaveUnderWay, Store
+from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import ShardLayout
+from meshwright.run.checkpoints.background import BackgroundSave, finish, staged
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
 from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
 from meshwright.run.checkpoints.together import together
@@ -28,6 +29,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     with_optimizer: bool = True,
+    in_background: bool = False,
 ) -> Path:
     """Save a model under a plan, so that any other plan can load it; every rank calls it, between steps.
 
@@ -43,9 +45,11 @@ def save_checkpoint(
             lists, numbers, texts and None, and is equal on all ranks.
         keep: How many checkpoints stay in the directory, the newest; None keeps all [count].
         with_optimizer: Whether the optimizer's state is saved.
+        in_background: Return when the rank's share is copied in the host's memory. It is written while training goes on; what
+            goes wrong is raised by the next step, save or `wait_for_checkpoint`.
 
     Returns:
-        The checkpoint's own directory.
+        The checkpoint's own directory; in the background it is not there yet.
 
     Raises:
         ConfigError: A number is out of range.
@@ -64,7 +68,18 @@ def save_checkpoint(
         )
     with model.told("save"), model.engine.switch.plain():
         optimizer = model.optimizer if with_optimizer else None
-        return _Save(model, Store(Path(directory)), step).run(extra or {}, optimizer, keep)
+        finish(model)
+        return _Save(model, Store(Path(directory)), step).run(extra or {}, optimizer, keep, in_background=in_background)
+
+
+def wait_for_checkpoint(model: ParallelModel) -> None:
+    """Return when a save in the background is on the disk; every rank calls it.
+
+    Raises:
+        StorageError: The disk is full or fails, on any rank; the checkpoints of before are intact.
+    """
+    with model.told("save"), model.engine.switch.plain():
+        finish(model)
 
 
 class _Save:
@@ -78,7 +93,7 @@ class _Save:
         self._together = functools.partial(together, engine.everyone, engine.device)
         self._is_first = engine.everyone.group_rank == 0
 
-    def run(self, extra: Mapping[str, Any], optimizer: Any, keep: int | None) -> Path:
+    def run(self, extra: Mapping[str, Any], optimizer: Any, keep: int | None, *, in_background: bool) -> Path:
         held = self._engine.held_state()
         rank = self._engine.everyone.group_rank
         own: list[RankState] = []
@@ -94,9 +109,22 @@ class _Save:
         draft = self._begin()
         try:
             mine = sorted(place for held in writers.values() for writer, place in held if writer == rank)
-            file = TensorFile([(own[0].parts[place].name, own[0].parts[place].tensor) for place in mine])
+            tensors = [(own[0].parts[place].name, own[0].parts[place].tensor) for place in mine]
+            commit = functools.partial(self._commit, draft, told=told, writers=writers, keep=keep)
+            if in_background:
+                file = TensorFile(staged(self._model.module, tensors))
+                self._model.saving = BackgroundSave(
+                    draft,
+                    write=lambda: self._write(draft, file, rank, mine),
+                    commit=commit,
+                    place=(rank, len(told)),
+                    has_given_up=lambda: self._model.world.calls.has_given_up,
+                )
+                return draft.path.with_name(name_of(draft.step, draft.epoch))
+            file = TensorFile(tensors)
             entries = self._together(lambda: self._write(draft, file, rank, mine), lambda entry: entry)
-            return Path(self._commit(draft, entries, told, writers, keep))
+            paths = self._together(lambda: commit(entries) if self._is_first else None, lambda path: path)
+            return Path(paths[0])
         except BaseException:
             if self._is_first:
                 draft.discard()
@@ -127,19 +155,15 @@ class _Save:
         self,
         draft: SaveUnderWay,
         entries: Sequence[Any],
+        *,
         told: Sequence[Any],
         writers: Mapping[str, Sequence[tuple[int, int]]],
         keep: int | None,
     ) -> str:
-        def commit() -> str | None:
-            if not self._is_first:
-                return None
-            path = draft.commit(self._manifest(draft, entries, told, writers))
-            if keep is not None:
-                self._store.retain(keep)
-            return str(path)
-
-        return self._together(commit, lambda path: path)[0]
+        path = draft.commit(self._manifest(draft, entries, told, writers))
+        if keep is not None:
+            self._store.retain(keep)
+        return str(path)
 
     def _manifest(
         self,
