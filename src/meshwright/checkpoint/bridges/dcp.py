@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +32,17 @@ INDEX = ".metadata"
 _MOST_CHUNKS = 1 << 16
 _MOST_HEAD = 1 << 20
 _MOST_NUMBER = 1 << 62
+_BROKEN = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    KeyError,
+    struct.error,
+)
+"""What reading a damaged archive raises."""
 
 
 class _Chunk(NamedTuple):
@@ -157,6 +169,8 @@ class DcpWeights(Weights):
         if not 0 < len(chunks) <= _MOST_CHUNKS or not all(isinstance(chunk, Record) for chunk in chunks):
             self._refuse(f"{name[:200]!r} has {len(chunks)} chunks (rule: 1 to {_MOST_CHUNKS})")
         shape = self._numbers(entry.get("size"), name)
+        if math.prod(max(1, size) for size in shape) > _MOST_NUMBER:
+            self._refuse(f"{name[:200]!r} has sizes whose product is over {_MOST_NUMBER}")
         own: list[_Chunk] = []
         for chunk in chunks:
             offsets, sizes = self._numbers(chunk.get("offsets"), name), self._numbers(chunk.get("sizes"), name)
@@ -226,7 +240,7 @@ class _Entry:
         try:
             self._archive = zipfile.ZipFile(io.BufferedReader(_Slice(path, descriptor, chunk.start, chunk.length)))
             self._open(chunk.sizes)
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        except _BROKEN as error:
             self._refuse(f"are no archive of a tensor: {str(error)[:200]}")
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -286,7 +300,7 @@ class _Entry:
                     memory = memory[len(data) :]
             if not in_place:
                 box.copy_(flat.as_strided(box.shape, self._stride, self._offset))
-        except (zipfile.BadZipFile, RuntimeError, ValueError) as error:
+        except _BROKEN as error:
             self._refuse(f"are damaged: {str(error)[:200]}")
 
 

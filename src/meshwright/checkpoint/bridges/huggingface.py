@@ -139,7 +139,7 @@ def write_directory(
 
 
 def split_into_shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Return names in shards: in their order, a shard ends before the tensor that would make it too large.
+    """Return names in shards, as huggingface_hub splits them: in their order, a tensor that is larger alone.
 
     Args:
         sizes: Name -> size [bytes].
@@ -148,20 +148,24 @@ def split_into_shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     Raises:
         ConfigError: The largest shard is none.
 
-    >>> split_into_shards({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
-    [['a', 'b'], ['c'], ['d']]
+    >>> split_into_shards({"a": 3, "b": 9, "c": 3, "d": 1}, 6)
+    [['b'], ['a', 'c'], ['d']]
     """
     if most < 1:
         raise ConfigError(f"a shard of {most} bytes (rule: at least 1)", fix="--max-shard-size 5GB")
-    shards: list[list[str]] = [[]]
+    shards: list[list[str]] = []
+    current: list[str] = []
     fill = 0
     for name, size in sizes.items():
-        if shards[-1] and fill + size > most:
-            shards.append([])
-            fill = 0
-        shards[-1].append(name)
+        if size > most:
+            shards.append([name])
+            continue
+        if current and fill + size > most:
+            shards.append(current)
+            current, fill = [], 0
+        current.append(name)
         fill += size
-    return shards
+    return [*shards, current] if current else shards
 
 
 def _check_ties(aliases: Mapping[str, str], config: bytes | None) -> None:

@@ -181,7 +181,8 @@ class _HeaderReader:
         if not isinstance(offsets, list) or len(offsets) != 2 or not self._are_numbers(offsets):
             self._refuse(f"the offsets of {shown} are no pair of whole numbers")
         kind = TensorKind(FORMAT_DTYPES[code], tuple(shape))
-        if math.prod(shape) > _MOST_NUMBER or offsets[1] - offsets[0] != kind.nbytes:
+        # A size of 0 must not hide others that overflow: torch multiplies them for strides.
+        if math.prod(max(1, size) for size in shape) > _MOST_NUMBER or offsets[1] - offsets[0] != kind.nbytes:
             self._refuse(f"{shown} has {offsets[1] - offsets[0]} bytes, its shape and type ask for {kind.nbytes}")
         return kind, begin + offsets[0]
 
