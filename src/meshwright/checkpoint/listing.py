@@ -124,7 +124,7 @@ def _files(path: Path, manifest: Manifest, most: int | None) -> list[str]:
 
 def _tensors(manifest: Manifest, most: int | None) -> list[str]:
     shown = list(manifest.tensors.items())[:most]
-    rows = [(printable(name), entry.dtype, str(list(entry.shape)), str(len(entry.parts))) for name, entry in shown]
+    rows = [(printable(name), entry.dtype, str(list(entry.full_shape)), str(len(entry.parts))) for name, entry in shown]
     head = ("tensor", "type", "shape", "parts")
     return ["", *_table([head, *rows]), *_cut(len(manifest.tensors), len(rows), "tensors")]
 
@@ -149,7 +149,8 @@ def _to_json(path: Path, manifest: Manifest) -> dict[str, Any]:
             {
                 "name": name,
                 "dtype": entry.dtype,
-                "shape": list(entry.shape),
+                "shape": list(entry.full_shape),
+                "stored_order": list(entry.order),
                 "parts": [
                     {"file": manifest.files[part.file].name, "offset": part.offset, **_layout(part.layout)}
                     for part in entry.parts

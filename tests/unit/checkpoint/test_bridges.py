@@ -15,14 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 
+import meshwright as mw
 from meshwright.checkpoint import durable
 from meshwright.checkpoint.bridges import drafts, own_format
 from meshwright.checkpoint.bridges.converting import convert
 from meshwright.checkpoint.bridges.huggingface import HuggingFaceWeights, split_into_shards
 from meshwright.checkpoint.bridges.kinds import kind_of_source
 from meshwright.checkpoint.bridges.safetensors_files import FORMAT_DTYPES
-from meshwright.checkpoint.manifest import ITEM_BYTES
+from meshwright.checkpoint.manifest import ITEM_BYTES, Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
 from unit.checkpoint.made import same_bits, save_tensors
@@ -111,6 +114,47 @@ def test_what_is_no_weight_is_left_out_and_said(tmp_path: Path, capsys: pytest.C
     save_tensors(tmp_path / "none", {"optimizer/w/m": torch.ones(2)})
     with pytest.raises(CheckpointError, match="no tensor of a model"):
         convert(tmp_path / "none", tmp_path / "b.safetensors")
+
+
+def test_dims_that_are_stored_in_another_order_come_out_in_their_own(tmp_path: Path) -> None:
+    full = torch.arange(24.0).reshape(2, 3, 4)
+    draft = Store(tmp_path / "own").begin(1)
+    file = TensorFile([("model/w", full.permute(1, 2, 0).contiguous())])
+    written = draft.write("rank-00000.safetensors", file)
+    parts = (StoredPart(0, file.offsets[0], ShardLayout(shape=(3, 4, 2))),)
+    entry = TensorEntry("float32", (3, 4, 2), parts, order=(1, 2, 0))
+    draft.commit(Manifest(step=1, epoch=1, plan="single", files=(written,), tensors={"model/w": entry}))
+    convert(tmp_path / "own", tmp_path / "a.safetensors")
+    assert_same(load_file(tmp_path / "a.safetensors"), {"w": full})
+
+
+def a_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    layers = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 5)
+    return torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+def test_a_saved_run_is_exported_and_weights_of_others_are_loaded(tmp_path: Path) -> None:
+    def loss_fn(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs, batch[1])
+
+    def applied() -> Any:
+        return mw.apply_plan(a_model(), mw.Plan.parse("single"), loss_fn=loss_fn, optimizer=torch.optim.AdamW)
+
+    model = applied()
+    model.step((torch.randn(6, 3, 8, 8), torch.arange(6) % 5))
+    mw.save_checkpoint(model, tmp_path / "run", step=1)
+    convert(tmp_path / "run", tmp_path / "a.safetensors")
+    expected = model.full_state_dict()
+    assert_same(load_file(tmp_path / "a.safetensors"), expected)
+    plain = a_model()
+    plain.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
+    convert(tmp_path / "a.safetensors", tmp_path / "weights", step=20)
+    other = applied()
+    with pytest.raises(CheckpointError, match="no optimizer's state"):
+        mw.load_checkpoint(other, tmp_path / "weights")
+    assert mw.load_checkpoint(other, tmp_path / "weights", with_optimizer=False) == 20
+    assert_same(other.full_state_dict(), expected)
 
 
 # -- tied weights ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class CheckpointWeights(Weights):
         manifest, begin = self._snapshot.manifest, len(PREFIX)
         for name, entry in manifest.tensors.items():
             if name.startswith(PREFIX):
-                self.tensors[name[begin:]] = TensorKind(entry.dtype, entry.shape)
+                self.tensors[name[begin:]] = TensorKind(entry.dtype, entry.full_shape)
         self.aliases = {
             other[begin:]: kept[begin:]
             for other, kept in manifest.aliases.items()
