@@ -125,6 +125,9 @@ PlaceArgument = Annotated[
 ]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="This step.")]
 SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="What is read.", show_default=False)]
+SourceKindOption = Annotated[
+    Literal["meshwright", "safetensors", "hf", "dcp"] | None, typer.Option("--from", help="The kind of SRC.")
+]
 TargetArgument = Annotated[
     Path, typer.Argument(metavar="DST", help="What is made; it must not exist.", show_default=False)
 ]
@@ -161,9 +164,7 @@ def convert_weights(
     source: SourceArgument,
     target: TargetArgument,
     *,
-    source_kind: Annotated[
-        Literal["meshwright", "safetensors", "hf", "dcp"] | None, typer.Option("--from", help="The kind of SRC.")
-    ] = None,
+    source_kind: SourceKindOption = None,
     target_kind: Annotated[
         Literal["meshwright", "safetensors", "hf"] | None, typer.Option("--to", help="The kind of DST.")
     ] = None,
@@ -176,6 +177,10 @@ def convert_weights(
         typer.Option("--allow-pickle", help="Read the index of torch's DCP, a pickle: only if you trust who wrote it."),
     ] = False,
     prefix: Annotated[str | None, typer.Option("--prefix", help="What names of the model begin with in a DCP.")] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option("--tied", metavar="NAME=KEPT", help="Keep two equal tensors once, which the model ties."),
+    ] = None,
 ) -> None:
     """Convert weights: a checkpoint, a safetensors file, a Hugging Face directory; from torch's DCP."""
     from meshwright.checkpoint.bridges.converting import convert
@@ -192,6 +197,7 @@ def convert_weights(
             copies_of_tied=copies_of_tied,
             allow_pickle=allow_pickle,
             prefix=prefix,
+            tied=tied or [],
         )
     )
 
@@ -202,6 +208,7 @@ def export_weights(
     target: TargetArgument,
     *,
     kind: Annotated[Literal["hf", "safetensors"], typer.Option("--format", help="What is made.", show_default=False)],
+    source_kind: SourceKindOption = None,
     dtype: Annotated[str | None, typer.Option(help="Type of floating-point tensors, bfloat16 for example.")] = None,
     step: StepOption = None,
     config: ModelConfigOption = None,
@@ -215,6 +222,7 @@ def export_weights(
         convert(
             source,
             target,
+            source_kind=source_kind,
             target_kind=kind,
             step=step,
             dtype=dtype,

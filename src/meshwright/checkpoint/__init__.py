@@ -8,7 +8,7 @@ manifest         what a checkpoint holds, as JSON that is read with suspicion
 tensor_files     files of tensors, in the safetensors format
 runs             which entries two parts of a tensor have in common
 blocks           digests of files, block by block
-finding          checkpoints in what a person names
+step_directories checkpoints in what a person names
 listing          the command `inspect`: what a checkpoint holds
 verification     the command `verify`: every digest, file by file
 bridges/         weights from and to the files of others: the commands `convert` and `export`

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.durable import read_small_file, told_of
-from meshwright.checkpoint.finding import find_steps
 from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES, Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE
+from meshwright.checkpoint.step_directories import find_steps
 from meshwright.units import format_bytes
 
 __all__: list[str] = []
@@ -106,9 +106,11 @@ def _state(manifest: Manifest) -> list[str]:
     """Return the state's keys, with what is in them where that is short."""
     texts = []
     for key, value in manifest.state.items():
-        inner = [str(name) for name in value] if isinstance(value, dict) else [str(value)]
-        text = _cut_text([name[:_MOST_TEXT] for name in inner], 6)
-        texts.append(printable(f"{key}: {text[: 2 * _MOST_TEXT]}" if inner else key))
+        if isinstance(value, dict):
+            text = _cut_text([str(name)[:_MOST_TEXT] for name in value], 6)
+        else:
+            text = f"{len(value)} entries" if isinstance(value, list) else str(value)[:_MOST_TEXT]
+        texts.append(printable(f"{key}: {text}" if text else key))
     return texts
 
 

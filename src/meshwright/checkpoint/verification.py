@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from meshwright.checkpoint.blocks import check_blocks, num_blocks
 from meshwright.checkpoint.durable import read_small_file
-from meshwright.checkpoint.finding import find_steps
 from meshwright.checkpoint.listing import printable
 from meshwright.checkpoint.manifest import MOST_BYTES, FileEntry, Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, open_file
+from meshwright.checkpoint.step_directories import find_steps
 from meshwright.errors import CheckpointError, StorageError
 from meshwright.units import format_bytes
 

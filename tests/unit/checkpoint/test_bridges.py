@@ -189,6 +189,24 @@ def test_tied_names_stay_tied_through_files_of_others(tmp_path: Path) -> None:
     model.load_state_dict(load_file(tmp_path / "copies.safetensors"), strict=True)
 
 
+def test_weights_that_are_tied_and_stored_twice_are_kept_once_on_request(tmp_path: Path) -> None:
+    model = Tied()
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "twice.safetensors")
+    convert(tmp_path / "twice.safetensors", tmp_path / "own", tied=["head.weight=embed.weight"])
+    with OpenCheckpoint(tmp_path / "own" / "step-00000000") as snapshot:
+        assert snapshot.manifest.aliases == {"model/head.weight": "model/embed.weight"}
+        assert list(snapshot.manifest.tensors) == ["model/embed.weight"]
+    for pair in ("head.weight=embed", "head.weight=head.weight", "head.weight"):
+        with pytest.raises(ConfigError, match="is no tensor of its own"):
+            convert(tmp_path / "twice.safetensors", tmp_path / "other", tied=[pair])
+    changed = model.embed.weight.detach().clone()
+    changed[5, 3] += 1
+    save_file({"embed.weight": model.embed.weight.detach(), "head.weight": changed}, tmp_path / "differ.safetensors")
+    with pytest.raises(CheckpointError, match="the two differ"):
+        convert(tmp_path / "differ.safetensors", tmp_path / "other", tied=["head.weight=embed.weight"])
+    assert not (tmp_path / "other").exists()
+
+
 def test_ties_that_the_configuration_denies_are_not_left_out(tmp_path: Path) -> None:
     save_tensors(tmp_path / "own", {"model/e": torch.ones(2, 2)}, aliases={"model/h": "model/e"})
     config = tmp_path / "config.json"
@@ -440,6 +458,9 @@ def test_a_source_that_gives_less_than_it_says_is_not_finished(tmp_path: Path, m
         ("file", "b", {"copies_of_tied": True}, "goes with files of others"),
         ("file", "hf", {"target_kind": "hf", "step": 3}, "none is read or written"),
         ("file", "step-00000005", {"step": 3}, "differ"),
+        ("file", "step-5", {}, "no name of a new step"),
+        ("file", "step-00000005.2", {}, "no name of a new step"),
+        ("file", "step-000000005", {}, "no name of a new step"),
         ("file", "b", {"prefix": "x"}, "--prefix goes with sources of kind dcp"),
         ("own", "hf", {"max_shard_size": "much"}, "not a valid size"),
     ],

@@ -156,8 +156,9 @@ def test_the_sound_directory_is_read(shards: Path) -> None:
 )
 def test_an_index_that_lies_is_refused(shards: Path, places: Any) -> None:
     write_index(shards, places)
-    with pytest.raises(CheckpointError, match="hf"):
+    with pytest.raises(CheckpointError, match="hf") as caught:
         HuggingFaceWeights(shards)
+    assert str(caught.value).isprintable()  # nothing that steers a terminal
 
 
 def test_a_tensor_that_is_in_two_shards_or_in_none_of_the_index_is_refused(shards: Path) -> None:

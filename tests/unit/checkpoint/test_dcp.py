@@ -74,7 +74,7 @@ def test_the_model_is_found_under_its_key_and_the_rest_is_said(tmp_path: Path) -
 
 def test_a_prefix_says_which_is_the_model(tmp_path: Path) -> None:
     save(tmp_path / "dcp", {"app": {"net": {"w": torch.ones(2)}, "lr": torch.ones(())}})
-    with pytest.raises(CheckpointError, match="keys: app; --prefix says"):
+    with pytest.raises(CheckpointError, match="keys: 'app'; --prefix says"):
         DcpWeights(tmp_path / "dcp", allow_pickle=True)
     with DcpWeights(tmp_path / "dcp", allow_pickle=True, prefix="app.net.") as weights:
         assert list(weights.tensors) == ["w"]
@@ -229,8 +229,7 @@ def test_pickles_are_not_read_unless_asked_for(tmp_path: Path) -> None:
     save(tmp_path / "dcp", {"w": torch.ones(2)})
     with pytest.raises(CheckpointError, match="can run code") as caught:
         convert(tmp_path / "dcp", tmp_path / "own")
-    assert caught.value.fix is not None
-    assert caught.value.fix.startswith("--allow-pickle")
+    assert "--allow-pickle" in (caught.value.fix or "")
     assert not (tmp_path / "own").exists()
 
 

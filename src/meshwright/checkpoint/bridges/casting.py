@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 CASTABLE = ("float16", "bfloat16", "float32", "float64")
 """Types that are cast and that may be cast to; 8-bit floats have scales of their own and stay, as all others do."""
-_PIECE = 1 << 24  # entries at once: what is cast exists twice
+_PIECE = 1 << 22  # entries at once: what is cast exists twice
 
 
 def cast_pieces(name: str, pieces: Iterable[torch.Tensor], dtype: str) -> Iterator[torch.Tensor]:
@@ -30,8 +30,8 @@ def cast_pieces(name: str, pieces: Iterable[torch.Tensor], dtype: str) -> Iterat
     for whole in pieces:
         for piece in whole.reshape(-1).split(_PIECE):
             cast = piece.to(wanted)
-            lost = cast.isfinite().logical_not_().logical_and_(piece.isfinite())
-            if lost.any():
+            kept = cast.isfinite()
+            if not kept.all() and (lost := piece.isfinite() & ~kept).any():
                 largest = piece[lost].abs().max().item()
                 raise CheckpointError(
                     f"{name!r} has {int(lost.sum())} entries that {dtype} cannot hold, {largest:g} for example",

@@ -7,24 +7,25 @@ import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+from meshwright.checkpoint.blocks import Digesting
 from meshwright.checkpoint.bridges.casting import CASTABLE, cast_pieces
 from meshwright.checkpoint.bridges.drafts import draft_of, refuse_existing
 from meshwright.checkpoint.bridges.huggingface import read_config, write_directory
 from meshwright.checkpoint.bridges.kinds import Kind, kind_of_source, kind_of_target, open_weights
-from meshwright.checkpoint.bridges.own_format import STEP_NAME, write_checkpoint
+from meshwright.checkpoint.bridges.own_format import step_of, write_checkpoint
 from meshwright.checkpoint.bridges.safetensors_files import stream_file
-from meshwright.checkpoint.bridges.weights import Weights
+from meshwright.checkpoint.bridges.weight_source import Weights
 from meshwright.checkpoint.durable import write_new_file
 from meshwright.checkpoint.listing import printable
-from meshwright.checkpoint.tensor_files import DeferredTensor
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.checkpoint.tensor_files import DeferredTensor, memory_of
+from meshwright.errors import CheckpointError, ConfigError, did_you_mean
 from meshwright.units import format_bytes, parse_bytes
 
 __all__: list[str] = []
@@ -43,6 +44,7 @@ def convert(
     copies_of_tied: bool = False,
     allow_pickle: bool = False,
     prefix: str | None = None,
+    tied: Sequence[str] = (),
 ) -> int:
     """Write a model's weights as another kind of file, tensor by tensor, and say what was written.
 
@@ -58,6 +60,7 @@ def convert(
         copies_of_tied: Whether tied weights are written under each of their names; else under one of them.
         allow_pickle: Whether DCP's index, a pickle, may be read.
         prefix: What names of the model's tensors begin with in a directory of DCP.
+        tied: "NAME=KEPT" for weights that the model ties and the source holds twice; they must be equal, and are kept once.
 
     Returns:
         The exit code, 0.
@@ -74,6 +77,8 @@ def convert(
     most, own_config = parse_bytes(max_shard_size), None if config is None else read_config(config)
     read_step = step if kind == "meshwright" else None
     with open_weights(source, kind, step=read_step, allow_pickle=allow_pickle, prefix=prefix) as weights:
+        for pair in tied:
+            _tie(weights, *pair.partition("=")[::2])
         named, aliases = _to_write(weights, dtype, copies_of_tied)
         size = sum(tensor.nbytes for tensor in named.values())
         weights.notes += _notes_on_config(named, own_config)
@@ -124,9 +129,28 @@ def _check_options(
         raise ConfigError(
             "--step goes with checkpoints of Meshwright, none is read or written here", fix="leave it out"
         )
-    match = STEP_NAME.fullmatch(target.name)
-    if goal == "meshwright" and match and step not in (None, int(match[1])):
-        raise ConfigError(f"--step {step} and the name {target.name} differ", fix=f"--step {int(match[1])}")
+    named_step = step_of(target) if goal == "meshwright" else None
+    if named_step is not None and step not in (None, named_step):
+        raise ConfigError(f"--step {step} and the name {target.name} differ", fix=f"--step {named_step}")
+
+
+def _tie(weights: Weights, other: str, kept: str) -> None:
+    """Make a tensor a further name of another one, which must have the same entries."""
+    for name in (other, kept):
+        if name not in weights.tensors or other == kept:
+            hint = did_you_mean(name, weights.tensors)
+            raise ConfigError(f"--tied {other}={kept}: {name!r} is no tensor of its own in {weights.path}{hint}")
+    if weights.tensors[other] != weights.tensors[kept] or _digest(weights, other) != _digest(weights, kept):
+        raise CheckpointError(f"--tied {other}={kept}: the two differ in {weights.path}", fix="leave it out")
+    del weights.tensors[other]
+    weights.aliases |= {name: kept for name, own in weights.aliases.items() if own == other} | {other: kept}
+
+
+def _digest(weights: Weights, name: str) -> bytes:
+    found = Digesting(memory_of(piece.contiguous()) for piece in weights.pieces(name))
+    for _ in found:
+        pass
+    return found.table()
 
 
 def _to_write(

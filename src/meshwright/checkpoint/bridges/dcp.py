@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint as a source of a model's weights; its pickles are read as records alone.
+"""Directories of torch.distributed.checkpoint as a source of a model's weights; its pickles make plain objects alone.
 
 An entry of its files is a zip archive as `torch.save` writes it: a head, which is a pickle, and the tensor as it lies in memory,
 with a check sum.
@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from meshwright.checkpoint.bridges.dcp_metadata import UNTYPED, DtypeName, Record, read_records
-from meshwright.checkpoint.bridges.weights import MOST_NAME, PIECE_BYTES, TensorKind, Weights
+from meshwright.checkpoint.bridges.dcp_metadata import UNTYPED, DtypeName, PickledObject, read_pickle
+from meshwright.checkpoint.bridges.weight_source import MOST_NAME, PIECE_BYTES, TensorKind, Weights
 from meshwright.checkpoint.durable import read_at
 from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES
 from meshwright.checkpoint.tensor_files import memory_of
@@ -75,7 +75,7 @@ class DcpWeights(Weights):
             raise CheckpointError(
                 f"{path / INDEX} is a pickle, a format that can run code when it is read (rule: it is read only if asked for); "
                 "then only the names that DCP needs are accepted in it, and none of them is called",
-                fix="--allow-pickle, if you trust who wrote it",
+                fix="convert it with --allow-pickle, if you trust who wrote it",
             )
         self._chunks: dict[str, list[_Chunk]] = {}
         self._files: dict[str, tuple[Path, int, int]] = {}
@@ -92,9 +92,9 @@ class DcpWeights(Weights):
         path, descriptor, size = self.open_inside(INDEX)
         if size > MOST_BYTES:
             self._refuse(f"it has {size} bytes (rule: at most {MOST_BYTES})")
-        found = read_records(read_at(path, descriptor, 0, size), str(path))
-        described = found.get("state_dict_metadata") if isinstance(found, Record) else None
-        stored = found.get("storage_data") if isinstance(found, Record) else None
+        found = read_pickle(read_at(path, descriptor, 0, size), str(path))
+        described = found.get("state_dict_metadata") if isinstance(found, PickledObject) else None
+        stored = found.get("storage_data") if isinstance(found, PickledObject) else None
         if not isinstance(described, dict) or not isinstance(stored, dict):
             self._refuse("it has no state_dict_metadata and storage_data")
         places = self._places(stored)
@@ -109,7 +109,7 @@ class DcpWeights(Weights):
         roots = {name: paths[name] if isinstance(paths.get(name), tuple) and paths[name] else (name,) for name in names}
         if prefix is None:
             has_model = any(len(root) > 1 and root[0] == "model" for root in roots.values())
-            nested = sorted({str(root[0])[:60] for root in roots.values() if len(root) > 1})
+            nested = sorted({repr(root[0])[:60] for root in roots.values() if len(root) > 1})
             if nested and not has_model:
                 self._refuse(
                     f"no key 'model' is in it; keys: {', '.join(nested[:10])}; --prefix says which is the model's"
@@ -131,7 +131,11 @@ class DcpWeights(Weights):
         """Return name -> offsets of a chunk -> file, start and length."""
         found: dict[str, dict[tuple[int, ...] | None, tuple[str, int, int]]] = {}
         for index, info in stored.items():
-            if not isinstance(index, Record) or not isinstance(info, Record) or not isinstance(index.get("fqn"), str):
+            if (
+                not isinstance(index, PickledObject)
+                or not isinstance(info, PickledObject)
+                or not isinstance(index.get("fqn"), str)
+            ):
                 self._refuse("its storage_data are no places")
             name, offsets = index.get("fqn"), index.get("offset")
             if info.get("transform_descriptors"):
@@ -155,10 +159,10 @@ class DcpWeights(Weights):
     def _add(
         self, name: str, target: str, entry: Any, places: dict[tuple[int, ...] | None, tuple[str, int, int]]
     ) -> None:
-        properties = entry.get("properties") if isinstance(entry, Record) else None
-        state = properties.state if isinstance(properties, Record) else None
+        properties = entry.get("properties") if isinstance(entry, PickledObject) else None
+        state = properties.state if isinstance(properties, PickledObject) else None
         dtype = state[0] if isinstance(state, tuple) and state else None
-        chunks = entry.get("chunks") if isinstance(entry, Record) else None
+        chunks = entry.get("chunks") if isinstance(entry, PickledObject) else None
         if (
             not isinstance(dtype, DtypeName)
             or dtype == UNTYPED
@@ -166,7 +170,7 @@ class DcpWeights(Weights):
             or len(target) > MOST_NAME
         ):
             self._refuse(f"{name[:200]!r} has no type or no chunks, or its name is too long")
-        if not 0 < len(chunks) <= _MOST_CHUNKS or not all(isinstance(chunk, Record) for chunk in chunks):
+        if not 0 < len(chunks) <= _MOST_CHUNKS or not all(isinstance(chunk, PickledObject) for chunk in chunks):
             self._refuse(f"{name[:200]!r} has {len(chunks)} chunks (rule: 1 to {_MOST_CHUNKS})")
         shape = self._numbers(entry.get("size"), name)
         if math.prod(max(1, size) for size in shape) > _MOST_NUMBER:
@@ -219,7 +223,7 @@ class DcpWeights(Weights):
         """Yield a tensor in one piece, put together from its chunks; see `Weights.pieces`."""
         kind, chunks = self.tensors[name], self._chunks[name]
         entries = [
-            _Entry(*self._files[chunk.file][:2], chunk, kind.dtype) for chunk in chunks
+            _SavedTensor(*self._files[chunk.file][:2], chunk, kind.dtype) for chunk in chunks
         ]  # checked before memory is taken
         full = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
         for chunk, entry in zip(chunks, entries, strict=True):
@@ -230,7 +234,7 @@ class DcpWeights(Weights):
         yield full
 
 
-class _Entry:
+class _SavedTensor:
     """One entry of a file: an archive that holds a tensor."""
 
     def __init__(self, path: Path, descriptor: int, chunk: _Chunk, dtype: str) -> None:
@@ -257,7 +261,7 @@ class _Entry:
         head = by_end["data.pkl"]
         if head.file_size > _MOST_HEAD:
             self._refuse(f"have a head of {head.file_size} bytes (rule: at most {_MOST_HEAD})")
-        found = read_records(self._archive.read(head), self._where)
+        found = read_pickle(self._archive.read(head), self._where)
         storage, self._offset, shape, self._stride = self._tensor(found)
         self._data = by_end[f"data/{storage}"]
         size = self._numel * ITEM_BYTES[self._dtype]
@@ -268,14 +272,14 @@ class _Entry:
 
     def _tensor(self, found: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
         if (
-            not isinstance(found, Record)
+            not isinstance(found, PickledObject)
             or found.name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
             or len(found.parts) < 6
         ):
             self._refuse("hold no plain tensor")
         storage, offset, shape, stride, _, _, *rest = found.parts
         dtype = rest.pop(0) if found.name.endswith("3") and rest else None
-        parts = storage.parts if isinstance(storage, Record) and storage.name == "storage" else ()
+        parts = storage.parts if isinstance(storage, PickledObject) and storage.name == "storage" else ()
         if len(parts) != 5 or parts[0] != "storage" or not isinstance(parts[2], str) or any(rest):
             self._refuse("hold no plain tensor")
         dtype = parts[1] if dtype is None else dtype

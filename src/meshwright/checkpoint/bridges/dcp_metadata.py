@@ -1,8 +1,8 @@
 """Pickles of torch.distributed.checkpoint, read without a class or a function of anybody.
 
 Its index `.metadata` and the head of each entry are pickles, and a pickle may call what it can name. Here every name that DCP
-writes stands for a record of ours, which holds what it was given, and every other name is refused. So a file can make records,
-and nothing else. Format: torch/distributed/checkpoint/metadata.py and torch/_utils.py, read on torch 2.13.
+writes stands for a plain object of ours, which keeps what it was given, and every other name is refused. So a file can make such
+objects and nothing else. Format: torch/distributed/checkpoint/metadata.py and torch/_utils.py, read on torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.errors import CheckpointError
 __all__: list[str] = []
 
 
-class Record:
+class PickledObject:
     """An object of a pickle: which class it would be, and what it was given."""
 
     __slots__ = ("name", "parts", "state")
@@ -80,8 +80,8 @@ UNTYPED = DtypeName("")
 """A storage of bytes."""
 
 
-class _Reader(pickle.Unpickler):
-    """Reads a pickle into records."""
+class _ObjectReader(pickle.Unpickler):
+    """Reads a pickle into plain objects."""
 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -98,31 +98,33 @@ class _Reader(pickle.Unpickler):
             return UNTYPED
         if (module, name) in _CLASSES:
             # Made anew each time, as what stands for torch.Size is: a pickle may set attributes of what it is given.
-            return type("Record", (Record,), {"__slots__": (), "__new__": _maker(name), "__init__": _nothing})
+            return type(
+                "PickledObject", (PickledObject,), {"__slots__": (), "__new__": _maker(name), "__init__": _nothing}
+            )
         raise CheckpointError(
-            f"{self._where} names {module[:100]}.{name[:100]}, which a checkpoint of DCP does not need; it is not read",
+            f"{self._where} names {f'{module[:100]}.{name[:100]}'!r}, which a checkpoint of DCP does not need; it is not read",
             fix="do not load this file: what it names would have been called",
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        return Record("storage", tuple(pid) if isinstance(pid, tuple) else ())
+        return PickledObject("storage", tuple(pid) if isinstance(pid, tuple) else ())
 
 
 def _maker(name: str) -> Any:
-    def make(kind: type[Record], *parts: Any) -> Record:
+    def make(kind: type[PickledObject], *parts: Any) -> PickledObject:
         record = object.__new__(kind)
-        Record.__init__(record, name, parts)
+        PickledObject.__init__(record, name, parts)
         return record
 
     return make
 
 
-def _nothing(_record: Record, *_parts: Any) -> None:
+def _nothing(_record: PickledObject, *_parts: Any) -> None:
     pass
 
 
-def read_records(data: bytes, where: str) -> Any:
-    """Return what a pickle of DCP holds: numbers, texts, containers, and `Record` for objects.
+def read_pickle(data: bytes, where: str) -> Any:
+    """Return what a pickle of DCP holds: numbers, texts, containers, and `PickledObject` for objects.
 
     Args:
         data: The pickle.
@@ -132,7 +134,7 @@ def read_records(data: bytes, where: str) -> Any:
         CheckpointError: It is damaged, or names anything that DCP does not write.
     """
     try:
-        return _Reader(data, where).load()
+        return _ObjectReader(data, where).load()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything; nothing but ours is called in it

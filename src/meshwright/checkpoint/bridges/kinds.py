@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from meshwright.checkpoint.bridges.huggingface import INDEX, WHOLE, HuggingFaceWeights
-from meshwright.checkpoint.bridges.own_format import STEP_NAME, CheckpointWeights
+from meshwright.checkpoint.bridges.own_format import CheckpointWeights, step_of
 from meshwright.checkpoint.bridges.safetensors_files import SafetensorsWeights
-from meshwright.checkpoint.bridges.weights import Weights
+from meshwright.checkpoint.bridges.weight_source import Weights
 from meshwright.checkpoint.durable import told_of
-from meshwright.checkpoint.finding import is_step, root_of
+from meshwright.checkpoint.step_directories import is_step, root_of
 from meshwright.checkpoint.store import Store
 from meshwright.errors import CheckpointError, ConfigError
 
@@ -56,12 +56,15 @@ def kind_of_source(path: Path) -> Kind:
 def kind_of_target(path: Path, source: str) -> Kind:
     """Return the kind that a name asks for: a file by its suffix, a step by its name, else the other kind than the source's.
 
+    Raises:
+        ConfigError: It is almost the name of a step.
+
     >>> kind_of_target(Path("a.safetensors"), "hf"), kind_of_target(Path("a"), "hf"), kind_of_target(Path("a"), "meshwright")
     ('safetensors', 'meshwright', 'hf')
     """
     if path.suffix == ".safetensors":
         return "safetensors"
-    if STEP_NAME.fullmatch(path.name):
+    if step_of(path) is not None:
         return "meshwright"
     return "hf" if source == "meshwright" else "meshwright"
 

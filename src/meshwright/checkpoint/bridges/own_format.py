@@ -11,19 +11,38 @@ from typing import ClassVar
 import torch
 
 from meshwright.checkpoint.bridges.drafts import draft_of, refuse_existing
-from meshwright.checkpoint.bridges.weights import TensorKind, Weights
-from meshwright.checkpoint.finding import find_steps, is_step, root_of
+from meshwright.checkpoint.bridges.weight_source import TensorKind, Weights
 from meshwright.checkpoint.manifest import Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
-from meshwright.checkpoint.store import SaveUnderWay, Store
+from meshwright.checkpoint.step_directories import find_steps, is_step, root_of
+from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import DeferredTensor, TensorFile
+from meshwright.errors import ConfigError
 from meshwright.layout import ShardLayout
 
 __all__: list[str] = []
 
 PREFIX = "model/"
 """What names of a model's tensors begin with in a checkpoint."""
-STEP_NAME = re.compile(r"step-([0-9]{8,18})")
+_STEP_NAME = re.compile(r"step-([0-9]+)(\.[0-9]+)?")
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that the name of a new checkpoint's directory says, and None where it is a directory of steps.
+
+    Raises:
+        ConfigError: It is almost such a name: the directory would be taken for another step, or for a damaged one.
+
+    >>> step_of(Path("step-00000012")), step_of(Path("mine"))
+    (12, None)
+    """
+    match = _STEP_NAME.fullmatch(path.name)
+    if match is None:
+        return None
+    step = int(match[1][:18])
+    if name_of(step, 1) != path.name:
+        raise ConfigError(f"{path.name} is no name of a new step (rule: step- and 8 digits)", fix=name_of(step, 1))
+    return step
 
 
 class CheckpointWeights(Weights):
@@ -96,13 +115,13 @@ def write_checkpoint(
         ConfigError: The path exists.
         StorageError: The disk is full or fails.
     """
-    match = STEP_NAME.fullmatch(path.name)
-    if match is None:
+    named_step = step_of(path)
+    if named_step is None:
         with draft_of(path) as draft:
             name = _save(Store(draft).begin(step), named, aliases, origin).name
         return path / name
     refuse_existing(path)
-    return _save(Store(path.parent).begin(int(match[1])), named, aliases, origin)
+    return _save(Store(path.parent).begin(named_step), named, aliases, origin)
 
 
 def _save(

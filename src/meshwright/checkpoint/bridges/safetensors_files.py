@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 
 from meshwright.checkpoint.bridges.strict_json import parse_object
-from meshwright.checkpoint.bridges.weights import MOST_NAME, PIECE_BYTES, TensorKind, Weights
+from meshwright.checkpoint.bridges.weight_source import MOST_NAME, PIECE_BYTES, TensorKind, Weights
 from meshwright.checkpoint.durable import read_at
 from meshwright.checkpoint.manifest import ITEM_BYTES
 from meshwright.checkpoint.runs import EntryRun, common_runs, runs_of
@@ -31,7 +31,7 @@ FORMAT_DTYPES = {code: name for name, code in CODES.items() if code != "C128"}
 """Codes of types that a file may have -> torch's names."""
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     path: Path
     descriptor: int
     offset: int
@@ -54,7 +54,7 @@ class SafetensorsWeights(Weights):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path.parent)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FilePlace] = {}
         try:
             self._add_file(path.name)
         except BaseException:
@@ -69,7 +69,7 @@ class SafetensorsWeights(Weights):
             if tensor in self.tensors:
                 raise CheckpointError(f"{path} holds {tensor[:200]!r}, and {self._places[tensor].path} does, too")
             self.tensors[tensor] = kind
-            self._places[tensor] = _Place(path, descriptor, offset)
+            self._places[tensor] = _FilePlace(path, descriptor, offset)
         pairs = metadata.items()
         self.aliases |= {other: kept for other, kept in pairs if kept in entries and other not in (*entries, "format")}
         return list(entries)

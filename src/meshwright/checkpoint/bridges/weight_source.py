@@ -76,7 +76,8 @@ class Weights(abc.ABC):
             StorageError: It cannot be read.
         """
         path = self.path / name
-        if not 0 < len(name) <= 255 or name in (".", "..") or "/" in name or "\0" in name:
+        is_plain = 0 < len(name) <= 255 and name not in (".", "..") and "/" not in name and name.isprintable()
+        if not is_plain:
             raise CheckpointError(f"{self.path} names the file {name[:200]!r} (rule: a file in the same directory)")
         descriptor = open_guarded(path)
         self._opened.callback(os.close, descriptor)
