@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.checkpoint.durable import read_small_file, told_of
 from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES, Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE
-from meshwright.checkpoint.step_directories import find_steps
+from meshwright.checkpoint.step_directories import find_steps, refuse_other_name
 from meshwright.units import format_bytes
 
 __all__: list[str] = []
@@ -54,6 +54,8 @@ def inspect_checkpoint(
     steps = find_steps(path, step)
     where = steps[0] / MANIFEST_FILE
     manifest = Manifest.from_bytes(read_small_file(where, MOST_BYTES), str(where))
+    if steps[0] != path:
+        refuse_other_name(steps[0], manifest)
     most = None if show_all else _MOST_ROWS
     sys.stdout.write("\n".join([*_head(steps, manifest), *_files(steps[0], manifest, most), *_tensors(manifest, most)]))
     sys.stdout.write("\n")

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from meshwright.checkpoint.durable import told_of
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE
-from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.store import Store, name_of
 from meshwright.errors import CheckpointError
 
 __all__: list[str] = []
@@ -26,6 +27,21 @@ def root_of(path: Path) -> Path:
     inner = path / RUN_FOLDER
     has_own = bool(Store(path).saved())
     return inner if not has_own and inner.is_dir() and not inner.is_symlink() else path
+
+
+def refuse_other_name(path: Path, manifest: Manifest) -> None:
+    """Raise an error if a directory of steps has a checkpoint under another one's name.
+
+    Args:
+        path: What `find_steps` found in such a directory.
+        manifest: Its manifest.
+
+    Raises:
+        CheckpointError: Another step's files lie there.
+    """
+    own = name_of(manifest.step, manifest.epoch)
+    if own != path.name:
+        raise CheckpointError(f"{path / MANIFEST_FILE} is of {own}, its directory has another name")
 
 
 def find_steps(path: Path, step: int | None = None) -> list[Path]:

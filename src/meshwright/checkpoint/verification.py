@@ -14,7 +14,7 @@ from meshwright.checkpoint.durable import read_small_file
 from meshwright.checkpoint.listing import printable
 from meshwright.checkpoint.manifest import MOST_BYTES, FileEntry, Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, open_file
-from meshwright.checkpoint.step_directories import find_steps
+from meshwright.checkpoint.step_directories import find_steps, refuse_other_name
 from meshwright.errors import CheckpointError, StorageError
 from meshwright.units import format_bytes
 
@@ -51,7 +51,7 @@ def verify_checkpoints(path: Path, *, step: int | None = None) -> int:
     steps = find_steps(path, step)
     results: list[Result] = []
     for place in steps:
-        for found in check_step(place):
+        for found in check_step(place, is_named=place != path):
             results.append(found.result)
             sys.stdout.write(f"{found.result:<10}  {printable(found.path)}  {printable(found.text)}\n")
             sys.stdout.flush()
@@ -63,15 +63,23 @@ def verify_checkpoints(path: Path, *, step: int | None = None) -> int:
     return StorageError.exit_code if bad else 0
 
 
-def check_step(path: Path) -> Iterator[CheckedFile]:
-    """Yield each file of a checkpoint with its result; without a sound manifest no other file is known."""
+def check_step(path: Path, *, is_named: bool) -> Iterator[CheckedFile]:
+    """Yield each file of a checkpoint with its result; without a sound manifest no other file is known.
+
+    Args:
+        path: The checkpoint's directory.
+        is_named: Whether its name must be that of its step.
+    """
     where = path / MANIFEST_FILE
     manifest: Manifest | None = None
 
     def read_manifest() -> int:
         nonlocal manifest
         data = read_small_file(where, MOST_BYTES)
-        manifest = Manifest.from_bytes(data, str(where))
+        found = Manifest.from_bytes(data, str(where))
+        if is_named:
+            refuse_other_name(path, found)
+        manifest = found
         return len(data)
 
     yield _checked(where, read_manifest)

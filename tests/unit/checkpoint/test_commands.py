@@ -175,16 +175,29 @@ def test_verify_finds_damage_and_goes_on(
     assert lines[-1].endswith("1 damaged or unreadable")
 
 
+def test_a_step_under_the_name_of_another_is_damage(run: Run, place: Path, tmp_path: Path) -> None:
+    (place / "step-00000012").rename(place / "step-00000013")
+    for arguments in (["inspect", place], ["convert", place, tmp_path / "x", "--step", 13]):
+        code, _, err = run(*arguments)
+        assert code == 14
+        assert "is of step-00000012, its directory has another name" in err
+    code, out, _ = run("verify", place)
+    assert code == 14
+    assert "step-00000012, its directory has another name" in out
+    (place / "step-00000013").rename(tmp_path / "a_copy")  # alone it may have any name
+    assert run("verify", tmp_path / "a_copy")[0] == 0
+
+
 def test_verify_tells_a_disk_that_fails_from_damage(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = os.pread
+    read = os.preadv
     failing = os.stat(place / "step-00000012" / "rank-00001.safetensors").st_ino
 
-    def pread(descriptor: int, size: int, offset: int) -> bytes:
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if os.fstat(descriptor).st_ino == failing:
             raise OSError(5, "Input/output error")
-        return read(descriptor, size, offset)
+        return read(descriptor, buffers, offset)
 
-    monkeypatch.setattr(durable.os, "pread", pread)
+    monkeypatch.setattr(durable.os, "preadv", preadv)
     code, out, _ = run("verify", place)
     assert code == 13
     assert re.search(r"unreadable  .*rank-00001\.safetensors  cannot read .*Input/output error", out)

@@ -88,7 +88,10 @@ def read_config(path: Path) -> bytes:
     path = path / CONFIG if path.is_dir() else path
     descriptor = open_guarded(path)
     try:
-        data = read_at(path, descriptor, 0, _MOST_JSON)
+        size = os.fstat(descriptor).st_size
+        if size > _MOST_JSON:
+            raise CheckpointError(f"{path} is refused: it has {size} bytes (rule: at most {_MOST_JSON})")
+        data = read_at(path, descriptor, 0, size)
     finally:
         os.close(descriptor)
     parse_object(data, str(path))

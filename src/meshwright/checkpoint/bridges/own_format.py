@@ -14,7 +14,7 @@ from meshwright.checkpoint.bridges.drafts import draft_of, refuse_existing
 from meshwright.checkpoint.bridges.weight_source import TensorKind, Weights
 from meshwright.checkpoint.manifest import Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
-from meshwright.checkpoint.step_directories import find_steps, is_step, root_of
+from meshwright.checkpoint.step_directories import find_steps, is_step, refuse_other_name, root_of
 from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import DeferredTensor, TensorFile
 from meshwright.errors import ConfigError
@@ -67,8 +67,11 @@ class CheckpointWeights(Weights):
             self._snapshot, skipped = Store(root_of(path)).newest()
             self._opened.callback(self._snapshot.close)
         else:
-            self._snapshot = self._opened.enter_context(OpenCheckpoint(find_steps(path, step)[0]))
+            place = find_steps(path, step)[0]
+            self._snapshot = self._opened.enter_context(OpenCheckpoint(place))
             try:
+                if place != path:
+                    refuse_other_name(place, self._snapshot.manifest)
                 self._snapshot.check()
             except BaseException:
                 self.close()
