@@ -8,6 +8,10 @@ manifest         what a checkpoint holds, as JSON that is read with suspicion
 tensor_files     files of tensors, in the safetensors format
 runs             which entries two parts of a tensor have in common
 blocks           digests of files, block by block
+step_directories checkpoints in what a person names
+listing          the command `inspect`: what a checkpoint holds
+verification     the command `verify`: every digest, file by file
+bridges/         weights from and to the files of others: the commands `convert` and `export`
 durable          writing, syncing and renaming, with errors that name path and bytes
 
 To change what a checkpoint holds, touch `manifest.py` and raise its version.

@@ -41,24 +41,12 @@ class OpenCheckpoint:
         self._tables: list[bytes] = []
         try:
             for file in self.manifest.files:
-                self._open(file)
+                descriptor, table = open_file(path, file)
+                self._files.append(descriptor)
+                self._tables.append(table)
         except BaseException:
             self.close()
             raise
-
-    def _open(self, file: FileEntry) -> None:
-        path = self.path / file.name
-        descriptor = open_regular_file(path)
-        self._files.append(descriptor)
-        size = os.fstat(descriptor).st_size
-        if size != file.num_bytes:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, the manifest says {file.num_bytes}")
-        table = read_small_file(path.with_name(path.name + TABLE_SUFFIX), table_bytes(file))
-        if len(table) != table_bytes(file) or blocks.digest_of(table) != file.table_digest:
-            raise CheckpointError(
-                f"{path}{TABLE_SUFFIX} is damaged: it does not have the digest that the manifest says"
-            )
-        self._tables.append(table)
 
     def check(self, share: int = 0, num_shares: int = 1) -> None:
         """Compare the files with their digests.
@@ -141,3 +129,27 @@ class OpenCheckpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def open_file(directory: Path, file: FileEntry) -> tuple[int, bytes]:
+    """Open a checkpoint's file of tensors, and return its descriptor and its table of digests.
+
+    Raises:
+        CheckpointError: Its size or its table is not what the manifest says.
+        StorageError: It cannot be read.
+    """
+    path = directory / file.name
+    descriptor = open_regular_file(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != file.num_bytes:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, the manifest says {file.num_bytes}")
+        table = read_small_file(path.with_name(path.name + TABLE_SUFFIX), table_bytes(file))
+        if len(table) != table_bytes(file) or blocks.digest_of(table) != file.table_digest:
+            raise CheckpointError(
+                f"{path}{TABLE_SUFFIX} is damaged: it does not have the digest that the manifest says"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, table

@@ -7,9 +7,10 @@ library reads what is written, and a test holds both sides together. Source: htt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -19,7 +20,7 @@ from meshwright.errors import CheckpointError
 
 __all__: list[str] = []
 
-_CODES = {
+CODES = {
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
@@ -30,6 +31,10 @@ _CODES = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
+"""Types of entries, by torch's names -> their codes in a header. C128 is ours alone: the format has no such type."""
+METADATA = "__metadata__"
+"""Key of a header that names no tensor."""
+
 _ALIGNMENT = 64  # of the first tensor, so that a mapped file can be read as any type
 
 
@@ -48,22 +53,47 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+class DeferredTensor(NamedTuple):
+    """A tensor that is read when its turn to be written has come."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[torch.Tensor]]
+    """Called once; its entries in order, in any number of pieces."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size [bytes]."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
 class TensorFile:
     """One file's tensors, in order.
 
     Args:
         named: (name, tensor): names are unique in the file; tensors are dense, on any device, and of any shape.
+        metadata: Texts that the header holds beside them.
+
+    Raises:
+        CheckpointError: A type cannot be saved, or a name is the header's own.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = [tensor for _, tensor in named]
-        entries: dict[str, Any] = {}
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor | DeferredTensor]], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self._named = named
+        entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         place = 0
         self.offsets: list[int] = []
         """Where each tensor starts in the file [bytes]."""
         for name, tensor in named:
+            if name == METADATA:
+                raise CheckpointError(
+                    f"a tensor cannot have the name {METADATA!r}: headers of safetensors files use it"
+                )
+            dtype = tensor.dtype if isinstance(tensor, DeferredTensor) else dtype_name(tensor.dtype)
             entries[name] = {
-                "dtype": _CODES[dtype_name(tensor.dtype)],
+                "dtype": CODES[dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [place, place + tensor.nbytes],
             }
@@ -78,9 +108,24 @@ class TensorFile:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._head
-        for tensor in self._tensors:
-            if tensor.numel():
+        for name, tensor in self._named:
+            if isinstance(tensor, DeferredTensor):
+                yield from _pieces(name, tensor)
+            elif tensor.numel():
                 yield memory_of(tensor.detach().cpu().contiguous())
+
+
+def _pieces(name: str, tensor: DeferredTensor) -> Iterator[memoryview]:
+    left = tensor.nbytes
+    for piece in tensor.read():
+        left -= piece.nbytes
+        if dtype_name(piece.dtype) != tensor.dtype or left < 0:
+            found = f"{tensor.nbytes - left} bytes of {piece.dtype}"
+            raise CheckpointError(f"{name!r} gave {found}, not {tensor.nbytes} bytes of {tensor.dtype}")
+        if piece.numel():
+            yield memory_of(piece.contiguous())
+    if left:
+        raise CheckpointError(f"{name!r} ended {left} bytes before its end")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
