@@ -183,6 +183,23 @@ def _saved_too_early(directory: str) -> None:
     mw.save_checkpoint(model, directory, step=2)
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("how", ["whole", "closed", "steps", "directories"])
+def test_a_save_that_cannot_be_one_checkpoint_is_refused(tmp_path: Path, plan: str, how: str) -> None:
+    word = "inside of a step" if how in ("whole", "closed") else "in different ways"
+    for text in testing.run_ranks(jobs.refused_save, 2, plan, str(tmp_path), how):
+        assert word in text
+    assert not Store(tmp_path).saved()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_what_a_script_writes_after_a_load_stays(tmp_path: Path, plan: str) -> None:
+    run(jobs.train, "single", "words", "sgd", steps=(0, 1), target=str(tmp_path))
+    expected = run(jobs.written_after_a_load, "single", str(tmp_path))
+    assert run(jobs.written_after_a_load, plan, str(tmp_path)) == pytest.approx(expected, rel=1e-11)
+    assert expected[1] == 3.0
+
+
 def test_extra_states_come_back(tmp_path: Path) -> None:
     model = jobs.apply("single", "words", "sgd")
     loader = mw.make_loader(

@@ -123,6 +123,16 @@ def resave(plan: str, kind: str, optimizer: str, source: str, target: str) -> in
     return step
 
 
+def written_after_a_load(plan: str, source: str) -> tuple[float, float]:
+    """Load, write into a parameter, take a step; return the parameter's first entry before the step and its change in the step."""
+    model = apply(plan, "words", "sgd")
+    mw.load_checkpoint(model, source, with_optimizer=False)
+    with model.whole_parameters():
+        model.module.get_parameter("scale").data.fill_(3.0)
+    loss = model.evaluate(mw.split_batch(batch("words", 1), model))["loss"]
+    return loss, model.full_state_dict()["scale"].item()
+
+
 def refusal(plan: str, kind: str, optimizer: str, source: str, width: int | None = None) -> str:
     """Return with what a load is refused, and that it has left the parameters as they were."""
     model = apply(plan, kind, optimizer)
@@ -146,6 +156,26 @@ def saved_into_a_file(directory: str) -> str:
     try:
         mw.save_checkpoint(model, directory, step=1)
     except mw.StorageError as error:
+        return error.message
+    return ""
+
+
+def refused_save(plan: str, directory: str, how: str) -> str:
+    """Return with what a save is refused that cannot be one checkpoint."""
+    model = apply(plan, "words", "sgd", is_prepared=True)
+    rank = model.world.rank
+    try:
+        if how == "whole":
+            with model.whole_parameters():
+                mw.save_checkpoint(model, directory, step=1)
+        elif how == "closed":
+            model.close()
+            mw.save_checkpoint(model, directory, step=1)
+        elif how == "steps":
+            mw.save_checkpoint(model, directory, step=rank)
+        else:
+            mw.save_checkpoint(model, f"{directory}/{rank}", step=1)
+    except mw.CheckpointError as error:
         return error.message
     return ""
 

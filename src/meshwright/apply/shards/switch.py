@@ -116,6 +116,11 @@ class ShardSwitch:
         finally:
             self._suspended -= 1
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the user's code runs between two steps, with parameters as the ranks hold them."""
+        return self.state == "between" and self.moment.where == "between" and not self._suspended
+
     def begin(self) -> None:
         """Guard from here on: user code may reach the tensors, except inside `plain`."""
         self._set("between")

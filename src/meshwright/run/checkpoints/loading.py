@@ -21,7 +21,7 @@ from meshwright.errors import CheckpointError, StorageError
 from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
 from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
-from meshwright.run.checkpoints.together import together
+from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
@@ -90,6 +90,7 @@ def load(
 ) -> Loaded:
     """Load a checkpoint as `load_checkpoint` does, and return what there is to say of it."""
     engine = model.engine
+    require_between_steps(engine.switch, "load_checkpoint")
     with model.told("load"), engine.switch.plain():
         group, device = engine.everyone, engine.device
         shared = functools.partial(together, group, device)
@@ -110,7 +111,7 @@ def load(
 
 
 def _load_rest(model: ParallelModel, snapshot: OpenCheckpoint, *, with_optimizer: bool) -> None:
-    """Load again what the cut has dealt out, and the optimizer's state."""
+    """Load what has waited for the cut: the optimizer's state."""
     engine = model.engine
     try:
         load = _Load(model, engine, snapshot, functools.partial(together, engine.everyone, engine.device))
@@ -124,10 +125,17 @@ def _open_sound(
 ) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
     """Return the newest checkpoint that all ranks together find sound, and those that were skipped."""
 
-    def find() -> list[str]:
-        return [str(saved.path) for saved in _candidates(directory, step)] if rank == 0 else []
+    def find() -> list[Any]:
+        return [str(directory), step, [str(saved.path) for saved in _candidates(directory, step)] if rank == 0 else []]
 
-    paths = [Path(path) for path in shared(find, lambda found: found)[0]]
+    rows = shared(find, lambda found: found)
+    asked = [row[:2] for row in rows]
+    if any(row != asked[0] for row in asked):
+        raise CheckpointError(
+            f"ranks are to load different checkpoints (directory, step): {asked}",
+            fix="pass the same arguments on every rank",
+        )
+    paths = [Path(path) for path in rows[0][2]]
     skipped: list[tuple[Path, str]] = []
     for path in paths:
         opened: list[OpenCheckpoint] = []
@@ -187,12 +195,13 @@ class _Load:
         self._shared = shared
 
     def run(self, optimizer: torch.optim.Optimizer | None, *, again: bool = False) -> list[str]:
-        """Read everything; `again` leaves the process's own generators alone, from which a script may have drawn."""
+        """Read everything; `again` is after the cut, for what waited: a script may have written and drawn since the load."""
         parts = self._engine.held_state()
         self._compare(parts)
         options = None if optimizer is None or not self._engine.is_prepared else self._options(optimizer, parts)
-        self._shared(lambda: self._read_values(parts), lambda _: None)
-        self._engine.take_held_state()
+        if not again:
+            self._shared(lambda: self._read_values(parts), lambda _: None)
+            self._engine.take_held_state()
         if optimizer is not None and options is not None:
             self._shared(lambda: self._read_optimizer(optimizer, options, parts), lambda _: None)
         notes: list[str] = []

@@ -15,7 +15,7 @@ from meshwright.layout import ShardLayout
 from meshwright.run.checkpoints.background import BackgroundSave, finish, staged
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
 from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
-from meshwright.run.checkpoints.together import together
+from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
@@ -60,6 +60,7 @@ def save_checkpoint(
         raise ConfigError(
             f"save_checkpoint: step={step}, keep={keep} (rule: step is at least 0, keep at least 1 or None)"
         )
+    require_between_steps(model.engine.switch, "save_checkpoint")
     if model.stepper.is_waiting:
         raise CheckpointError(
             "a checkpoint was loaded into this model, and the optimizer's part of it waits for the first batch: a save now would "
@@ -103,8 +104,15 @@ class _Save:
             own[0].told["extra"] = {name: _state_of(name, item) for name, item in extra.items()} if rank == 0 else {}
             return own[0]
 
-        told = self._together(look, lambda state: [state.rows(), state.told])
+        wanted = [str(self._store.root), self._step, keep, in_background]
+        told = self._together(look, lambda state: [state.rows(), {**state.told, "wanted": wanted}])
         rows = [row for row, _ in told]
+        asked = [state["wanted"] for _, state in told]
+        if any(row != asked[0] for row in asked):
+            raise CheckpointError(
+                f"ranks are to save in different ways (directory, step, keep, in_background): {asked}",
+                fix="pass the same arguments on every rank",
+            )
         writers = writers_of(rows)
         draft = self._begin()
         try:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
 
@@ -14,6 +15,21 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 _KINDS: dict[str, type[MeshwrightError]] = {"CheckpointError": CheckpointError, "StorageError": StorageError}
+
+
+def require_between_steps(switch: ShardSwitch, doing: str) -> None:
+    """Raise CheckpointError where a rank does not hold what it holds between steps.
+
+    Args:
+        switch: The model's.
+        doing: What is refused, for the error.
+    """
+    if not switch.is_between_steps:
+        raise CheckpointError(
+            f"{doing} inside of a step, a hook or `with model.whole_parameters():`, or after close(): what a rank holds there is not "
+            "what it holds between steps",
+            fix=f"call {doing} between two steps, on every rank",
+        )
 
 
 def together(group: Communicator, device: torch.device, run: Callable[[], T], tell: Callable[[T], Any]) -> list[Any]:
