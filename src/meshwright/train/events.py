@@ -13,22 +13,24 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DirectoryInUseError, StorageError
+from meshwright.errors import StorageError
 from meshwright.spec.record import RunRecord
+from meshwright.train.lock import FolderLock
 
 __all__: list[str] = []
 
 EVENTS_FILE = "events.jsonl"
 RECORD_FILE = "record.json"
 LOCK_FILE = ".lock"
+_BLOCK_BYTES = 1 << 16
 
 
 class RunDirectory:
@@ -44,11 +46,15 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
         with _storage(path):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
-            self._events = (path / EVENTS_FILE).open("a", encoding="utf-8")
+            self._lock = FolderLock(path / LOCK_FILE, path)
+            try:
+                _drop_unfinished_line(path / EVENTS_FILE)
+                self._events = (path / EVENTS_FILE).open("a", encoding="utf-8")
+            except BaseException:
+                self._lock.close()
+                raise
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Append an event and flush it; numbers that are not finite become null.
@@ -90,9 +96,8 @@ class RunDirectory:
             with _storage(self.path / EVENTS_FILE):
                 self._events.close()
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            with _storage(self.path / LOCK_FILE):
+                self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -101,22 +106,6 @@ class RunDirectory:
         # An error that is on its way is the one to be shown.
         with contextlib.suppress(StorageError) if kind is not None else contextlib.nullcontext():
             self.close()
-
-    def _take_lock(self) -> int:
-        # The kernel drops the lock with the process, however that ends; the file itself stays. Not inherited by ranks.
-        descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise DirectoryInUseError(
-                f"another run, process {holder}, is using {self.path} (rule: one run for each folder)",
-                fix="wait for it, or give this run another name: --set train.name=NAME",
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        return descriptor
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -138,6 +127,24 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             events.clear()
         events.append(event)
     return events
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """Cut off what a run that was killed left of its last event: the next one would make it a damaged line in the middle."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,16 @@ def test_a_second_run_is_appended_and_read_alone(tmp_path):
     assert [event.get("loss") for event in read_events(tmp_path)] == [None, 2.0]
 
 
+def test_the_next_event_does_not_join_an_unfinished_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for before in ('{"event": "run_started"}\n{"event": "st', '{"ev', "", '{"event": "x"}\n' + "y" * 200_000):
+        path.write_text(before)
+        with RunDirectory(tmp_path) as directory:
+            directory.write_event({"event": "resumed"})
+        assert [json.loads(line)["event"] for line in path.read_text().splitlines()][-1] == "resumed"
+        assert path.read_text().startswith(before[: before.rfind("\n") + 1])
+
+
 def test_an_unfinished_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "run_started"}\n{"event": "st')
@@ -51,7 +61,7 @@ def test_the_record_reads_back_and_leaves_no_part_behind(tmp_path):
 
 def test_two_runs_in_one_folder_are_refused_with_the_holders_number(tmp_path):
     with RunDirectory(tmp_path):
-        with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}, is using") as caught:
+        with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()} on .* since .*, is using") as caught:
             RunDirectory(tmp_path)
         assert caught.value.exit_code == 16
     RunDirectory(tmp_path).close()
