@@ -56,7 +56,9 @@ def train(
     plan: PlanOption = None,
     devices: Annotated[int | None, typer.Option(min=1, help="How many devices a preset is spread over.")] = None,
     settings: SetOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest sound checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run from its newest sound checkpoint.")
+    ] = False,
 ) -> None:
     """Train a model: runs/NAME/ gets events.jsonl, record.json and checkpoints/."""
     from meshwright.train.config.deepspeed import show_rows

@@ -237,7 +237,7 @@ def lost():
 @pytest.fixture
 def pauses(monkeypatch):
     found = []
-    monkeypatch.setattr(launcher, "wait", lambda pause_s: found.append(pause_s))
+    monkeypatch.setattr(launcher, "wait", found.append)
     return found
 
 

@@ -14,9 +14,9 @@ from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
 from meshwright.ranks.world import World
-from meshwright.run.loading import Loaded, load
+from meshwright.run.checkpoints.loading import Loaded, load
+from meshwright.run.checkpoints.saving import save_checkpoint
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.run.saving import save_checkpoint
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.resume import fixed_settings, refuse_changes
 
@@ -225,7 +225,9 @@ def _look_into_newest(store: Store) -> dict[str, Any]:
 
 def _check_version(state: Mapping[str, Any], what: str) -> None:
     if state.get("version") != STATE_VERSION:
-        raise CheckpointError(f"{what} has version {state.get('version')!r}, this program reads version {STATE_VERSION}")
+        raise CheckpointError(
+            f"{what} has version {state.get('version')!r}, this program reads version {STATE_VERSION}"
+        )
 
 
 def _set_aside(path: Path) -> None:

@@ -178,7 +178,7 @@ class RunDirectory:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of the last run in a folder, or in an events.jsonl. An unfinished last line is left out.
 
-    Where a run was continued, what it had done after the checkpoint before it stopped is left out, so that each step is there once.
+    Where a run was continued, what it had done after that checkpoint is left out, so that each step is there once.
 
     Raises:
         StorageError: There is no such file, or a line in its middle is damaged.

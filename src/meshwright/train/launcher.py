@@ -251,7 +251,9 @@ class _Run:
     def _say_stopped(self, step: int) -> int:
         where = f"stopped on request after step {step} of {self._config.train.steps}"
         if not self._saved:
-            error = StoppedOnRequest(f"{where}; nothing was saved", fix="checkpoint.at_end = true saves where a run stops")
+            error = StoppedOnRequest(
+                f"{where}; nothing was saved", fix="checkpoint.at_end = true saves where a run stops"
+            )
         else:
             saved = "saved" if step == self._saved["step"] else f"saved after step {self._saved['step']}"
             error = StoppedOnRequest(f"{where}; {saved} in {self._saved['path']}", fix="continue it: --resume")

@@ -1,7 +1,7 @@
 """Lock of a run's folder: one process at a time writes there, and the file names it.
 
 The kernel's `flock` decides, which ends with its process, however that ends. The file also says who holds it: host, process, when
-that was started and since which boot, so that a number which another process has by now proves nothing. Where a file system grants
+that was started and since which boot, so that a number which another process has by now proves nothing. Where a file system gives
 the lock to everybody, the living process that the file names still has the folder, as long as it is on this host.
 """
 

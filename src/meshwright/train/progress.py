@@ -113,7 +113,9 @@ class ProgressView:
                 console=self._console,
             )
             done = event.get("step", 0)
-            self._task = self._bar.add_task(escape(clean(event["name"])), total=event["steps"], completed=done, numbers="")
+            self._task = self._bar.add_task(
+                escape(clean(event["name"])), total=event["steps"], completed=done, numbers=""
+            )
             self._bar.start()
 
     def _on_step(self, event: dict[str, Any]) -> None:

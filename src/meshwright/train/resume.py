@@ -20,7 +20,7 @@ _CHANGEABLE = {
         *("eval_every", "eval_batches", "non_finite", "sentinel_every", "on_finding"),
     },
 }
-"""What may be another after a stop, by section. Whatever is added to a configuration must stay as it was, unless it stands here."""
+"""What may be another after a stop, by section. What is added to a configuration must stay as it was, unless it stands here."""
 
 _SECTIONS = ("model", "data", "optimizer", "schedule", "train")
 _ABSENT = "(not set)"

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
-from meshwright.run.loading import Loaded
+from meshwright.run.checkpoints.loading import Loaded
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.result import StepResult
 from meshwright.train.checkpoints import RunCheckpoints, RunState, agree_on_start
@@ -40,8 +40,8 @@ def train(config: TrainConfig, world: World | None = None, *, resume: bool = Fal
         What this rank did: its last step, whether it was asked to stop, its peak memory, what it sent.
 
     Raises:
-        ConfigError: The data or the model cannot be loaded, a parameter rule fits no parameter, or the run that is to be continued
-            has other settings.
+        ConfigError: The data or the model cannot be loaded, a parameter rule fits no parameter, or the run that is to be
+            continued has other settings.
         CheckpointError: There is no checkpoint to continue from, or it does not fit.
         StorageError: A checkpoint cannot be written, with checkpoint.on_error = "stop".
         NonFiniteError: The loss or a gradient is not finite, with non_finite = "stop".
@@ -208,7 +208,7 @@ class _Session:
         return self.stop_reason is None and every > 0 and self.step % every == 0
 
     def _agree(self, model: ParallelModel, checkpoints: RunCheckpoints, seconds: float) -> tuple[str | None, bool]:
-        """Return why all ranks stop after this step, or None, and whether a checkpoint is due by the clock; equal on every rank."""
+        """Return why all ranks stop after this step, or None, and whether it is time for a checkpoint; equal on every rank."""
         limit = self.config.train.max_seconds
         is_over = is_time = False
         if limit is not None or checkpoints.asks_the_clock:

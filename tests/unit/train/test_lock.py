@@ -26,7 +26,9 @@ def test_the_file_says_who_holds_it_and_is_empty_afterwards(tmp_path):
     owner = Owner.read((tmp_path / ".lock").read_text())
     assert owner is not None
     assert (owner.pid, owner.host, owner.started) == (os.getpid(), os.uname().nodename, lock._start_of(os.getpid()))
-    with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()} on {owner.host} since {owner.since}, is using"):
+    with pytest.raises(
+        DirectoryInUseError, match=f"process {os.getpid()} on {owner.host} since {owner.since}, is using"
+    ):
         take(tmp_path)
     held.close()
     held.close()

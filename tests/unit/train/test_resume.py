@@ -34,7 +34,13 @@ def settings(folder, *overrides, **options):
 @pytest.mark.parametrize(
     "override",
     [
-        *("train.steps=9", "train.max_seconds=3", "train.max_restarts=2", "train.name=other", "train.directory=elsewhere"),
+        *(
+            "train.steps=9",
+            "train.max_seconds=3",
+            "train.max_restarts=2",
+            "train.name=other",
+            "train.directory=elsewhere",
+        ),
         *("train.print_every=3", "train.eval_every=3", "train.eval_batches=3", "train.sentinel_every=3"),
         *("train.non_finite=skip", "train.on_finding=warn", "train.micro_batches=2", "train.precision=bf16"),
         *("data.num_workers=2", "data.prefetch=5", "checkpoint.keep=1", "checkpoint.every_steps=4"),
@@ -97,7 +103,7 @@ def test_a_hugging_face_file_counts_with_its_contents(folder):
     (folder / "config.json").write_text('{"num_attention_heads": 4}')
     before = settings(folder, "model.target=hf:config.json", "model.kwargs={}")
     (folder / "config.json").write_text('{"num_attention_heads": 8}')
-    with pytest.raises(ConfigError, match='"num_attention_heads": 4.* in the checkpoint, .*"num_attention_heads": 8'):
+    with pytest.raises(ConfigError, match=r'"num_attention_heads": 4.* in the checkpoint, .*"num_attention_heads": 8'):
         refuse_changes(before, settings(folder, "model.target=hf:config.json", "model.kwargs={}"), "it")
 
 
