@@ -46,9 +46,9 @@ class RunState:
         """The step after which that was [count]."""
 
     def note_evaluation(self, step: int, loss: float) -> bool:
-        """Note a held-out loss; returns whether it is the lowest so far."""
+        """Note a held-out loss; returns whether it is the lowest of a trained model so far."""
         self.eval_loss, self.evaluated_at = loss, step
-        is_best = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+        is_best = step > 0 and math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         if is_best:
             self.best_loss, self.best_step = loss, step
         return is_best
