@@ -134,7 +134,8 @@ class _Run:
                         summaries = self._train(joined=joined, resume=resume)
                         break
                     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
-                        decision = restarts.after(error, step=self._last_step, num_new_steps=self._num_new_steps)
+                        progress = {"step": self._last_step, "num_new_steps": self._num_new_steps}
+                        decision = restarts.after(error, told=one_line(error), **progress)
                         if decision.pause_s is None:
                             self._view.close()
                             return self._report(error, decision.reason)

@@ -9,7 +9,6 @@ import select
 
 from meshwright.errors import (
     LostPeerError,
-    MeshwrightError,
     UserCodeError,
     WorkerKilledError,
     exit_code_of,
@@ -20,12 +19,13 @@ __all__: list[str] = []
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+_MOST_TOLD = 200
 SAME_CAUSE = 3
 """How often one cause may stop a run at one step; then it is no accident [count]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class RestartDecision:
     """What is done about a failure."""
 
     pause_s: float | None
@@ -51,25 +51,29 @@ class Restarts:
         """Restarts so far [count]."""
         self._seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
 
-    def after(self, error: BaseException, *, step: int, num_new_steps: int) -> Decision:
+    def after(self, error: BaseException, *, told: str, step: int, num_new_steps: int) -> RestartDecision:
         """Decide about a failure.
 
         Args:
             error: What the ranks ended of.
+            told: What is told of it, on one line. Numbers in it (ranks, processes, times) differ from time to time and count
+                for nothing.
             step: The last step that was done before it [count].
             num_new_steps: Steps done since the ranks were started [count].
         """
         if self.most == 0 or not _may_pass(error, num_new_steps):
-            return Decision(None)
-        cause = (type(error).__name__, _head(error), step)
+            return RestartDecision(None)
+        cause = (type(error).__name__, re.sub(r"\d+", "#", told)[:_MOST_TOLD], step)
         self._seen[cause] += 1
         if self._seen[cause] >= SAME_CAUSE:
-            return Decision(None, f"no restart: the same cause has stopped it {SAME_CAUSE} times after step {step}")
+            return RestartDecision(
+                None, f"no restart: the same cause has stopped it {SAME_CAUSE} times after step {step}"
+            )
         if self.num_done >= self.most:
-            return Decision(None, f"no restart: train.max_restarts = {self.most} are used up")
+            return RestartDecision(None, f"no restart: train.max_restarts = {self.most} are used up")
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**self.num_done)
         self.num_done += 1
-        return Decision(pause_s)
+        return RestartDecision(pause_s)
 
 
 def wait(pause_s: float) -> bool:
@@ -87,9 +91,3 @@ def _may_pass(error: BaseException, num_new_steps: int) -> bool:
         return True
     is_users = exit_code_of(error) == UserCodeError.exit_code
     return is_users and isinstance(error, Exception) and num_new_steps > 0
-
-
-def _head(error: BaseException) -> str:
-    """Return the beginning of a message, without numbers: ranks, processes and times differ from time to time."""
-    text = error.message if isinstance(error, MeshwrightError) else str(error)
-    return re.sub(r"\d+", "#", text.partition("\n")[0])[:200]

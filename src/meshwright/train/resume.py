@@ -1,4 +1,4 @@
-"""What a run that is continued must have in common with the one that stopped. Never imports torch."""
+"""Settings that a run keeps when it is continued, and the refusal of others. Never imports torch."""
 
 from __future__ import annotations
 

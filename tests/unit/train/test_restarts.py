@@ -21,11 +21,16 @@ from meshwright.errors import (
     UserCodeError,
     WorkerKilledError,
 )
+from meshwright.train.launcher import one_line
 from meshwright.train.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, wait
 
 
 def killed(rank=1, pid=100):
     return WorkerKilledError(f"rank {rank} of 2 (pid {pid}) was killed by SIGKILL at step 7", rank=rank)
+
+
+def after(restarts, error, **progress):
+    return restarts.after(error, told=one_line(error), **progress)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +56,15 @@ def killed(rank=1, pid=100):
     ],
 )
 def test_what_is_tried_again(error, new_steps, is_tried):
-    assert (Restarts(5).after(error, step=7, num_new_steps=new_steps).pause_s is not None) == is_tried
-    assert Restarts(0).after(error, step=7, num_new_steps=new_steps).pause_s is None
+    assert (Restarts(5).after(error, told="x", step=7, num_new_steps=new_steps).pause_s is not None) == is_tried
+    assert Restarts(0).after(error, told="x", step=7, num_new_steps=new_steps).pause_s is None
 
 
 def test_the_same_cause_at_one_step_is_tried_twice():
     restarts = Restarts(100)
-    assert restarts.after(killed(1, 100), step=7, num_new_steps=2).pause_s is not None
-    assert restarts.after(killed(0, 200), step=7, num_new_steps=2).pause_s is not None  # another rank, the same cause
-    decision = restarts.after(killed(1, 300), step=7, num_new_steps=2)
+    assert after(restarts, killed(1, 100), step=7, num_new_steps=2).pause_s is not None
+    assert after(restarts, killed(0, 200), step=7, num_new_steps=2).pause_s is not None  # another rank, the same cause
+    decision = after(restarts, killed(1, 300), step=7, num_new_steps=2)
     assert decision.pause_s is None
     assert "3 times after step 7" in decision.reason
 
@@ -69,14 +74,14 @@ def test_another_cause_or_step_is_counted_by_itself():
     for step in range(5):
         for error in (killed(), LostPeerError("it waits"), OSError("one"), OSError("two")):
             for _ in range(2):
-                assert restarts.after(error, step=step, num_new_steps=1).pause_s is not None
+                assert after(restarts, error, step=step, num_new_steps=1).pause_s is not None
 
 
 def test_pauses_double_up_to_a_limit_and_the_number_is_held():
     restarts = Restarts(9)
-    pauses = [restarts.after(killed(), step=step, num_new_steps=1).pause_s for step in range(9)]
+    pauses = [after(restarts, killed(), step=step, num_new_steps=1).pause_s for step in range(9)]
     assert pauses == [min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**number) for number in range(9)]
-    decision = restarts.after(killed(), step=10, num_new_steps=1)
+    decision = after(restarts, killed(), step=10, num_new_steps=1)
     assert (decision.pause_s, restarts.num_done) == (None, 9)
     assert "train.max_restarts = 9 are used up" in decision.reason
 
