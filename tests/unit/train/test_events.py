@@ -74,7 +74,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_synced_is_a_storage_error(tmp_pa
     with RunDirectory(tmp_path) as directory:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fail)
-            with pytest.raises(StorageError, match="checkpoints/.probe-.*: Input/output error"):
+            with pytest.raises(StorageError, match=r"checkpoints/\.probe-.*: Input/output error"):
                 directory.try_checkpoints()
         assert os.listdir(tmp_path / "checkpoints") == []
 
