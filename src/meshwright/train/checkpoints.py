@@ -126,12 +126,13 @@ class RunCheckpoints:
             best_step: The step whose checkpoint stays in any case [count].
 
         Raises:
+            CheckpointError: The state has something that cannot be saved, with on_error = "stop".
             StorageError: The disk is full or fails, with on_error = "stop".
         """
         began = time.monotonic()
         try:
             path = save_checkpoint(self._model, self._directory, step=step, extra=self._parts)
-        except StorageError as error:
+        except (CheckpointError, StorageError) as error:
             if self._config.on_error == "stop":
                 raise
             self._saved_at = time.monotonic()

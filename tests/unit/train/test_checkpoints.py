@@ -102,12 +102,13 @@ def test_what_is_saved_stays_beside_later_steps_of_another_life(make):
     assert names() == ["step-00000003", "step-00000099"]
 
 
-def test_a_disk_that_fails_stops_the_run_or_is_told(make, monkeypatch):
+@pytest.mark.parametrize("kind", [StorageError, CheckpointError])
+def test_a_save_that_fails_stops_the_run_or_is_told(make, monkeypatch, kind):
     def fail(*_, **__):
-        raise StorageError("cannot write x, 5 bytes: No space left on device")
+        raise kind("cannot write x, 5 bytes: No space left on device")
 
     monkeypatch.setattr(checkpoints, "save_checkpoint", fail)
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(kind, match="No space left"):
         make().save(3, best_step=None)
     made = make("on_error=warn")
     event = made.save(3, best_step=None)

@@ -175,7 +175,7 @@ class CheckpointConfig(_Section):
     best: bool = False
     """Save where the held-out loss is the lowest so far, and keep that one too."""
     on_error: Literal["stop", "warn"] = "stop"
-    """What a disk that is full or fails does to the run."""
+    """What a save that fails does to the run."""
 
     @property
     def is_on(self) -> bool:
