@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import MeshwrightError
 
 __all__: list[str] = []
 
@@ -56,20 +56,20 @@ def train(
     plan: PlanOption = None,
     devices: Annotated[int | None, typer.Option(min=1, help="How many devices a preset is spread over.")] = None,
     settings: SetOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run from its newest sound checkpoint.")
+    ] = False,
 ) -> None:
-    """Train a model: runs/NAME/ gets events.jsonl and record.json."""
+    """Train a model: runs/NAME/ gets events.jsonl, record.json and checkpoints/."""
     from meshwright.train.config.deepspeed import show_rows
     from meshwright.train.config.load import load_config
     from meshwright.train.launcher import run_training
 
-    if resume:
-        raise ConfigError("--resume: checkpoints are not in this version", fix="leave out --resume")
     loaded = load_config(config, settings or [], plan=plan, devices=devices)
     show_rows(loaded.plan_rows, sys.stdout)
     for note in loaded.notes:
         print(note, file=sys.stderr)
-    raise typer.Exit(run_training(loaded))
+    raise typer.Exit(run_training(loaded, resume=resume))
 
 
 @app.command()

@@ -114,7 +114,7 @@ def test_the_guides_program_trains_a_model_of_the_readers(tmp_path: Path) -> Non
 
 
 def test_the_pages_have_commands() -> None:
-    assert {line.split()[1] for line in commands(README)} == {"verify"}
+    assert {line.split()[1] for line in commands(README)} == {"train", "verify"}
     assert {line.split()[1] for line in commands(GUIDE)} == {"train", "compare", "verify", "schedule"}
 
 

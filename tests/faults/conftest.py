@@ -24,7 +24,8 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def templates() -> None:
     """What ranks are forked from here, once for all tests that are not about starting; closed with the pools."""
-    pool.keep_templates({**rank_environment("", None, None), "OMP_NUM_THREADS": "1"})
+    environment = {**rank_environment("", None, None), "OMP_NUM_THREADS": "1"}
+    pool.keep_templates(environment, ("torch._dynamo", "meshwright.train.session"))
 
 
 @pytest.fixture

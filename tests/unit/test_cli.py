@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 
 from meshwright import __version__, cli
 from meshwright.errors import (
+    CheckpointError,
     ConfigError,
     LostPeerError,
     NonFiniteError,
     RankNote,
     StoppedOnRequest,
+    StorageError,
     UserCodeError,
     WorkerKilledError,
 )
@@ -85,16 +87,13 @@ def test_schedule_is_drawn_without_torch():
     assert done.stdout.strip()
 
 
-def test_resume_is_refused_clearly(monkeypatch, capsys):
-    code, _, err = run_main(monkeypatch, capsys, "train", str(EXAMPLE), "--resume")
-    assert code == 2
-    assert "checkpoints are not in this version" in err
-
-
 def test_notes_come_before_the_run_and_its_code_is_ours(monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "run_training", lambda config: 75)
+    asked = []
+    monkeypatch.setattr(launcher, "run_training", lambda config, resume: asked.append(resume) or 75)
     code, _, err = run_main(monkeypatch, capsys, "train", str(EXAMPLE), "--plan", "dp=32")
-    assert code == 75
+    assert (code, asked) == (75, [False])
+    assert run_main(monkeypatch, capsys, "train", str(EXAMPLE), "--resume")[0] == 75
+    assert asked == [False, True]
     assert "warning: the plan 'dp=32' uses 32 devices" in err
 
 
@@ -113,18 +112,25 @@ def step_event(number, **changes):
     return {"event": "step", "step": number, "steps": 6, "loss": 1.0, "grad_norm": 1.0} | numbers | counts | changes
 
 
-def fake_launch(events=(), error=None, stopped=False):
-    def launch(fn, num_ranks, config_json, *, threads_per_rank, on_event):
-        for rank, event in events:
+def fake_launch(*lives, events=(), error=None, stopped=False):
+    """Ranks that hand out events and then fail, or end; `lives`: what they do at the first start, at the second, ..."""
+    left = list(lives or [(events, error)])
+
+    def launch(fn, num_ranks, config_json, resume, *, threads_per_rank, on_event):
+        fake.resumed.append(resume)
+        told, failure = left.pop(0)
+        for rank, event in told:
             on_event(rank, event)
-        if error is not None:
-            raise error
+        if failure is not None:
+            raise failure
         sent = {"dp": 100}
         return [
             {"rank": r, "step": 6, "stopped": stopped, "peak_memory_bytes": 10 + r, "sent_bytes": sent}
             for r in range(num_ranks)
         ]
 
+    fake = launch
+    fake.resumed = []
     return launch
 
 
@@ -133,9 +139,11 @@ def run(in_tmp, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(**kwargs):
-        monkeypatch.setattr(launcher, "launch", fake_launch(**kwargs))
-        code = launcher.run_training(load_config(EXAMPLE, ["train.name=my run"]))
+    def run(*lives, settings=(), resume=False, **kwargs):
+        fake = fake_launch(*lives, **kwargs)
+        monkeypatch.setattr(launcher, "launch", fake)
+        code = launcher.run_training(load_config(EXAMPLE, ["train.name=my run", *settings]), resume=resume)
+        run.resumed = fake.resumed
         return code, capsys.readouterr()
 
     return run
@@ -156,13 +164,129 @@ def test_a_finished_run_leaves_events_and_a_record(run, in_tmp):
     assert (measured.num_samples, measured.peak_memory_bytes, dict(measured.sent_bytes)) == (6, 11, {"dp": 100})
 
 
-def test_a_stop_says_where_and_that_nothing_was_saved(run):
+def saved_event(step):
+    return {"event": "saved", "step": step, "path": f"checkpoints/step-{step:08}", "seconds": 0.1, "is_best": False}
+
+
+def test_a_stop_says_where_and_what_was_saved(run):
     code, shown = run(stopped=True)
     assert code == 75
     assert "stopped on request after step 6 of 330; nothing was saved" in shown.err
     code, shown = run(events=[(0, step_event(4))], error=StoppedOnRequest("x"))
     assert code == 75
     assert "after step 4 of 330" in shown.err
+    code, shown = run(events=[(0, step_event(6)), (0, saved_event(6))], stopped=True)
+    assert "after step 6 of 330; saved in checkpoints/step-00000006\nfix: continue it: --resume" in shown.err
+    code, shown = run(events=[(0, saved_event(2)), (0, step_event(6))], stopped=True)
+    assert "after step 6 of 330; saved after step 2 in checkpoints/step-00000002" in shown.err
+
+
+# -- runs that are continued ------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(in_tmp, step=3):
+    path = in_tmp / "runs" / "my run" / "checkpoints" / f"step-{step:08}"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_resume_where_nothing_is_begins_anew_and_says_so(run, in_tmp):
+    code, shown = run(resume=True)
+    assert (code, run.resumed) == (0, [False])
+    assert "has nothing to continue: the run begins anew" in shown.err
+
+
+def test_resume_without_a_checkpoint_of_a_run_that_came_on_is_refused(run, in_tmp):
+    run(events=[(0, step_event(1))])
+    with pytest.raises(CheckpointError, match="events of a run and no checkpoint") as caught:
+        run(resume=True)
+    assert (caught.value.exit_code, caught.value.fix) == (14, "start it anew: leave out --resume")
+
+
+def test_resume_continues_and_without_it_the_old_checkpoints_are_set_aside(run, in_tmp):
+    make_checkpoint(in_tmp)
+    assert run(resume=True)[0] == 0
+    assert run.resumed == [True]
+    folder = in_tmp / "runs" / "my run"
+    for number in (1, 2):
+        _, shown = run()
+        assert run.resumed == [False]
+        assert f"are in runs/my run/checkpoints.{number} now" in shown.err
+        assert [path.name for path in (folder / f"checkpoints.{number}").iterdir()] == ["step-00000003"]
+        assert list((folder / "checkpoints").iterdir()) == []
+        make_checkpoint(in_tmp)
+
+
+def test_a_restart_by_torchrun_continues_what_there_is(run, in_tmp, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    make_checkpoint(in_tmp)
+    run()
+    assert run.resumed == [False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run(events=[(0, step_event(1))])
+    assert run.resumed == [False]  # it had no checkpoint yet
+    make_checkpoint(in_tmp)
+    run()
+    assert run.resumed == [True]
+
+
+def lost():
+    return WorkerKilledError("rank 1 of 2 (pid 77) was killed by SIGKILL", rank=1)
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    found = []
+    monkeypatch.setattr(launcher, "wait", found.append)
+    return found
+
+
+def test_ranks_that_were_lost_are_started_again(run, in_tmp, pauses):
+    def save(events):
+        yield from events
+        make_checkpoint(in_tmp, 2)
+
+    first = save([(0, step_event(1)), (0, step_event(2))])
+    code, shown = run((first, lost()), ([(0, step_event(3))], None), settings=["train.max_restarts=2"])
+    assert (code, run.resumed, pauses) == (0, [False, True], [1.0])
+    assert "restart 1 of 2 in 1 s, after step 2" in shown.out
+    (told,) = [e for e in read_events(in_tmp / "runs" / "my run") if e["event"] == "restarting"]
+    assert (told["exit_code"], told["step"], told["number"], told["most"]) == (11, 2, 1, 2)
+    assert "killed by SIGKILL" in told["cause"]
+
+
+def test_the_third_time_at_one_step_ends_it_with_that_error(run, in_tmp, pauses):
+    lives = [([(0, step_event(1))], lost()) for _ in range(3)]
+    code, shown = run(*lives, settings=["train.max_restarts=9"])
+    assert (code, pauses) == (11, [1.0, 2.0])
+    assert "no restart: the same cause has stopped it 3 times after step 1" in shown.err
+    assert shown.err.splitlines()[-1].startswith("FATAL run=my_run rank=1 step=1")
+
+
+def test_nothing_is_started_again_unasked_or_for_a_users_mistake(run, pauses):
+    assert run(([], lost()))[0] == 11
+    assert run(([], ValueError("in the first step")), settings=["train.max_restarts=9"])[0] == 10
+    assert pauses == []
+
+
+def test_a_stop_in_a_pause_is_a_stop(run, monkeypatch):
+    monkeypatch.setattr(launcher, "wait", lambda pause_s: True)
+    code, shown = run(([(0, step_event(4)), (0, saved_event(4))], lost()), settings=["train.max_restarts=9"])
+    assert code == 75
+    assert "stopped on request after step 4 of 330; saved in" in shown.err
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_written_ends_the_run_before_its_first_step(run, in_tmp):
+    folder = in_tmp / "runs" / "my run"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").write_text("a file")
+    with pytest.raises(StorageError, match="checkpoints: File exists") as caught:
+        run()
+    assert caught.value.exit_code == 13
+    code, shown = run(settings=["checkpoint.on_error=warn"])
+    assert code == 0
+    assert "warning: no checkpoint can be written: runs/my run/checkpoints" in shown.err
+    assert run(settings=["checkpoint.at_end=false"])[0] == 0
 
 
 def noted(error, note):
@@ -225,7 +349,7 @@ def test_a_joined_rank_says_in_which_step_and_phase_it_failed(in_tmp, monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29555")
 
-    def train(_config, world):
+    def train(_config, world, *, resume):
         world.on_event(
             1, {"event": "failed", "rank": 1, "step": 4, "phase": "load", "traceback": "Traceback of rank 1"}
         )

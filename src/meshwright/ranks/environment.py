@@ -86,6 +86,15 @@ def read_place(environment: Mapping[str, str]) -> Place:
     return ALONE
 
 
+def read_restart_count(environment: Mapping[str, str]) -> int:
+    """Return how often torchrun has started this job's ranks again; 0 where it has not, or did not start them [count].
+
+    Raises:
+        ConfigError: The variable is not a number.
+    """
+    return _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)
+
+
 def _require(environment: Mapping[str, str], names: tuple[str, ...], source: str, fix: str) -> None:
     missing = [name for name in names if not environment.get(name)]
     if missing:

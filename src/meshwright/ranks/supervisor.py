@@ -202,6 +202,7 @@ class Supervisor:
             store = os.path.join(self._directory, "store")
         return {
             "world_size": self.num_ranks,
+            "folder": _working_directory(),
             "sys_path": list(sys.path),
             "sys_argv": list(sys.argv),
             "store": store,
@@ -371,3 +372,10 @@ class Supervisor:
         if now - since > self._timeout_s:
             error = hang_error(self._ranks, self._board, number, now, self._timeout_s)
             self._sign(self._ranks[number], Sign(number, now, secondary=False, error=error))
+
+
+def _working_directory() -> str | None:
+    """Return this process's working directory; None where that was removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    return None

@@ -73,6 +73,8 @@ class Rank:
         own, everyone = self._start["stack_signal"], self._start["stack_signal"] + 1
         faulthandler.register(own, file=self._start["stack_file"], all_threads=False)
         faulthandler.register(everyone, file=self._start["stack_file"], all_threads=True)
+        if self._start["folder"] is not None:  # what ranks are forked from may have been started in another one
+            os.chdir(self._start["folder"])
         sys.path[:] = self._start["sys_path"]
         sys.argv[:] = self._start["sys_argv"]  # a script may read its arguments at module level, also in the ranks
         threading.Thread(target=self._listen, name="meshwright-channel", daemon=True).start()

@@ -2,18 +2,23 @@
 
 The launching side checks the configuration without torch; every rank then runs the same session.
 
-config/   the configuration and its checks
-data/     sources, order and loading of samples
-session   the training loop, as every rank runs it
-opening   the applied model, its loaders and the event of its start
-launcher  the launching side of a run
-models    model targets
-optim     optimizer, parameter groups and learning rate
-losses    losses that a configuration can name
-events    a run's folder
-progress  display of a run
+config/      the configuration and its checks
+data/        sources, order and loading of samples
+session      the training loop, as every rank runs it
+opening      the applied model, its loaders and the event of its start
+checkpoints  checkpoints of a run, as its ranks take them
+launcher     the launching side of a run
+resume       settings that a run keeps when it is continued
+restarts     restarts of ranks that were lost
+models       model targets
+optim        optimizer, parameter groups and learning rate
+losses       losses that a configuration can name
+events       a run's folder
+lock         the lock of a folder
+progress     display of a run
 
-To add a key, add a field in `config/types.py`, and its check in `config/checks.py`.
+To add a key, add a field in `config/types.py`, its check in `config/checks.py`, and in `resume.py`
+whether it may change in a run that is continued.
 """
 
 __all__: list[str] = []

@@ -6,6 +6,9 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
     planned      plan: in full, with what it decided when it saw the first batch, and why
     step         step, loss, grad_norm, lr, num_samples, num_tokens, seconds, tokens_per_s, peak_memory_bytes, eta_s, ...
     evaluated    step, loss, num_samples, num_tokens, seconds
+    resumed      in place of run_started, with the same fields; and step, checkpoint, skipped, notes
+    saved        step, path, seconds, is_best; save_failed: step, text, where the run goes on
+    restarting   step, number, most, pause_s, exit_code, cause: ranks were lost and are started again
     stopped      step: asked to stop; finished: all steps done, or the time is over
     failed       rank, step, phase, type, text: from every rank that raised
 """
@@ -13,22 +16,28 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DirectoryInUseError, StorageError
+from meshwright.checkpoint.durable import rename, write_new_file
+from meshwright.errors import StorageError
 from meshwright.spec.record import RunRecord
+from meshwright.train.lock import FolderLock
 
 __all__: list[str] = []
 
 EVENTS_FILE = "events.jsonl"
 RECORD_FILE = "record.json"
 LOCK_FILE = ".lock"
+CHECKPOINTS = "checkpoints"
+_PROBE = ".probe-"
+_BLOCK_BYTES = 1 << 16
 
 
 class RunDirectory:
@@ -44,11 +53,15 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
         with _storage(path):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
-            self._events = (path / EVENTS_FILE).open("a", encoding="utf-8")
+            self._lock = FolderLock(path / LOCK_FILE, path)
+            try:
+                _drop_unfinished_line(path / EVENTS_FILE)
+                self._events = (path / EVENTS_FILE).open("a", encoding="utf-8")
+            except BaseException:
+                self._lock.close()
+                raise
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Append an event and flush it; numbers that are not finite become null.
@@ -80,6 +93,66 @@ class RunDirectory:
                     partial.unlink()
                 raise
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there are checkpoints, sound or not.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        with _storage(self.checkpoints), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return any(name.startswith("step-") for name in os.listdir(self.checkpoints))
+        return False
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the events tell of a step.
+
+        Raises:
+            StorageError: They cannot be read.
+        """
+        with _storage(self.path / EVENTS_FILE), (self.path / EVENTS_FILE).open(encoding="utf-8") as lines:
+            return any(line.startswith('{"event": "step"') for line in lines)
+
+    def set_checkpoints_aside(self) -> Path | None:
+        """Give the folder of a former run's checkpoints another name, and return that; None where there are none.
+
+        A run that starts anew must not be continued from them, nor let its own go because they are of later steps.
+
+        Raises:
+            StorageError: It cannot be renamed.
+        """
+        if not self.has_checkpoints:
+            return None
+        number = 1
+        while (aside := self.path / f"{CHECKPOINTS}.{number}").exists():
+            number += 1
+        rename(self.checkpoints, aside)
+        return aside
+
+    def try_checkpoints(self) -> None:
+        """Write, sync, rename and remove an empty file where checkpoints will be: now, not after hours of training.
+
+        Raises:
+            StorageError: One of these fails.
+        """
+        with _storage(self.checkpoints):
+            self.checkpoints.mkdir(exist_ok=True)
+        probe = self.checkpoints / f"{_PROBE}{secrets.token_hex(4)}"
+        other = probe.with_suffix(".renamed")
+        try:
+            write_new_file(probe, [b"probe"], 5)
+            rename(probe, other)
+        finally:
+            for path in (probe, other):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
     def close(self) -> None:
         """Close the files and let another run have the folder.
 
@@ -90,9 +163,8 @@ class RunDirectory:
             with _storage(self.path / EVENTS_FILE):
                 self._events.close()
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            with _storage(self.path / LOCK_FILE):
+                self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -102,25 +174,11 @@ class RunDirectory:
         with contextlib.suppress(StorageError) if kind is not None else contextlib.nullcontext():
             self.close()
 
-    def _take_lock(self) -> int:
-        # The kernel drops the lock with the process, however that ends; the file itself stays. Not inherited by ranks.
-        descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise DirectoryInUseError(
-                f"another run, process {holder}, is using {self.path} (rule: one run for each folder)",
-                fix="wait for it, or give this run another name: --set train.name=NAME",
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        return descriptor
-
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of the last run in a folder, or in an events.jsonl. An unfinished last line is left out.
+
+    Where a run was continued, what it had done after that checkpoint is left out, so that each step is there once.
 
     Raises:
         StorageError: There is no such file, or a line in its middle is damaged.
@@ -136,8 +194,32 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             raise StorageError(f"{path}, line {number} is damaged: {line[:60]!r}") from None
         if event.get("event") == "run_started":
             events.clear()
+        elif event.get("event") == "resumed":
+            events = [known for known in events if not _is_undone(known, event["step"])]
         events.append(event)
     return events
+
+
+def _is_undone(event: dict[str, Any], step: int) -> bool:
+    return event.get("event") in ("step", "evaluated", "saved") and event["step"] > step
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """Cut off what a run that was killed left of its last event: the next one would make it a damaged line in the middle."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 @contextlib.contextmanager

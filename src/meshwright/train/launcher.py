@@ -7,13 +7,14 @@ import os
 import platform
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from meshwright.errors import (
+    CheckpointError,
     ConfigError,
     MeshwrightError,
     RankNote,
@@ -23,21 +24,26 @@ from meshwright.errors import (
     rank_of,
 )
 from meshwright.host import usable_cores
-from meshwright.ranks.environment import read_place
+from meshwright.ranks.environment import read_place, read_restart_count
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import Measurement, RunRecord
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.events import RunDirectory
 from meshwright.train.progress import ProgressView, clean
+from meshwright.train.restarts import Restarts, wait
 
 __all__: list[str] = []
 
 WARM_UP_STEPS = 3
 
 
-def run_training(config: TrainConfig) -> int:
+def run_training(config: TrainConfig, *, resume: bool = False) -> int:
     """Train as the configuration says: start its ranks, or join the job that this process belongs to.
+
+    Args:
+        config: The configuration.
+        resume: Whether to continue the run in the folder; one that has nothing of a run begins anew.
 
     Returns:
         The exit code: 0 done, 75 stopped on request; a failure's own code, after its traceback and a last line that
@@ -45,6 +51,7 @@ def run_training(config: TrainConfig) -> int:
 
     Raises:
         ConfigError: The plan does not fit the job that this process belongs to.
+        CheckpointError: There is a run to continue, and it has no checkpoint.
         DirectoryInUseError: Another run has the folder.
         StorageError: The folder cannot be written.
     """
@@ -58,8 +65,8 @@ def run_training(config: TrainConfig) -> int:
             )
         if place.rank != 0:
             return _train_beside(config)
-        return _Run(config).execute(joined=True)
-    return _Run(config).execute(joined=False)
+        return _Run(config).execute(joined=True, resume=resume)
+    return _Run(config).execute(joined=False, resume=resume)
 
 
 def _train_beside(config: TrainConfig) -> int:
@@ -71,13 +78,13 @@ def _train_beside(config: TrainConfig) -> int:
             failures[rank] = event
 
     try:
-        summary = _join(config, on_event)
+        summary = _join(config, on_event, resume=False)  # rank 0's word counts
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
         return _report_failure(config, error, failures)
     return StoppedOnRequest.exit_code if summary["stopped"] else 0
 
 
-def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None]) -> dict[str, Any]:
+def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None], *, resume: bool) -> dict[str, Any]:
     """Train in this process, which belongs to a job; return what this rank did."""
     from meshwright.ranks.join import join_world
     from meshwright.train.session import train
@@ -85,18 +92,18 @@ def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None]) 
     world = join_world()
     world.on_event = on_event
     try:
-        return train(config, world)
+        return train(config, world, resume=resume)
     except Exception as error:
         if rank_of(error) is None:
             error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
         raise
 
 
-def train_on_rank(config_json: str) -> dict[str, Any]:
+def train_on_rank(config_json: str, resume: bool = False) -> dict[str, Any]:
     """Train on this rank, which a launch has started; see `session.train`."""
     from meshwright.train.session import train
 
-    return train(TrainConfig.model_validate_json(config_json))
+    return train(TrainConfig.model_validate_json(config_json), resume=resume)
 
 
 class _Run:
@@ -105,28 +112,91 @@ class _Run:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._plan = config.plan
-        self._last: dict[str, Any] = {}
         self._failures: dict[int, dict[str, Any]] = {}
         self._steps: list[dict[str, Any]] = []
+        self._last_step = 0
+        """Steps that are done, those before a resumption included [count]."""
+        self._num_new_steps = 0
+        """Steps that the ranks have done since they were started [count]."""
+        self._saved: dict[str, Any] = {}
+        """The newest checkpoint: the event that told of it."""
 
-    def execute(self, *, joined: bool) -> int:
-        path = Path(self._config.train.directory) / self._config.run_name
+    def execute(self, *, joined: bool, resume: bool) -> int:
+        path = self._config.run_directory
         with RunDirectory(path) as directory:
             self._directory = directory
+            resume = self._choose_start(directory, resume=resume)
             directory.write_record(self._record([]))
+            restarts = Restarts(0 if joined else self._config.train.max_restarts)
             with ProgressView(print_every=self._config.train.print_every) as self._view:
-                try:
-                    summaries = [_join(self._config, self._on_event)] if joined else self._launch()
-                except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
-                    self._view.close()
-                    return self._report(error)
+                while True:
+                    try:
+                        summaries = self._train(joined=joined, resume=resume)
+                        break
+                    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
+                        progress = {"step": self._last_step, "num_new_steps": self._num_new_steps}
+                        decision = restarts.after(error, told=one_line(error), **progress)
+                        if decision.pause_s is None:
+                            self._view.close()
+                            return self._report(error, decision.reason)
+                        self._tell_restart(error, restarts, decision.pause_s)
+                        if wait(decision.pause_s):
+                            self._view.close()
+                            return self._report(StoppedOnRequest("stopped on request between two starts"))
+                        resume = directory.has_checkpoints
             directory.write_record(self._record(summaries))
             if any(summary["stopped"] for summary in summaries):
                 return self._say_stopped(summaries[0]["step"])
-            self._say(f"{path}: {len(self._steps)} steps in events.jsonl, record.json")
+            if resume and not self._num_new_steps:
+                self._say(f"{path}: all {self._last_step} steps were done before; --set train.steps=N for more")
+            else:
+                self._say(f"{path}: {len(self._steps)} steps in events.jsonl, record.json")
         return 0
 
-    def _launch(self) -> list[dict[str, Any]]:
+    def _choose_start(self, directory: RunDirectory, *, resume: bool) -> bool:
+        """Return whether there is something to continue, and prepare the folder of the checkpoints for what comes."""
+        restarted = read_restart_count(os.environ)
+        if resume or restarted:
+            resume = directory.has_checkpoints
+            if not resume and not restarted and directory.has_steps:
+                raise CheckpointError(
+                    f"{directory.path} has the events of a run and no checkpoint to continue from",
+                    fix="start it anew: leave out --resume",
+                )
+            if not resume:
+                sys.stderr.write(f"{directory.path} has nothing to continue: the run begins anew\n")
+        elif (aside := directory.set_checkpoints_aside()) is not None:
+            sys.stderr.write(f"checkpoints of a former run are in {aside} now; --resume would have continued it\n")
+        if self._config.checkpoint.is_on:
+            try:
+                directory.try_checkpoints()
+            except StorageError as error:
+                if self._config.checkpoint.on_error == "stop":
+                    raise
+                sys.stderr.write(f"warning: no checkpoint can be written: {clean(error)}\n")
+        return resume
+
+    def _train(self, *, joined: bool, resume: bool) -> list[dict[str, Any]]:
+        self._failures.clear()
+        self._num_new_steps = 0
+        return [_join(self._config, self._on_event, resume=resume)] if joined else self._launch(resume=resume)
+
+    def _tell_restart(self, error: BaseException, restarts: Restarts, pause_s: float) -> None:
+        self._on_event(
+            0,
+            {
+                "event": "restarting",
+                "time": time.time(),
+                "step": self._last_step,
+                "number": restarts.num_done,
+                "most": restarts.most,
+                "pause_s": pause_s,
+                "exit_code": exit_code_of(error),
+                "cause": one_line(error),
+            },
+        )
+
+    def _launch(self, *, resume: bool) -> list[dict[str, Any]]:
         # In the one-process modes every device is a thread that computes, so they share the cores like ranks do.
         threads = max(1, usable_cores() // self._plan.num_devices) if self._plan.num_ranks == 1 else None
         if "OMP_NUM_THREADS" in os.environ:
@@ -135,6 +205,7 @@ class _Run:
             train_on_rank,
             self._plan.num_ranks,
             self._config.model_dump_json(),
+            resume,
             threads_per_rank=threads,
             on_event=self._on_event,
         )
@@ -145,9 +216,17 @@ class _Run:
             self._failures[rank] = event
         elif event["event"] == "step":
             self._steps.append(event)
+            self._last_step = event["step"]
+            self._num_new_steps += 1
+        elif event["event"] == "resumed":
+            self._last_step = event["step"]
+            self._saved = {"path": event["checkpoint"], "step": event["step"]}
+        elif event["event"] == "run_started":
+            self._last_step = 0
+        elif event["event"] == "saved":
+            self._saved = event
         elif event["event"] == "planned":
             self._plan = Plan.from_dict(event["plan"])
-        self._last = event
         self._view.show(event)
 
     def _record(self, summaries: list[dict[str, Any]]) -> RunRecord:
@@ -171,19 +250,25 @@ class _Run:
         self._view.note(text)
 
     def _say_stopped(self, step: int) -> int:
-        error = StoppedOnRequest(
-            f"stopped on request after step {step} of {self._config.train.steps}; nothing was saved, since this version "
-            "has no checkpoints"
-        )
-        sys.stderr.write(f"{error}\n")
+        where = f"stopped on request after step {step} of {self._config.train.steps}"
+        if not self._saved:
+            error = StoppedOnRequest(
+                f"{where}; nothing was saved", fix="checkpoint.at_end = true saves where a run stops"
+            )
+        else:
+            saved = "saved" if step == self._saved["step"] else f"saved after step {self._saved['step']}"
+            error = StoppedOnRequest(f"{where}; {saved} in {self._saved['path']}", fix="continue it: --resume")
+        sys.stderr.write(f"{clean(error)}\n")
         return error.exit_code
 
-    def _report(self, error: BaseException) -> int:
+    def _report(self, error: BaseException, remark: str = "") -> int:
         is_stop = isinstance(error, StoppedOnRequest)
         if is_stop:
-            code = self._say_stopped(int(self._last.get("step", 0)))
+            code = self._say_stopped(self._last_step)
         else:
-            code = _report_failure(self._config, error, self._failures, last_step=len(self._steps))
+            if remark:
+                sys.stderr.write(f"{remark}\n")
+            code = _report_failure(self._config, error, self._failures, last_step=self._last_step)
         try:  # afterwards: a disk that fails now is not what the run ended of
             self._directory.write_record(self._record([]))
             if not is_stop:

@@ -58,13 +58,15 @@ def endless(config: TrainConfig, loader: Any) -> Generator[Any]:
     Raises:
         ConfigError: An epoch has no batch.
     """
+    may_be_empty = loader.state_dict()["batch"] > 0  # nothing need be left of an epoch that is continued
     while True:
         is_empty = True
         for batch in loader:
             is_empty = False
             yield batch
-        if is_empty:
+        if is_empty and not may_be_empty:
             raise ConfigError(f"data.source = {config.data.source!r} gave no batch in an epoch")
+        may_be_empty = False
 
 
 def start_event(config: TrainConfig, model: ParallelModel, steps: int) -> dict[str, Any]:

@@ -127,22 +127,22 @@ def deepspeed_fraction(schedule: ScheduleConfig, step: int, num_steps: int) -> f
 
 
 class LRSchedule:
-    """Sets an optimizer's learning rates before each step.
+    """Sets an optimizer's learning rates before each step, as a function of the step alone: a run continues it by its step.
 
     Args:
-        optimizer: The optimizer, with its groups at their full learning rates.
+        optimizer: The optimizer, with its groups at their full learning rates: before a checkpoint is loaded into it.
         config: The configuration.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-        self._groups = optimizer.param_groups
-        self._full = [group["lr"] for group in self._groups]
+        self._optimizer = optimizer
+        self._full = [group["lr"] for group in optimizer.param_groups]
         self._config = config
 
     def set_step(self, step: int) -> float:
         """Set the learning rates of a step, from 0; returns the configured one at that step."""
         fraction = lr_fraction(self._config.schedule, step, self._config.train.steps)
-        for group, full in zip(self._groups, self._full, strict=True):
+        for group, full in zip(self._optimizer.param_groups, self._full, strict=True):
             group["lr"] = full * fraction
         return self._config.optimizer.lr * fraction
 

@@ -86,7 +86,17 @@ class ProgressView:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _on_resumed(self, event: dict[str, Any]) -> None:
+        self.close()
+        for skipped in event["skipped"]:
+            self.note(f"skipped {skipped['path']}: {skipped['reason']}")
+        for text in event["notes"]:
+            self.note(text)
+        self.note(f"continued from {event['checkpoint']}, after step {event['step']} of {event['steps']}")
+        self._on_run_started(event)
+
     def _on_run_started(self, event: dict[str, Any]) -> None:
+        self.close()  # of ranks that were lost
         ranks = event["num_ranks"]
         self.note(
             f"{event['name']}: {event['num_parameters']:,} parameters, plan '{event['plan']}' on {ranks} "
@@ -102,7 +112,10 @@ class ProgressView:
                 TextColumn("{task.fields[numbers]}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task(escape(clean(event["name"])), total=event["steps"], numbers="")
+            done = event.get("step", 0)
+            self._task = self._bar.add_task(
+                escape(clean(event["name"])), total=event["steps"], completed=done, numbers=""
+            )
             self._bar.start()
 
     def _on_step(self, event: dict[str, Any]) -> None:
@@ -130,6 +143,24 @@ class ProgressView:
         self.note(
             f"step {event['step']}: held-out loss {event['loss']:.4f} on {event['num_samples']:,} samples "
             f"({format_seconds(event['seconds'])})"
+        )
+
+    def _on_saved(self, event: dict[str, Any]) -> None:
+        self._flush()
+        best = ", the lowest held-out loss so far" if event["is_best"] else ""
+        self.note(f"step {event['step']}: saved {event['path']} ({format_seconds(event['seconds'])}{best})")
+        if "warning" in event:
+            self.note(f"warning: {event['warning']}")
+
+    def _on_save_failed(self, event: dict[str, Any]) -> None:
+        self._flush()
+        self.note(f"warning: step {event['step']} was not saved: {event['text']}")
+
+    def _on_restarting(self, event: dict[str, Any]) -> None:
+        self.close()
+        self.note(f"{event['cause']}")
+        self.note(
+            f"restart {event['number']} of {event['most']} in {format_seconds(event['pause_s'])}, after step {event['step']}"
         )
 
     def _on_stopped(self, event: dict[str, Any]) -> None:

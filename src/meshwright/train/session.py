@@ -14,8 +14,10 @@ from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
+from meshwright.run.checkpoints.loading import Loaded
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.result import StepResult
+from meshwright.train.checkpoints import RunCheckpoints, RunState, agree_on_start
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.opening import apply_config, endless, open_loader, start_event
@@ -24,7 +26,7 @@ from meshwright.train.optim import LRSchedule
 __all__: list[str] = []
 
 
-def train(config: TrainConfig, world: World | None = None) -> dict[str, Any]:
+def train(config: TrainConfig, world: World | None = None, *, resume: bool = False) -> dict[str, Any]:
     """Train as the configuration says; every rank of its plan calls this.
 
     Rank 0 hands out events (see `events.py`); a rank that fails hands out one that says where it was.
@@ -32,12 +34,16 @@ def train(config: TrainConfig, world: World | None = None) -> dict[str, Any]:
     Args:
         config: The configuration.
         world: This process's place; None joins the world that it was started in.
+        resume: Whether to continue from the newest sound checkpoint of the run's folder; rank 0's word counts.
 
     Returns:
         What this rank did: its last step, whether it was asked to stop, its peak memory, what it sent.
 
     Raises:
-        ConfigError: The data or the model cannot be loaded, or a parameter rule fits no parameter.
+        ConfigError: The data or the model cannot be loaded, a parameter rule fits no parameter, or the run that is to be
+            continued has other settings.
+        CheckpointError: There is no checkpoint to continue from, or it does not fit.
+        StorageError: A checkpoint cannot be written, with checkpoint.on_error = "stop".
         NonFiniteError: The loss or a gradient is not finite, with non_finite = "stop".
         Exception: Whatever the user's code raises.
     """
@@ -46,7 +52,7 @@ def train(config: TrainConfig, world: World | None = None) -> dict[str, Any]:
     session = _Session(config, world)
     with world.catching_stop_signals():
         try:
-            return session.run()
+            return session.run(resume=resume)
         except StoppedOnRequest:
             raise
         except Exception as error:
@@ -61,19 +67,27 @@ class _Session:
         self.step = 0
         """Steps that are done [count]."""
         self.phase = "build"
-        self.eval_loss: float | None = None
+        self.first_step = 0
+        """Steps that were done before this process began [count]."""
+        self.state = RunState(config)
         self.stop_reason: str | None = None
         self.began_at = time.perf_counter()
         self._has_told_plan = False
 
-    def run(self) -> dict[str, Any]:
+    def run(self, *, resume: bool) -> dict[str, Any]:
         self._enter("build")
+        resume = agree_on_start(self.config, self.world, resume=resume)
         model = apply_config(self.config)
         with model:
+            if model.optimizer is None:
+                raise ConfigError("the model has no optimizer")
+            schedule = LRSchedule(model.optimizer, self.config)
             self._enter("data")
             train_loader, eval_loader = self._make_loaders(model)
-            self._emit_start(model, train_loader, eval_loader)
-            self._train(model, train_loader, eval_loader)
+            checkpoints = RunCheckpoints(self.config, model, {"loader": train_loader, "run": self.state})
+            loaded = self._continue(checkpoints) if resume else None
+            self._emit_start(model, train_loader, eval_loader, loaded)
+            self._train(model, train_loader, eval_loader, schedule, checkpoints)
             return self._summary(model)
 
     def failure(self, error: Exception) -> dict[str, Any]:
@@ -103,9 +117,29 @@ class _Session:
         shuffle = eval_batches is not None
         return train_loader, open_loader(self.config, model, "eval", shuffle=shuffle, drop_last=False)
 
-    def _emit_start(self, model: ParallelModel, train_loader: Any, eval_loader: Any) -> None:
+    def _continue(self, checkpoints: RunCheckpoints) -> Loaded:
+        self._enter("resume")
+        loaded = checkpoints.resume()
+        self.step = self.first_step = loaded.step
+        if self.step > self.config.train.steps:
+            raise ConfigError(
+                f"{loaded.path} is of step {self.step}, train.steps = {self.config.train.steps} (rule: at least as many)",
+                fix=f"--set train.steps={self.step}",
+            )
+        return loaded
+
+    def _emit_start(self, model: ParallelModel, train_loader: Any, eval_loader: Any, loaded: Loaded | None) -> None:
+        event = start_event(self.config, model, self.config.train.steps)
+        if loaded is not None:
+            event |= {
+                "event": "resumed",
+                "step": loaded.step,
+                "checkpoint": str(loaded.path),
+                "skipped": [{"path": str(path), "reason": reason} for path, reason in loaded.skipped],
+                "notes": loaded.notes,
+            }
         self._emit(
-            **start_event(self.config, model, self.config.train.steps),
+            **event,
             torch=torch.__version__,
             train_samples=_length(train_loader),
             eval_samples=_length(eval_loader),
@@ -123,13 +157,17 @@ class _Session:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def _train(self, model: ParallelModel, train_loader: Any, eval_loader: Any) -> None:
+    def _train(
+        self,
+        model: ParallelModel,
+        train_loader: Any,
+        eval_loader: Any,
+        schedule: LRSchedule,
+        checkpoints: RunCheckpoints,
+    ) -> None:
         train = self.config.train
-        if model.optimizer is None:
-            raise ConfigError("the model has no optimizer")
-        schedule = LRSchedule(model.optimizer, self.config)
-        if eval_loader is not None and train.eval_every > 0:
-            self._evaluate(model, eval_loader)  # where the training starts from
+        if eval_loader is not None and self._owes_evaluation():
+            self._evaluate(model, eval_loader)
         batches = endless(self.config, train_loader)
         loop_began = step_began = time.perf_counter()
         try:
@@ -143,10 +181,15 @@ class _Session:
                 self.step += 1
                 now = time.perf_counter()
                 self._note_step(result, lr, now - step_began, now - loop_began)
-                self.stop_reason = self._why_stop(model, now - loop_began)
+                self.stop_reason, is_time = self._agree(model, checkpoints, now - loop_began)
                 is_last = self.step == train.steps or self.stop_reason == "max_seconds"
+                is_best = False
                 if eval_loader is not None and (is_last or self._evaluates_now()):
-                    self._evaluate(model, eval_loader)
+                    is_best = self._evaluate(model, eval_loader)
+                is_end = is_last or self.stop_reason is not None
+                if checkpoints.is_due(self.step, is_time=is_time, is_end=is_end, is_best=is_best):
+                    self._enter("save")
+                    self._emit(**checkpoints.save(self.step, best_step=self.state.best_step))
                 step_began = time.perf_counter()
         finally:
             batches.close()
@@ -155,24 +198,29 @@ class _Session:
         seconds = time.perf_counter() - loop_began
         self._emit(kind, step=self.step, steps=train.steps, seconds=seconds, reason=self.stop_reason)
 
+    def _owes_evaluation(self) -> bool:
+        """Whether one is due before the next step: where the training starts from, or where it was asked to stop."""
+        every = self.config.train.eval_every
+        return every > 0 and self.step % every == 0 and self.step != self.state.evaluated_at
+
     def _evaluates_now(self) -> bool:
         every = self.config.train.eval_every
         return self.stop_reason is None and every > 0 and self.step % every == 0
 
-    def _why_stop(self, model: ParallelModel, seconds: float) -> str | None:
-        """Return why all ranks stop after this step, or None; the same on every rank."""
-        if model.stop_requested:
-            return "request"
+    def _agree(self, model: ParallelModel, checkpoints: RunCheckpoints, seconds: float) -> tuple[str | None, bool]:
+        """Return why all ranks stop after this step, or None, and whether it is time for a checkpoint; equal on every rank."""
         limit = self.config.train.max_seconds
-        if limit is None:
-            return None
-        # The ranks' clocks differ by a little, which is enough to disagree on the step.
-        over = torch.tensor([seconds >= limit], dtype=torch.int32, device=self.world.device)
-        self.world.default_group.all_reduce(over, "max")
-        return "max_seconds" if int(over) else None
+        is_over = is_time = False
+        if limit is not None or checkpoints.asks_the_clock:
+            # The ranks' clocks differ by a little, which is enough to disagree on the step.
+            mine = [limit is not None and seconds >= limit, self.world.rank == 0 and checkpoints.is_time()]
+            flags = torch.tensor(mine, dtype=torch.int32, device=self.world.device)
+            self.world.default_group.all_reduce(flags, "max")
+            is_over, is_time = (bool(flag) for flag in flags.tolist())
+        return "request" if model.stop_requested else "max_seconds" if is_over else None, is_time
 
-    def _evaluate(self, model: ParallelModel, loader: Any) -> None:
-        """Evaluate on held-out data; the loss is exact whatever the batches' sizes."""
+    def _evaluate(self, model: ParallelModel, loader: Any) -> bool:
+        """Evaluate on held-out data; the loss is exact whatever the batches' sizes. Returns whether it is the lowest so far."""
         self._enter("evaluate")
         began = time.perf_counter()
         loss_sum = weight_sum = 0.0
@@ -187,15 +235,16 @@ class _Session:
             weight_sum += weight
             num_samples += metrics["num_samples"]
             num_tokens += metrics["num_tokens"]
-        self.eval_loss = loss_sum / weight_sum if weight_sum else math.nan
+        loss = loss_sum / weight_sum if weight_sum else math.nan
         self._emit(
             "evaluated",
             step=self.step,
-            loss=self.eval_loss,
+            loss=loss,
             num_samples=num_samples,
             num_tokens=num_tokens,
             seconds=time.perf_counter() - began,
         )
+        return self.state.note_evaluation(self.step, loss)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +272,7 @@ class _Session:
             samples_per_s=result.num_samples / seconds,
             tokens_per_s=result.num_tokens / seconds,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
-            eta_s=elapsed / self.step * (self.config.train.steps - self.step),
+            eta_s=elapsed / (self.step - self.first_step) * (self.config.train.steps - self.step),
         )
 
     def _summary(self, model: ParallelModel) -> dict[str, Any]:
@@ -234,7 +283,7 @@ class _Session:
             "rank": self.world.rank,
             "step": self.step,
             "stopped": self.stop_reason == "request",
-            "eval_loss": self.eval_loss,
+            "eval_loss": self.state.eval_loss,
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "sent_bytes": {axis: round(amount) for axis, amount in sent.items()},
         }

@@ -124,7 +124,7 @@ def resave(plan: str, kind: str, optimizer: str, source: str, target: str) -> in
 
 
 def written_after_a_load(plan: str, source: str) -> tuple[float, float]:
-    """Load, write into a parameter, take a step; return the parameter's first entry before the step and its change in the step."""
+    """Load, write into a parameter, and return an evaluation's loss and the parameter."""
     model = apply(plan, "words", "sgd")
     mw.load_checkpoint(model, source, with_optimizer=False)
     with model.whole_parameters():

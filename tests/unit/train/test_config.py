@@ -130,6 +130,13 @@ def test_config_is_frozen(folder):
         ("optimizer.betas=[0.9, 1.0]", ["0 <= beta < 1"]),
         ("optimizer.param_groups=[{patern=['a']}]", ["optimizer.param_groups.0.patern", "did you mean 'patterns'"]),
         ("train.eval_batches=-1", ["train.eval_batches"]),
+        ("train.max_restarts=-1", ["train.max_restarts"]),
+        ("checkpoint.every_step=3", ["unknown key 'checkpoint.every_step'", "did you mean 'every_steps'"]),
+        ("checkpoints.keep=3", ["unknown key 'checkpoints'", "did you mean 'checkpoint'"]),
+        ("checkpoint.keep=-1", ["'checkpoint.keep' = -1"]),
+        ("checkpoint.every_minutes=inf", ["'checkpoint.every_minutes'", "finite"]),
+        ("checkpoint.on_error=ignore", ["'checkpoint.on_error'", "'stop' or 'warn'"]),
+        ("checkpoint.best=true", ["train.eval_every = 0", "fix: --set train.eval_every=100"]),
     ],
 )
 def test_each_mistake_is_one_clear_error(folder, override, words):
@@ -235,6 +242,24 @@ def test_more_devices_than_cores_is_a_warning(folder, monkeypatch):
 def test_a_warm_up_longer_than_the_run_is_a_warning(folder):
     assert "warmup_steps = 3 with train.steps = 2" in load(folder, "schedule.warmup_steps=3", plan="single").notes[0]
     assert load(folder, "schedule.warmup_steps=2", plan="single").notes == ()
+
+
+def test_checkpoints_by_default_and_the_fix_of_best(folder):
+    checkpoint = load(folder).checkpoint
+    assert (checkpoint.every_steps, checkpoint.every_minutes, checkpoint.keep) == (0, 0.0, 3)
+    assert (checkpoint.at_end, checkpoint.best, checkpoint.on_error) == (True, False, "stop")
+    assert checkpoint.is_on
+    assert not load(folder, "checkpoint.at_end=false").checkpoint.is_on
+    assert load(folder, "checkpoint.every_minutes=2").checkpoint.every_minutes == 2.0
+    assert load(folder, "checkpoint.best=true", "train.eval_every=100").checkpoint.best
+    assert str(load(folder, "train.name=a").checkpoint_directory) == "runs/a/checkpoints"
+
+
+def test_restarts_without_checkpoints_are_a_warning(folder):
+    (note,) = load(folder, "train.max_restarts=2", plan="single").notes
+    assert note.startswith("warning: train.max_restarts = 2 without checkpoint.every_steps")
+    for setting in ("checkpoint.every_steps=2", "checkpoint.every_minutes=1"):
+        assert load(folder, "train.max_restarts=2", setting, plan="single").notes == ()
 
 
 def test_batch_smaller_than_the_plan_and_its_fix(folder):

@@ -30,6 +30,65 @@ def test_a_second_run_is_appended_and_read_alone(tmp_path):
     assert [event.get("loss") for event in read_events(tmp_path)] == [None, 2.0]
 
 
+def test_a_run_that_was_continued_has_each_step_once(tmp_path):
+    def life(kind, steps, **fields):
+        with RunDirectory(tmp_path) as directory:
+            directory.write_event({"event": kind, **fields})
+            for step in steps:
+                directory.write_event({"event": "step", "step": step, "life": kind})
+                directory.write_event({"event": "evaluated", "step": step})
+
+    life("run_started", [1, 2, 3, 4])
+    life("resumed", [3, 4, 5], step=2)
+    found = read_events(tmp_path)
+    assert [(e["step"], e["life"]) for e in found if e["event"] == "step"] == [
+        *((1, "run_started"), (2, "run_started")),
+        *((3, "resumed"), (4, "resumed"), (5, "resumed")),
+    ]
+    assert [e["step"] for e in found if e["event"] == "evaluated"] == [1, 2, 3, 4, 5]
+    life("run_started", [1])
+    assert [e["step"] for e in read_events(tmp_path) if e["event"] == "step"] == [1]
+
+
+def test_the_folder_of_checkpoints_is_tried_and_set_aside(tmp_path):
+    with RunDirectory(tmp_path) as directory:
+        assert directory.set_checkpoints_aside() is None
+        directory.try_checkpoints()
+        assert os.listdir(tmp_path / "checkpoints") == []
+        assert not directory.has_checkpoints
+        assert directory.set_checkpoints_aside() is None  # nothing of value is in it
+        assert not directory.has_steps
+        (tmp_path / "checkpoints" / "step-00000001").mkdir()
+        assert directory.has_checkpoints
+        assert directory.set_checkpoints_aside() == tmp_path / "checkpoints.1"
+        assert os.listdir(tmp_path / "checkpoints.1") == ["step-00000001"]
+        assert not directory.has_checkpoints
+        directory.write_event({"event": "step", "step": 1})
+        assert directory.has_steps
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_synced_is_a_storage_error(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(5, "Input/output error")
+
+    with RunDirectory(tmp_path) as directory:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(StorageError, match=r"checkpoints/\.probe-.*: Input/output error"):
+                directory.try_checkpoints()
+        assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_the_next_event_does_not_join_an_unfinished_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for before in ('{"event": "run_started"}\n{"event": "st', '{"ev', "", '{"event": "x"}\n' + "y" * 200_000):
+        path.write_text(before)
+        with RunDirectory(tmp_path) as directory:
+            directory.write_event({"event": "resumed"})
+        assert [json.loads(line)["event"] for line in path.read_text().splitlines()][-1] == "resumed"
+        assert path.read_text().startswith(before[: before.rfind("\n") + 1])
+
+
 def test_an_unfinished_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "run_started"}\n{"event": "st')
@@ -51,7 +110,7 @@ def test_the_record_reads_back_and_leaves_no_part_behind(tmp_path):
 
 def test_two_runs_in_one_folder_are_refused_with_the_holders_number(tmp_path):
     with RunDirectory(tmp_path):
-        with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}, is using") as caught:
+        with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()} on .* since .*, is using") as caught:
             RunDirectory(tmp_path)
         assert caught.value.exit_code == 16
     RunDirectory(tmp_path).close()

@@ -115,3 +115,36 @@ def test_control_characters_and_markup_from_outside_do_nothing():
         view.note(f"{name} again")
     assert "\x1b]0" not in stream.getvalue()
     assert "[bold]c again" in stream.getvalue()
+
+
+def test_a_run_that_goes_on_says_from_where_and_what_was_skipped():
+    stream = io.StringIO()
+    view = ProgressView(stream)
+    skipped = [{"path": "checkpoints/step-00000060", "reason": "rank-00000.safetensors is damaged"}]
+    event = started(event="resumed", step=40, checkpoint="checkpoints/step-00000040", skipped=skipped, notes=["a note"])
+    view.show(event)
+    assert stream.getvalue().splitlines()[:3] == [
+        "skipped checkpoints/step-00000060: rank-00000.safetensors is damaged",
+        "a note",
+        "continued from checkpoints/step-00000040, after step 40 of 100",
+    ]
+    assert stream.getvalue().splitlines()[3].startswith("demo: 1,234 parameters, plan 'dp=2'")
+
+
+def test_saves_and_restarts_are_lines():
+    stream = io.StringIO()
+    view = ProgressView(stream, print_every=0)
+    saved = {"event": "saved", "step": 3, "path": "p/step-00000003", "seconds": 0.5, "is_best": False}
+    view.show(saved)
+    view.show(saved | {"is_best": True, "warning": "an old checkpoint stays: no"})
+    view.show({"event": "save_failed", "step": 4, "text": "no room"})
+    restart = {"cause": "WorkerKilledError: rank 1", "number": 1, "most": 3, "pause_s": 2.0, "step": 4}
+    view.show(restart | {"event": "restarting"})
+    assert stream.getvalue().splitlines() == [
+        "step 3: saved p/step-00000003 (500 ms)",
+        "step 3: saved p/step-00000003 (500 ms, the lowest held-out loss so far)",
+        "warning: an old checkpoint stays: no",
+        "warning: step 4 was not saved: no room",
+        "WorkerKilledError: rank 1",
+        "restart 1 of 3 in 2 s, after step 4",
+    ]

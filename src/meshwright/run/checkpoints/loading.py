@@ -198,12 +198,12 @@ class _Load:
         """Read everything; `again` is after the cut, for what waited: a script may have written and drawn since the load."""
         parts = self._engine.held_state()
         self._compare(parts)
-        options = None if optimizer is None or not self._engine.is_prepared else self._options(optimizer, parts)
+        options = None if optimizer is None else self._options(optimizer, parts)
         if not again:
             self._shared(lambda: self._read_values(parts), lambda _: None)
             self._engine.take_held_state()
         if optimizer is not None and options is not None:
-            self._shared(lambda: self._read_optimizer(optimizer, options, parts), lambda _: None)
+            self._shared(lambda: self._read_optimizer(optimizer, options, parts, again=again), lambda _: None)
         notes: list[str] = []
         self._shared(lambda: notes.extend(self._continue_streams(again=again)), lambda _: None)
         self._model.stepper.state_was_loaded()
@@ -264,7 +264,12 @@ class _Load:
                 part.tensor.copy_(values.view(part.tensor.shape))
 
     def _read_optimizer(
-        self, optimizer: torch.optim.Optimizer, found: tuple[dict[str, Any], list[Any]], parts: Sequence[HeldPart]
+        self,
+        optimizer: torch.optim.Optimizer,
+        found: tuple[dict[str, Any], list[Any]],
+        parts: Sequence[HeldPart],
+        *,
+        again: bool,
     ) -> None:
         def read(name: str, part: HeldPart | None) -> Tensor:
             entry = self._snapshot.entry(name)
@@ -275,7 +280,12 @@ class _Load:
                 return self._snapshot.read(name)
             return self._snapshot.read(name, part.layout, part.order)
 
-        OptimizerReader(optimizer, read, stored_name).load(*found, parts)
+        reader = OptimizerReader(optimizer, read, stored_name)
+        state, options = found
+        if not again:  # a script may have set a learning rate since
+            reader.load_options(options)
+        if self._engine.is_prepared:
+            reader.load_state(state, parts)
 
     def _continue_streams(self, *, again: bool) -> list[str]:
         places = self._manifest.state.get("places")

@@ -168,12 +168,22 @@ class OptimizerReader:
         self._read = read
         self._rename = rename
 
-    def load(self, state: Mapping[str, Any], options: Sequence[Mapping[str, Any]], parts: Sequence[HeldPart]) -> None:
-        """Replace state and options.
+    def load_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the options.
+
+        Args:
+            options: For each of the optimizer's groups.
+        """
+        for group, stored in zip(self._optimizer.param_groups, options, strict=True):
+            for key, value in stored.items():
+                if key not in _NOT_OPTIONS:
+                    group[key] = self._option(value, key, group.get(key))
+
+    def load_state(self, state: Mapping[str, Any], parts: Sequence[HeldPart]) -> None:
+        """Replace the state.
 
         Args:
             state: FQN -> key -> JSON.
-            options: For each of the optimizer's groups.
             parts: This rank's parts of the model.
         """
         by_owner = {id(part.owner): part for part in parts}
@@ -184,10 +194,6 @@ class OptimizerReader:
             entry = state.get(self._rename(part.name))
             if entry is not None:
                 found[owner] = {key: self._value(key, value, part, owner) for key, value in entry.items()}
-        for group, stored in zip(self._optimizer.param_groups, options, strict=True):
-            for key, value in stored.items():
-                if key not in _NOT_OPTIONS:
-                    group[key] = self._option(value, key, group.get(key))
         self._optimizer.state.clear()
         self._optimizer.state.update(found)
 

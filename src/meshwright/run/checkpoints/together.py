@@ -26,8 +26,8 @@ def require_between_steps(switch: ShardSwitch, doing: str) -> None:
     """
     if not switch.is_between_steps:
         raise CheckpointError(
-            f"{doing} inside of a step, a hook or `with model.whole_parameters():`, or after close(): what a rank holds there is not "
-            "what it holds between steps",
+            f"{doing} inside of a step, a hook or `with model.whole_parameters():`, or after close(): what a rank holds there is "
+            "not what it holds between steps",
             fix=f"call {doing} between two steps, on every rank",
         )
 

@@ -164,6 +164,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
     _check_optimizer(config)
     _check_schedule(config)
     _check_loss(config)
+    _check_checkpoint(config)
     notes = (*config.notes, *_warnings(config))
     return config.model_copy(update={"notes": notes})
 
@@ -254,12 +255,18 @@ def _check_sizes(config: TrainConfig) -> None:
 
 
 def _warnings(config: TrainConfig) -> list[str]:
-    warmup, steps = config.schedule.warmup_steps, config.train.steps
-    if warmup <= steps:
-        return []
-    return [
-        f"warning: schedule.warmup_steps = {warmup} with train.steps = {steps}: the run ends before the warm-up does"
-    ]
+    warmup, steps, restarts = config.schedule.warmup_steps, config.train.steps, config.train.max_restarts
+    found = []
+    if warmup > steps:
+        found.append(
+            f"warning: schedule.warmup_steps = {warmup} with train.steps = {steps}: the run ends before the warm-up does"
+        )
+    if restarts and not (config.checkpoint.every_steps or config.checkpoint.every_minutes):
+        found.append(
+            f"warning: train.max_restarts = {restarts} without checkpoint.every_steps or checkpoint.every_minutes: a restart "
+            "begins anew"
+        )
+    return found
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -359,6 +366,14 @@ def _check_loss(config: TrainConfig) -> None:
     if ":" not in loss:
         raise ConfigError(f"train.loss = {loss!r}; known: {', '.join(BUILT_IN_LOSSES)}, package.module:callable")
     check_callable(loss, key="train.loss", roots=config.import_roots, positional=2, keywords={})
+
+
+def _check_checkpoint(config: TrainConfig) -> None:
+    if config.checkpoint.best and config.train.eval_every == 0:
+        raise ConfigError(
+            "checkpoint.best = true with train.eval_every = 0 (rule: the best is found by evaluations during the run)",
+            fix="--set train.eval_every=100, or leave out checkpoint.best",
+        )
 
 
 def _require_package(module: str, extra: str, what: str) -> None:

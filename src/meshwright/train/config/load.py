@@ -19,7 +19,7 @@ from meshwright.train.config.types import ParamGroup, TrainConfig
 
 __all__: list[str] = []
 
-_SECTIONS = ("model", "data", "optimizer", "schedule", "train")
+_SECTIONS = ("model", "data", "optimizer", "schedule", "train", "checkpoint")
 _RESERVED = ("base_directory", "plan", "notes", "plan_rows")
 """Fields of `TrainConfig` that `load_config` fills in."""
 

@@ -7,11 +7,13 @@ Example::
     [optimizer]  name = "adamw" | "sgd" | "package.module:callable", lr = 3e-4, ...
     [schedule]   kind = "constant" | "cosine", warmup_steps = 20, min_lr_fraction = 0.1
     [train]      steps = 100, global_batch_size = 32, plan = "distributed", devices = 2, ...
+    [checkpoint] every_steps = 500, every_minutes = 30, keep = 3, at_end = true, best = false, on_error = "stop" | "warn"
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
@@ -151,10 +153,34 @@ class TrainSection(_Section):
     """Steps between lines of progress; 0: none; None: a line every two seconds."""
     max_seconds: PositiveFloat | None = None
     """Stop after this long [s]; counts as done."""
+    max_restarts: NonNegativeInt = 0
+    """How often ranks that were killed or lost are started again, from the newest checkpoint [count]."""
     name: str | None = None
     """The run's folder; None: the configuration file's name."""
     directory: str = "runs"
     """Where the runs' folders are, relative to the working directory."""
+
+
+class CheckpointConfig(_Section):
+    """When the run is saved, and what stays of it."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between checkpoints; 0: none by steps."""
+    every_minutes: NonNegativeFloat = 0.0
+    """Time between checkpoints, by rank 0's clock; 0: none by time [min]."""
+    keep: NonNegativeInt = 3
+    """How many of the newest stay; 0: all [count]."""
+    at_end: bool = True
+    """Save where the run ends: all steps done, the time over, or asked to stop."""
+    best: bool = False
+    """Save where the held-out loss is the lowest so far, and keep that one too."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """What a save that fails does to the run."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever saved."""
+        return bool(self.every_steps or self.every_minutes or self.at_end or self.best)
 
 
 class TrainConfig(_Section):
@@ -165,6 +191,7 @@ class TrainConfig(_Section):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainSection
+    checkpoint: CheckpointConfig = CheckpointConfig()
     base_directory: str
     """The configuration file's folder: relative paths start here, and it is on `sys.path` in the ranks."""
     plan: Annotated[Plan, BeforeValidator(_read_plan), PlainSerializer(Plan.to_dict)]
@@ -178,6 +205,16 @@ class TrainConfig(_Section):
     def run_name(self) -> str:
         """The name of the run's folder."""
         return self.train.name or "run"
+
+    @property
+    def run_directory(self) -> Path:
+        """The run's folder."""
+        return Path(self.train.directory) / self.run_name
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.run_directory / "checkpoints"
 
     @property
     def import_roots(self) -> tuple[str, ...]:
