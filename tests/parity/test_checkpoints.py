@@ -151,7 +151,7 @@ def test_another_model_is_refused_with_a_list(tmp_path: Path, plan: str) -> None
     assert "is of another model" in text
     assert "missing: head.bias" in text
     assert "unexpected: blocks.0.down.bias" in text or "and " in text
-    assert "fix: build the model that was saved" in text
+    assert "fix: build the model that was saved, or load what they have in common" in text
 
 
 @pytest.mark.parametrize("plan", ["single", "dp=2,zero=2"])
@@ -198,6 +198,22 @@ def test_what_a_script_writes_after_a_load_stays(tmp_path: Path, plan: str) -> N
     expected = run(jobs.written_after_a_load, "single", str(tmp_path))
     assert run(jobs.written_after_a_load, plan, str(tmp_path)) == pytest.approx(expected, rel=1e-11)
     assert expected[1] == 3.0
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_a_partial_load_takes_what_is_common(tmp_path: Path, plan: str) -> None:
+    run(jobs.train, "single", "words", "adamw", steps=(0, 2), target=str(tmp_path))
+    saved = contents(tmp_path)[0]
+    before, after = run(jobs.partly_loaded, plan, str(tmp_path))
+    assert torch.equal(after["tokens.weight"], saved["model/tokens.weight"])
+    assert torch.equal(after["blocks.1.up.weight"], saved["model/blocks.1.up.weight"])
+    assert torch.equal(after["scale"], before["scale"])
+    assert torch.equal(after["blocks.3.up.weight"], before["blocks.3.up.weight"])
+
+
+def test_a_partial_load_has_no_optimizer() -> None:
+    with pytest.raises(mw.ConfigError, match="partial=True loads no optimizer's state"):
+        mw.load_checkpoint(jobs.apply("single", "words", "sgd"), "nowhere", partial=True)
 
 
 def test_extra_states_come_back(tmp_path: Path) -> None:

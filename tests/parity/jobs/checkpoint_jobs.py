@@ -133,6 +133,26 @@ def written_after_a_load(plan: str, source: str) -> tuple[float, float]:
     return loss, model.full_state_dict()["scale"].item()
 
 
+class More(Words):
+    """One block more, and a scale of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block(0.0))
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def partly_loaded(plan: str, source: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the state before and after a partial load into a larger model."""
+    optimizer = OPTIMIZERS["adamw"]
+    model = mw.apply_plan(lambda: More().double(), plan, loss_fn=loss_fn, optimizer=optimizer, seed=0)
+    before = model.full_state_dict()
+    assert mw.load_checkpoint(model, source, partial=True, with_optimizer=False) == 2
+    after = model.full_state_dict()
+    model.step(mw.split_batch(batch("words", 0), model))
+    return before, after
+
+
 def refusal(plan: str, kind: str, optimizer: str, source: str, width: int | None = None) -> str:
     """Return with what a load is refused, and that it has left the parameters as they were."""
     model = apply(plan, kind, optimizer)

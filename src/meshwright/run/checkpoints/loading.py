@@ -17,7 +17,7 @@ from meshwright.apply.held_state import HeldPart
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Saved, Store
 from meshwright.checkpoint.tensor_files import dtype_name
-from meshwright.errors import CheckpointError, StorageError
+from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
 from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
@@ -51,6 +51,7 @@ def load_checkpoint(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     with_optimizer: bool = True,
+    partial: bool = False,
 ) -> int:
     """Load the newest sound checkpoint of a directory, saved under any plan; every rank calls it.
 
@@ -63,15 +64,18 @@ def load_checkpoint(
         step: Load this step; None loads the newest that is whole, and warns of newer ones that are not.
         extra: Name -> object with `load_state_dict()`, for states that `save_checkpoint` got under these names.
         with_optimizer: Whether the optimizer's state is loaded; without it, it begins anew.
+        partial: Load the tensors that model and checkpoint have in common, by name, type and shape. The others stay as they are,
+            and a warning lists them. It goes with `with_optimizer=False`.
 
     Returns:
         The step: how many steps of the optimizer had been taken [count].
 
     Raises:
         CheckpointError: There is no sound checkpoint, or its tensors are others than the model's; with a list.
+        ConfigError: `partial` without `with_optimizer=False`.
         StorageError: A file cannot be read.
     """
-    loaded = load(model, directory, step=step, extra=extra, with_optimizer=with_optimizer)
+    loaded = load(model, directory, step=step, extra=extra, with_optimizer=with_optimizer, partial=partial)
     if model.world.rank == 0:
         for path, reason in loaded.skipped:
             _LOG.warning("%s was skipped: %s", path, reason)
@@ -87,8 +91,14 @@ def load(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     with_optimizer: bool = True,
+    partial: bool = False,
 ) -> Loaded:
     """Load a checkpoint as `load_checkpoint` does, and return what there is to say of it."""
+    if partial and with_optimizer:
+        raise ConfigError(
+            "partial=True loads no optimizer's state, which belongs to the whole model",
+            fix="pass with_optimizer=False as well",
+        )
     engine = model.engine
     require_between_steps(engine.switch, "load_checkpoint")
     with model.told("load"), engine.switch.plain():
@@ -97,7 +107,7 @@ def load(
         snapshot, skipped = _open_sound(shared, group.group_rank, group.size, Path(directory), step)
         try:
             load = _Load(model, engine, snapshot, shared)
-            notes = load.run(model.optimizer if with_optimizer else None)
+            notes = load.run(model.optimizer if with_optimizer else None, partial=partial)
             shared(lambda: _load_extra(extra or {}, snapshot), lambda _: None)
         except BaseException:
             snapshot.close()
@@ -115,7 +125,7 @@ def _load_rest(model: ParallelModel, snapshot: OpenCheckpoint, *, with_optimizer
     engine = model.engine
     try:
         load = _Load(model, engine, snapshot, functools.partial(together, engine.everyone, engine.device))
-        load.run(model.optimizer if with_optimizer else None, again=True)
+        load.run(model.optimizer if with_optimizer else None, again=True, partial=not with_optimizer)
     finally:
         snapshot.close()
 
@@ -182,6 +192,11 @@ def _load_extra(extra: Mapping[str, Any], snapshot: OpenCheckpoint) -> None:
         item.load_state_dict(known[name])
 
 
+def _listed(lines: Sequence[str]) -> str:
+    more = f"\n  and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
+    return f"{len(lines)} tensors differ" + "".join(f"\n  {line}" for line in lines[:_MOST_SHOWN]) + more
+
+
 class _Load:
     """One load, on one rank."""
 
@@ -194,46 +209,46 @@ class _Load:
         self._manifest = snapshot.manifest
         self._shared = shared
 
-    def run(self, optimizer: torch.optim.Optimizer | None, *, again: bool = False) -> list[str]:
+    def run(self, optimizer: torch.optim.Optimizer | None, *, again: bool = False, partial: bool = False) -> list[str]:
         """Read everything; `again` is after the cut, for what waited: a script may have written and drawn since the load."""
         parts = self._engine.held_state()
-        self._compare(parts)
+        differences = self._differences(parts)
+        if differences and not partial:
+            raise CheckpointError(
+                f"{self._snapshot.path} is of another model: {_listed(list(differences.values()))}",
+                fix="build the model that was saved, or load what they have in common with partial=True, with_optimizer=False",
+            )
         options = None if optimizer is None else self._options(optimizer, parts)
         if not again:
-            self._shared(lambda: self._read_values(parts), lambda _: None)
+            common = [part for part in parts if f"{MODEL}/{stored_name(part.name)}" not in differences]
+            self._shared(lambda: self._read_values(common), lambda _: None)
             self._engine.take_held_state()
         if optimizer is not None and options is not None:
             self._shared(lambda: self._read_optimizer(optimizer, options, parts, again=again), lambda _: None)
-        notes: list[str] = []
+        notes = [f"partly loaded: {_listed(list(differences.values()))}"] if differences and not again else []
         self._shared(lambda: notes.extend(self._continue_streams(again=again)), lambda _: None)
         self._model.stepper.state_was_loaded()
         return notes
 
     # -- what fits ------------------------------------------------------------------------------------------------
 
-    def _compare(self, parts: Sequence[HeldPart]) -> None:
-        """Raise CheckpointError, on every rank, with a list of what differs between model and checkpoint."""
+    def _differences(self, parts: Sequence[HeldPart]) -> dict[str, str]:
+        """Return stored names of what differs between model and checkpoint, with a line on each; alike on all ranks."""
         kinds = {f"{MODEL}/{stored_name(p.name)}": [dtype_name(p.tensor.dtype), list(p.full_shape)] for p in parts}
         rows = self._shared(lambda: kinds, lambda told: told)
         present = {name: kind for row in rows for name, kind in row.items()}
         names = {*self._manifest.tensors, *self._manifest.aliases}
         stored = {name for name in self._manifest.tensors if name.startswith(f"{MODEL}/")}
         used = {self._manifest.aliases.get(name, name) for name in present}
-        lines = [f"missing: {name}" for name in sorted(set(present) - names)]
-        lines += [f"unexpected: {name}" for name in sorted(stored - used)]
+        found = {name: "missing: " + name.removeprefix(f"{MODEL}/") for name in sorted(set(present) - names)}
+        found |= {name: "unexpected: " + name.removeprefix(f"{MODEL}/") for name in sorted(stored - used)}
         for name in sorted(set(present) & names):
             entry = self._snapshot.entry(name)
             if [entry.dtype, list(entry.full_shape)] != present[name]:
-                lines.append(
-                    f"{name}: {entry.dtype} {list(entry.full_shape)}, the model has {' '.join(map(str, present[name]))}"
-                )
-        if lines:
-            more = f"\n  and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
-            shown = "".join(f"\n  {line.replace(f'{MODEL}/', '')}" for line in lines[:_MOST_SHOWN])
-            raise CheckpointError(
-                f"{self._snapshot.path} is of another model: {len(lines)} tensors differ{shown}{more}",
-                fix="build the model that was saved",
-            )
+                own = " ".join(map(str, present[name]))
+                label = name.removeprefix(f"{MODEL}/")
+                found[name] = f"{label}: {entry.dtype} {list(entry.full_shape)}, the model has {own}"
+        return found
 
     def _options(self, optimizer: torch.optim.Optimizer, parts: Sequence[HeldPart]) -> tuple[dict[str, Any], list[Any]]:
         """Return state and options of the checkpoint for this optimizer."""
