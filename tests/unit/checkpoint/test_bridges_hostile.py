@@ -17,6 +17,7 @@ from meshwright.checkpoint.bridges.converting import convert
 from meshwright.checkpoint.bridges.huggingface import INDEX, HuggingFaceWeights
 from meshwright.checkpoint.bridges.safetensors_files import SafetensorsWeights
 from meshwright.checkpoint.listing import inspect_checkpoint
+from meshwright.checkpoint.tensor_files import memory_of
 from meshwright.checkpoint.verification import verify_checkpoints
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from unit.checkpoint.made import save_tensors
@@ -96,6 +97,27 @@ def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(data[:size])
         with pytest.raises(CheckpointError, match=r"a\.safetensors"):
             SafetensorsWeights(path)
+
+
+def test_every_flipped_bit_of_a_header_is_refused_or_read(tmp_path: Path) -> None:
+    # The format has no digest: a flip may make another name or type. It must not make another error, or numbers from elsewhere.
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.arange(4.0), "b": torch.ones(3, dtype=torch.bool)}, path, metadata={"format": "pt"})
+    data = path.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    refused = 0
+    for bit in range(8 * length):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            with SafetensorsWeights(path) as weights:
+                found = b"".join(memory_of(piece) for name in weights.tensors for piece in weights.pieces(name))
+        except CheckpointError:
+            refused += 1
+        else:
+            assert found == data[length:]
+    assert refused > 4 * length
 
 
 def test_a_file_that_is_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_flipped_bits_of_the_numbers_are_found(tmp_path: Path) -> None:
 
 def test_truncations_and_flips_never_give_other_numbers(tmp_path: Path) -> None:
     path = write_chunks(tmp_path / "dcp", FULL, BOXES["columns"])
+    num_read = 0
     for file in (path / "__0_0.distcp", path / ".metadata"):
         data = file.read_bytes()
         damaged = [data[:size] for size in range(0, len(data), 211)]
@@ -195,9 +196,11 @@ def test_truncations_and_flips_never_give_other_numbers(tmp_path: Path) -> None:
             except CheckpointError:
                 continue
             # Names, and fields that are not read, have no check sum there.
+            num_read += 1
             assert len(found) <= 1
             assert all(torch.equal(tensor, FULL) for tensor in found.values())
         file.write_bytes(data)
+    assert num_read > 10
 
 
 def test_a_compressed_entry_is_refused(tmp_path: Path) -> None:
@@ -289,6 +292,25 @@ def test_what_a_pickle_would_call_is_refused_and_not_called(
     assert not victim.exists()
     assert any(event.startswith("open") for event in found)  # the hook hears
     assert [event for event in found if not event.startswith(f"open {path}")] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"\x96\xff\xff\xff\xff\x1f\x00\x00\x00", "BYTEARRAY8|expected"),  # 128 GiB of bytes that are not there
+        (b"\x8e\xff\xff\xff\xff\x1f\x00\x00\x00", "BINBYTES8|expected"),
+        (b"Nr\xff\xff\xff\x7f", "place 2147483647 after 0 others"),  # a table of 32 GiB
+        (b"\x82\x01", "EXT1"),
+        (b"cos\nsystem\n", "'os.system'"),
+        (b"(cos\nsystem\no", "OBJ"),
+        (b"P1\n", "PERSID"),
+    ],
+)
+def test_opcodes_that_dcp_does_not_write_are_refused(tmp_path: Path, body: bytes, said: str) -> None:
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x05" + body + b".")
+    with pytest.raises(CheckpointError, match=said):
+        DcpWeights(tmp_path / "dcp", allow_pickle=True)
 
 
 def test_a_pickle_that_changes_what_it_names_changes_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.manifest import ITEM_BYTES
@@ -76,6 +77,36 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+_PUTS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}
+_OPCODES = _PUTS | {
+    *(
+        "PROTO",
+        "FRAME",
+        "MARK",
+        "STOP",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+    ),
+    *(
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "EMPTY_DICT",
+        "EMPTY_LIST",
+        "EMPTY_TUPLE",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+    ),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINGET", "LONG_BINGET"),
+    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
+}
 UNTYPED = DtypeName("")
 """A storage of bytes."""
 
@@ -123,6 +154,22 @@ def _nothing(_record: PickledObject, *_parts: Any) -> None:
     pass
 
 
+def _check_opcodes(data: bytes, where: str) -> None:
+    """Refuse what DCP does not write: the reader takes memory as an opcode says, before it looks for the bytes."""
+    num_put = 0
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name not in _OPCODES:
+            raise CheckpointError(
+                f"{where} has the opcode {opcode.name}, which a checkpoint of DCP does not need; it is not read"
+            )
+        if opcode.name in _PUTS:
+            if argument is not None and argument > num_put:
+                raise CheckpointError(
+                    f"{where} puts something into place {argument} after {num_put} others; it is not read"
+                )
+            num_put += 1
+
+
 def read_pickle(data: bytes, where: str) -> Any:
     """Return what a pickle of DCP holds: numbers, texts, containers, and `PickledObject` for objects.
 
@@ -134,6 +181,7 @@ def read_pickle(data: bytes, where: str) -> Any:
         CheckpointError: It is damaged, or names anything that DCP does not write.
     """
     try:
+        _check_opcodes(data, where)
         return _ObjectReader(data, where).load()
     except CheckpointError:
         raise
