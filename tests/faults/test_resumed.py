@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.faults.jobs import trained
 from tests.faults.shm_ranks import Zygote
-from tests.faults.test_joined import env_of, free_port, run_ranks
+from tests.faults.test_joined import CLEAN, env_of, free_port
 
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.errors import CheckpointError, ConfigError, DirectoryInUseError, exit_code_of
@@ -268,8 +268,10 @@ def test_a_run_goes_on_as_ranks_of_a_job(zygote: Zygote, tmp_path: Path, undistu
     (tmp_path / "joined.py").write_text(JOINED)
     port = free_port()
     words = json.dumps(["train", "c.toml", "--set", DROPOUT, "--resume"])
-    done = run_ranks(zygote, str(tmp_path / "joined.py"), words, [env_of(rank, 2, port) for rank in (0, 1)])
-    assert [code for code, _ in done] == [0, 0], done
+    environments = [env_of(rank, 2, port) for rank in (0, 1)]
+    args = {"path": str(tmp_path / "joined.py"), "arguments": [words], "environments": environments, "without": CLEAN}
+    with zygote.ranks("run_program", 2, timeout_s=100.0, finalizes=True, **args) as ranks:
+        assert ranks.hear_all("exit") == [0, 0]
     whole = undisturbed(DROPOUT)
     assert [event["step"] for event in events(tmp_path, "resumed")] == [6]
     assert losses(tmp_path) == losses(whole)
