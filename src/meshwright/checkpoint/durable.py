@@ -98,6 +98,22 @@ def _writing_starter() -> Callable[[int, int, int], object]:
     )
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, durably, where they are not there.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+    with told_of(path, "make"):
+        if path.is_dir():
+            return
+    if path.parent != path:
+        make_directory(path.parent)
+    with told_of(path, "make"):
+        path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable.
 
@@ -132,11 +148,27 @@ def open_regular_file(path: Path) -> int:
     with told_of(path, "read"):
         # Opening a pipe would wait for its other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    if not is_regular:
+    try:
+        if not stat.S_ISREG(_status(path, descriptor).st_mode):
+            raise StorageError(f"cannot read {path}: it is no regular file")
+    except StorageError:
         os.close(descriptor)
-        raise StorageError(f"cannot read {path}: it is no regular file")
+        raise
     return descriptor
+
+
+def size_of(path: Path, descriptor: int) -> int:
+    """Return the size of an open file [bytes].
+
+    Raises:
+        StorageError: The disk fails.
+    """
+    return _status(path, descriptor).st_size
+
+
+def _status(path: Path, descriptor: int) -> os.stat_result:
+    with told_of(path, "read"):
+        return os.fstat(descriptor)
 
 
 def read_small_file(path: Path, most_bytes: int) -> bytes:
@@ -147,7 +179,7 @@ def read_small_file(path: Path, most_bytes: int) -> bytes:
     """
     descriptor = open_regular_file(path)
     try:
-        size = os.fstat(descriptor).st_size
+        size = size_of(path, descriptor)
         if size > most_bytes:
             raise StorageError(f"cannot read {path}: it has {size} bytes (rule: at most {most_bytes})")
         return read_at(path, descriptor, 0, size)

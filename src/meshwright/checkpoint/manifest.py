@@ -104,7 +104,12 @@ class Manifest:
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the manifest's file: JSON in which the digest of the rest comes first."""
+        """Return the manifest's file: JSON in which the digest of the rest comes first.
+
+        Raises:
+            CheckpointError: The state has a value that JSON has no word for.
+        """
+        _require_json(self.state, "state")
         body = json.dumps(
             {
                 "format": FORMAT,
@@ -156,6 +161,20 @@ def _entry_to_json(entry: TensorEntry) -> list[Any]:
         for part in entry.parts
     ]
     return [entry.dtype, entry.shape, parts, *([entry.order] if entry.order else [])]
+
+
+def _require_json(value: Any, where: str) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _require_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _require_json(item, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
+        raise CheckpointError(
+            f"{where} is {str(value)[:40]}, a {type(value).__name__} (rule: dicts, lists, texts, finite numbers and None)",
+            fix="save it as a text, or leave it out",
+        )
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

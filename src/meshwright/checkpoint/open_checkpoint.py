@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint import blocks
-from meshwright.checkpoint.durable import open_regular_file, read_small_file
-from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES, FileEntry, Manifest, TensorEntry, table_bytes
-from meshwright.checkpoint.runs import common_runs, runs_of
+from meshwright.checkpoint.durable import open_regular_file, read_small_file, size_of
+from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES, FileEntry, Manifest, StoredPart, TensorEntry, table_bytes
+from meshwright.checkpoint.runs import CommonRun, close_together, common_runs, runs_of
 from meshwright.checkpoint.tensor_files import memory_of, read_into
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, InternalError
 from meshwright.layout import ShardLayout
 from meshwright.nn.shards import take_shard
 
@@ -20,6 +22,30 @@ __all__: list[str] = []
 
 MANIFEST_FILE = "manifest.json"
 TABLE_SUFFIX = ".blocks"
+_GAP_BYTES = 2**14  # that are read rather than left out
+_SPAN_BYTES = 2**23
+MOST_STEP = 10**18 - 1
+_NAME = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
+
+
+def name_of(step: int, epoch: int) -> str:
+    """Return the name of a checkpoint's directory.
+
+    >>> name_of(12, 1), name_of(12, 3)
+    ('step-00000012', 'step-00000012.3')
+    """
+    return f"step-{step:08d}" + (f".{epoch}" if epoch > 1 else "")
+
+
+def step_and_epoch(name: str) -> tuple[int, int] | None:
+    """Return what `name_of` made a name of, None if it is no checkpoint's.
+
+    >>> step_and_epoch("step-00000012.3"), step_and_epoch("step-000000012"), step_and_epoch("best")
+    ((12, 3), None, None)
+    """
+    match = _NAME.fullmatch(name)
+    found = (int(match[1]), int(match[2] or 1)) if match else None
+    return found if found and name_of(*found) == name else None
 
 
 class OpenCheckpoint:
@@ -37,6 +63,12 @@ class OpenCheckpoint:
         self.path = path
         where = path / MANIFEST_FILE
         self.manifest = Manifest.from_bytes(read_small_file(where, MOST_BYTES), str(where))
+        place = step_and_epoch(path.name)
+        if place not in (None, (self.manifest.step, self.manifest.epoch)):
+            raise CheckpointError(
+                f"{where} is of step {self.manifest.step}, save {self.manifest.epoch}; its directory has another name",
+                fix=f"name the directory {name_of(self.manifest.step, self.manifest.epoch)}",
+            )
         self._files: list[int] = []
         self._tables: list[bytes] = []
         try:
@@ -97,27 +129,42 @@ class OpenCheckpoint:
             stored = self._read(name, entry, ShardLayout.whole(entry.shape))
             plain = stored.permute([entry.order.index(dim) for dim in own]) if entry.order else stored
             turned = plain.permute(order or own).contiguous()
-            return turned if wanted is None else take_shard(turned, wanted)
+            if wanted is None:
+                return turned
+            self._require_shape(name, tuple(turned.shape), wanted)
+            return take_shard(turned, wanted)
         return self._read(name, entry, ShardLayout.whole(entry.shape) if wanted is None else wanted)
 
     def _read(self, name: str, entry: TensorEntry, wanted: ShardLayout) -> torch.Tensor:
-        if wanted.shape != entry.shape:
-            raise CheckpointError(
-                f"{name!r} has shape {list(entry.shape)} in {self.path}, here it has {list(wanted.shape)}"
-            )
+        self._require_shape(name, entry.shape, wanted)
         tensor = torch.empty(wanted.local_shape, dtype=getattr(torch, entry.dtype))
         memory, size = memory_of(tensor), ITEM_BYTES[entry.dtype]
-        runs = runs_of(wanted)
+        runs, filled = runs_of(wanted), 0
         for part in entry.parts:
-            path = self.path / self.manifest.files[part.file].name
-            for theirs, mine, length in common_runs(runs_of(part.layout), runs):
-                read_into(
-                    self._files[part.file],
-                    path,
-                    part.offset + theirs * size,
-                    memory[mine * size : (mine + length) * size],
-                )
+            for group in close_together(common_runs(runs_of(part.layout), runs), _GAP_BYTES // size, _SPAN_BYTES // size):
+                filled += sum(run.length for run in group)
+                self._fill(part, group, memory, size)
+        if filled != wanted.numel:
+            raise InternalError(f"{filled} of the {wanted.numel} entries of {name!r} were found in {self.path}")
         return tensor
+
+    def _fill(self, part: StoredPart, runs: Sequence[CommonRun], memory: memoryview, size: int) -> None:
+        """Fill memory with runs of a stored part, by one read: disks and system calls like that better than many."""
+        descriptor, path = self._files[part.file], self.path / self.manifest.files[part.file].name
+        first, last = runs[0], runs[-1]
+        if len(runs) == 1:
+            place = slice(first.right * size, (first.right + first.length) * size)
+            read_into(descriptor, path, part.offset + first.left * size, memory[place])
+            return
+        span = memoryview(bytearray((last.left + last.length - first.left) * size))
+        read_into(descriptor, path, part.offset + first.left * size, span)
+        for left, right, length in runs:
+            start = (left - first.left) * size
+            memory[right * size : (right + length) * size] = span[start : start + length * size]
+
+    def _require_shape(self, name: str, shape: tuple[int, ...], wanted: ShardLayout) -> None:
+        if wanted.shape != shape:
+            raise CheckpointError(f"{name!r} has shape {list(shape)} in {self.path}, here it has {list(wanted.shape)}")
 
     def close(self) -> None:
         """Close its files."""
@@ -141,7 +188,7 @@ def open_file(directory: Path, file: FileEntry) -> tuple[int, bytes]:
     path = directory / file.name
     descriptor = open_regular_file(path)
     try:
-        size = os.fstat(descriptor).st_size
+        size = size_of(path, descriptor)
         if size != file.num_bytes:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, the manifest says {file.num_bytes}")
         table = read_small_file(path.with_name(path.name + TABLE_SUFFIX), table_bytes(file))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,8 @@ def runs_of(layout: ShardLayout) -> list[EntryRun]:
     >>> runs_of(ShardLayout(shape=(2, 4), dim=1, ranges=((1, 3),)))
     [EntryRun(full=1, local=0, length=2), EntryRun(full=5, local=2, length=2)]
     """
+    if not layout.numel:
+        return []  # whatever its other sizes are
     if layout.dim is None:
         return _clipped([EntryRun(0, 0, layout.full_numel)], layout.flat)
     outer, inner = math.prod(layout.shape[: layout.dim]), math.prod(layout.shape[layout.dim + 1 :])
@@ -81,8 +83,19 @@ def _clipped(runs: Sequence[EntryRun], flat: tuple[int, int] | None) -> list[Ent
     return found
 
 
-def common_runs(left: Sequence[EntryRun], right: Sequence[EntryRun]) -> Iterator[tuple[int, int, int]]:
-    """Yield (place in the left part, place in the right part, length) of the entries that two parts have in common.
+class CommonRun(NamedTuple):
+    """Entries that two parts have in common, and that are neighbours in both."""
+
+    left: int
+    """Place of the first in the one part."""
+    right: int
+    """Its place in the other."""
+    length: int
+    """How many [count]."""
+
+
+def common_runs(left: Sequence[EntryRun], right: Sequence[EntryRun]) -> Iterator[CommonRun]:
+    """Yield the entries that two parts have in common, in the order of the full tensor.
 
     Args:
         left: `runs_of` one part.
@@ -93,8 +106,28 @@ def common_runs(left: Sequence[EntryRun], right: Sequence[EntryRun]) -> Iterator
         mine, other = left[i], right[j]
         start, stop = max(mine.full, other.full), min(mine.full + mine.length, other.full + other.length)
         if start < stop:
-            yield mine.local + start - mine.full, other.local + start - other.full, stop - start
+            yield CommonRun(mine.local + start - mine.full, other.local + start - other.full, stop - start)
         if mine.full + mine.length <= other.full + other.length:
             i += 1
         else:
             j += 1
+
+
+def close_together(runs: Iterable[CommonRun], most_gap: int, most_span: int) -> Iterator[list[CommonRun]]:
+    """Yield groups of runs that follow one another in the left part.
+
+    Args:
+        runs: The runs.
+        most_gap: Entries that may lie between two of one group [count].
+        most_span: Entries from a group's first to its last, unless it is a single run [count].
+    """
+    group: list[CommonRun] = []
+    for run in runs:
+        if group:
+            gap = run.left - group[-1].left - group[-1].length
+            if not 0 <= gap <= most_gap or run.left + run.length - group[0].left > most_span:
+                yield group
+                group = []
+        group.append(run)
+    if group:
+        yield group

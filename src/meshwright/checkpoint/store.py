@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -18,9 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.blocks import Digesting, digest_of
-from meshwright.checkpoint.durable import read_small_file, rename, sync_directory, told_of, write_new_file
+from meshwright.checkpoint.durable import (
+    make_directory,
+    read_small_file,
+    rename,
+    sync_directory,
+    told_of,
+    write_new_file,
+)
 from meshwright.checkpoint.manifest import FileEntry, Manifest
-from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, TABLE_SUFFIX, OpenCheckpoint
+from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, MOST_STEP, TABLE_SUFFIX, OpenCheckpoint, name_of, step_and_epoch
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, StorageError
 
@@ -28,7 +34,6 @@ __all__: list[str] = []
 
 _MOST_NOTE_BYTES = 1 << 28
 _DRAFT, _DELETED = ".draft-", ".deleted-"
-_NAME = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 
 
 class Saved(NamedTuple):
@@ -38,15 +43,6 @@ class Saved(NamedTuple):
     epoch: int
     """1 for the first save of this step, 2 for the second [count]."""
     path: Path
-
-
-def name_of(step: int, epoch: int) -> str:
-    """Return the name of a checkpoint's directory.
-
-    >>> name_of(12, 1), name_of(12, 3)
-    ('step-00000012', 'step-00000012.3')
-    """
-    return f"step-{step:08d}" + (f".{epoch}" if epoch > 1 else "")
 
 
 class Store:
@@ -64,14 +60,9 @@ class Store:
         found = []
         with told_of(self.root, "read"), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.root):
-                match = _NAME.fullmatch(entry.name)
-                # "step-000000012" would be a second name of what "step-00000012" is.
-                if (
-                    match
-                    and entry.name == name_of(int(match[1]), int(match[2] or 1))
-                    and entry.is_dir(follow_symlinks=False)
-                ):
-                    found.append(Saved(int(match[1]), int(match[2] or 1), Path(entry.path)))
+                place = step_and_epoch(entry.name)
+                if place and entry.is_dir(follow_symlinks=False):
+                    found.append(Saved(*place, Path(entry.path)))
         return sorted(found, reverse=True)
 
     def newest(self) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
@@ -81,47 +72,34 @@ class Store:
             CheckpointError: There is none.
         """
         skipped: list[tuple[Path, str]] = []
-        for saved in self.saved():
-            snapshot = None
+        # Looked at anew each time: a run that goes on saving may delete what is about to be opened, and have a newer one.
+        while untried := [saved for saved in self.saved() if saved.path not in {path for path, _ in skipped}]:
+            path, snapshot = untried[0].path, None
             try:
-                snapshot = self.open(saved)
+                snapshot = OpenCheckpoint(path)
                 snapshot.check()
             except (CheckpointError, StorageError) as error:
                 if snapshot is not None:
                     snapshot.close()
-                skipped.append((saved.path, error.message))
+                skipped.append((path, error.message))
                 continue
-            return snapshot, skipped
+            return snapshot, [(path, reason) for path, reason in skipped if os.path.lexists(path)]
         reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
         raise CheckpointError(
             f"no sound checkpoint is in {self.root}{reasons}",
             fix="name the directory that holds step-... directories, or train anew",
         )
 
-    def open(self, saved: Saved) -> OpenCheckpoint:
-        """Return a committed checkpoint, open.
-
-        Raises:
-            CheckpointError: It is damaged, or another step's files lie under its name.
-            StorageError: It cannot be read.
-        """
-        snapshot = OpenCheckpoint(saved.path)
-        manifest = snapshot.manifest
-        if name_of(manifest.step, manifest.epoch) != saved.path.name:
-            snapshot.close()
-            raise CheckpointError(
-                f"{saved.path / MANIFEST_FILE} is of {name_of(manifest.step, manifest.epoch)}, its directory has another name"
-            )
-        return snapshot
-
     def begin(self, step: int) -> SaveUnderWay:
         """Begin a save; it is nowhere to be seen until it is committed.
 
         Raises:
+            CheckpointError: The step is negative or has more than 18 digits.
             StorageError: The directory cannot be made.
         """
-        with told_of(self.root, "make"):
-            self.root.mkdir(parents=True, exist_ok=True)
+        if not 0 <= step <= MOST_STEP:
+            raise CheckpointError(f"step is {step} (rule: 0 to {MOST_STEP})")
+        make_directory(self.root)
         epochs = [saved.epoch for saved in self.saved() if saved.step == step]
         path = self.root / f"{_DRAFT}{step:08d}-{secrets.token_hex(8)}"
         with told_of(path, "make"):
@@ -129,10 +107,10 @@ class Store:
         return SaveUnderWay(path, step, 1 + max(epochs, default=0))
 
     def retain(self, keep: int, also: Iterable[int] = ()) -> list[Path]:
-        """Delete all but the newest checkpoints.
+        """Delete all but the newest checkpoints. Those that cannot be opened do not count, and stay as long as younger ones do.
 
         Args:
-            keep: How many stay, at least one [count].
+            keep: How many sound ones stay, at least one [count].
             also: Steps that stay in any case, of the best one for example.
 
         Returns:
@@ -141,8 +119,12 @@ class Store:
         Raises:
             StorageError: The disk fails.
         """
-        stay = set(also)
-        gone = [saved.path for saved in self.saved()[max(1, keep) :] if saved.step not in stay]
+        stay, missing, gone = set(also), max(1, keep), list[Path]()
+        for saved in self.saved():
+            if missing:
+                missing -= _can_be_opened(saved.path)
+            elif saved.step not in stay:
+                gone.append(saved.path)
         for path in gone:
             hidden = path.with_name(f"{_DELETED}{path.name}-{secrets.token_hex(4)}")
             rename(path, hidden)
@@ -243,6 +225,14 @@ class SaveUnderWay:
 
 def _note_name(writer: int) -> str:
     return f"note-{writer:05d}.json"
+
+
+def _can_be_opened(path: Path) -> bool:
+    try:
+        OpenCheckpoint(path).close()
+    except (CheckpointError, StorageError):
+        return False
+    return True
 
 
 def _remove(path: Path) -> None:

@@ -68,6 +68,11 @@ def test_it_comes_back_and_is_json() -> None:
         ({"tensors": {"w": ["pickle", [3], [[0, 64]]]}}, "type 'pickle'"),
         ({"tensors": {"w": ["float32", [-3], [[0, 64]]]}}, "a size of 'w' is -3"),
         ({"tensors": {"w": ["float32", [1 << 40, 1 << 40], [[0, 64]]]}}, "entries"),
+        ({"tensors": {"w": ["float32", [1 << 61, 1 << 61, 0], [[0, 64]]]}}, "entries"),
+        ({"tensors": {"v": ["float32", [1], [[0, 64]]], "w": ["float32", [True], [[0, 68]]]}}, "a size of 'w' is True"),
+        ({"tensors": {"v": ["float32", [1], [[0, 64]]], "w": ["float32", [1.0], [[0, 68]]]}}, "a size of 'w' is 1.0"),
+        ({"tensors": {"w": ["complex128", [1 << 57], [[0, (1 << 62)]]]}}, "ends at"),
+        ({"tensors": {"w": ["float32", [3], [[0, 64]]]}, "files": []}, "the file of a part of 'w' is 0"),
         ({"tensors": {"w": ["float32", [3], [[1, 64]]]}}, "the file of a part of .w. is 1"),
         ({"tensors": {"w": ["float32", [3], [[0, -8]]]}}, "an offset of 'w' is -8"),
         ({"tensors": {"w": ["float32", [3], [[0, 0]]]}}, "lie in its header"),
@@ -104,6 +109,14 @@ def test_what_breaks_a_rule_is_refused(fields: dict[str, Any], words: str) -> No
 def test_what_is_no_json_is_refused(body: str) -> None:
     with pytest.raises(CheckpointError, match="place is"):
         Manifest.from_bytes(signed(body), "place")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"x"])
+def test_a_state_that_json_has_no_word_for_is_refused_where_it_stands(value: Any) -> None:
+    state = {"extra": {"schedule": [1, {"best": value}]}}
+    manifest = Manifest(step=1, epoch=1, plan="dp=2", files=(_FILE,), tensors={"model/w": _WHOLE}, state=state)
+    with pytest.raises(CheckpointError, match=r"state\['extra'\]\['schedule'\]\[1\]\['best'\]"):
+        manifest.to_bytes()
 
 
 def test_many_tensors_are_read() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,7 +129,83 @@ def test_a_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) 
     (tmp_path / "copy").rename(new)
     with store.newest()[0] as snapshot:
         assert snapshot.path == old
-    assert "manifest.json is of step-00000003" in store.newest()[1][0][1]
+    assert "manifest.json is of step 3, save 1" in store.newest()[1][0][1]
+
+
+def test_retention_counts_only_what_can_be_opened(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in range(1, 6):
+        save(store, step)
+    for step in (4, 5):
+        os.truncate(tmp_path / f"step-{step:08d}" / "rank-00000.safetensors", 9)
+    store.retain(2)
+    assert [saved.step for saved in store.saved()] == [5, 4, 3, 2]
+    with store.newest()[0] as snapshot:
+        assert_holds(snapshot, 3)
+    for step in (2, 3):
+        (tmp_path / f"step-{step:08d}" / "manifest.json").write_bytes(b"{}")
+    assert store.retain(1) == []  # nothing is sound: perhaps something can be rescued
+
+
+def test_what_is_deleted_while_a_reader_looks_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    save(store, 1)
+    looks: list[int] = []
+    own = Store.saved
+
+    def meanwhile(self: Store) -> list[Any]:
+        found = own(self)
+        if not looks:  # after the reader has seen step 1, the writer saves step 2 and deletes step 1
+            looks.append(1)
+            monkeypatch.setattr(Store, "saved", own)
+            save(store, 2)
+            store.retain(1)
+            monkeypatch.setattr(Store, "saved", meanwhile)
+        return found
+
+    monkeypatch.setattr(Store, "saved", meanwhile)
+    snapshot, skipped = store.newest()
+    assert skipped == []
+    with snapshot:
+        assert_holds(snapshot, 2)
+        store.retain(1)
+        save(store, 3)
+        store.retain(1)
+        assert_holds(snapshot, 2)  # it is deleted, and still open
+
+
+@pytest.mark.parametrize("step", [-1, 10**18])
+def test_a_step_that_has_no_name_is_refused_before_anything_is_written(tmp_path: Path, step: int) -> None:
+    with pytest.raises(CheckpointError, match="step is"):
+        Store(tmp_path / "new").begin(step)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_names_of_new_directories_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))[1])
+    save(Store(tmp_path / "runs" / "a" / "checkpoints"), 1)
+    for path in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "checkpoints"):
+        assert str(path) in synced
+
+
+def test_odd_names_and_many_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / os.fsdecode(b"a \xff\n'\"$(x) -rf") / "-" / ("b" * 200)
+    store = Store(root)
+    save(store, 1)
+    foreign = [*(f"foreign {number}" for number in range(2000)), "step-1", "step-00000001.1", "step-00000002\n", "draft"]
+    for name in foreign:
+        (root / name).write_bytes(b"the user's")
+    (root / "step-00000009").symlink_to(root / "step-00000001")
+    (root / "step-00000007").write_bytes(b"")
+    save(store, 2)
+    assert [saved.step for saved in store.saved()] == [2, 1]
+    with store.newest()[0] as snapshot:
+        assert_holds(snapshot, 2)
+    store.retain(1)
+    store.clear_leftovers()
+    assert {path.name for path in root.iterdir()} == {*foreign, "step-00000009", "step-00000007", "step-00000002"}
 
 
 # -- kills ----------------------------------------------------------------------------------------------------------------
@@ -276,6 +354,100 @@ def test_shares_of_a_check_find_together_what_one_finds(tmp_path: Path, monkeypa
 
 
 # -- disks ----------------------------------------------------------------------------------------------------------------
+
+
+_FAILING = ("open", "write", "fsync", "close", "rename", "mkdir", "stat", "scandir")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE])
+def test_whichever_operation_fails_the_old_one_stays_and_the_next_save_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda number: None)  # slow, and it is made to fail below
+    store = Store(tmp_path / "store")
+    save(store, 1)
+    for number in range(100):
+        left = [number]
+
+        def failing(operation: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] == -1:
+                    if operation is os_close:
+                        operation(*args)  # Linux closes it, and tells of the error
+                    raise OSError(code, os.strerror(code))
+                return operation(*args, **kwargs)
+
+            return run
+
+        os_close = os.close
+        with monkeypatch.context() as patch:
+            for name in _FAILING:
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                save(store, 2 + number)
+            except StorageError as error:
+                assert os.strerror(code) in error.message
+                assert str(tmp_path) in error.message
+        if left[0] >= 0:
+            break
+        with store.newest()[0] as snapshot:
+            assert_holds(snapshot, snapshot.manifest.step)
+            assert snapshot.manifest.step in (1, 2 + number)
+        assert store.saved()[-1].step == 1
+        shutil.rmtree(tmp_path / "store" / f"step-{2 + number:08d}", ignore_errors=True)
+        store.clear_leftovers()
+        assert [path.name for path in (tmp_path / "store").iterdir()] == ["step-00000001"]
+    assert number > 20
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_whichever_operation_fails_a_reader_is_told_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = save(Store(tmp_path), 1)
+    for number in range(100):
+        left = [number]
+
+        def failing(operation: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] == -1:
+                    raise OSError(code, os.strerror(code))
+                return operation(*args, **kwargs)
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for name in ("open", "fstat", "preadv", "pread"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                with OpenCheckpoint(path) as snapshot:
+                    snapshot.check()
+                    snapshot.read("model/weight")
+            except StorageError as error:
+                assert os.strerror(code) in error.message
+                assert str(path) in error.message
+        if left[0] >= 0:
+            break
+    assert number > 10
+
+
+def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for limit in (0, 1, 100, 700):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(StorageError, match="File too large.* bytes are free"):
+                save(store, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with store.newest()[0] as snapshot:
+        assert_holds(snapshot, 1)
+    store.clear_leftovers()
+    save(store, 2)
 
 
 def test_a_full_disk_is_told_with_path_and_bytes_and_leaves_the_old(
