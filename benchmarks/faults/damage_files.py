@@ -16,7 +16,7 @@ from benchmarks.faults.report import run_rows
 from tests.faults.checkpoint_damage import flipped, other_lengths, refusal, replaced
 from tests.faults.checkpoint_saves import Version, save_alone
 
-_MEMORY = Path("/dev/shm")  # noqa: S108  a disk would only take longer
+_MEMORY = Path("/dev/shm")
 
 
 def counted(answers: Iterator[tuple[str, str | None]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from benchmarks.faults.report import run_rows
 from tests.faults.checkpoint_kills import KilledSave
 from tests.faults.checkpoint_saves import SCENARIOS
 
-_MEMORY = Path("/dev/shm")  # noqa: S108  a kill loses nothing that a process has written, so a disk would only take longer
+_MEMORY = Path("/dev/shm")
 
 
 def one_rank(scenario: str, world: int, rank: int) -> dict[str, Any]:

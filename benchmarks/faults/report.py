@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from surroundings import environment  # noqa: E402
+from surroundings import environment
 
 
 def run_rows(

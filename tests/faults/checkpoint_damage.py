@@ -1,4 +1,4 @@
-"""Damage of one checkpoint: flipped bits, other lengths, and other things in the place of a file; each must be refused by name."""
+"""Damage of one checkpoint: flipped bits, other lengths, and other things in a file's place; each must be refused by name."""
 
 from __future__ import annotations
 
@@ -85,10 +85,8 @@ def replaced(path: Path, file: str, others: dict[str, Path]) -> Iterator[tuple[s
             elif kind == "socket":
                 open_things.enter_context(socket.socket(socket.AF_UNIX)).bind(str(place))
             elif kind == "device":
-                try:
+                with contextlib.suppress(PermissionError):
                     os.mknod(place, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
-                except PermissionError:
-                    pass
             elif kind in others:
                 shutil.copyfile(others[kind], place)
             # Another checkpoint's manifest is sound: it is the other files that are not those which it names.

@@ -40,29 +40,35 @@ class Version(NamedTuple):
 
     step: int
     turn: int = 1
+    rows: int = 12
+    """Of the weight [count]."""
 
 
 def state_of(version: Version) -> dict[str, torch.Tensor]:
     """Return the tensors of a version."""
     source = torch.Generator().manual_seed(1000 * version.step + version.turn)
     return {
-        "model/weight": torch.randn(12, 5, generator=source),
+        "model/weight": torch.randn(version.rows, 5, generator=source),
         "model/half": torch.randn(7, generator=source).to(torch.bfloat16),
         "model/count": torch.tensor(1000 * version.step + version.turn),
         "model/empty": torch.zeros(0, 4),
-        "optimizer/weight/moment": torch.randn(12, 5, generator=source, dtype=torch.float64),
+        "optimizer/weight/moment": torch.randn(version.rows, 5, generator=source, dtype=torch.float64),
     }
 
 
 def held_by(version: Version, rank: int, world: int) -> list[tuple[str, ShardLayout, torch.Tensor]]:
     """Return what a rank writes: rows of the weight, an interval of the flattened moment, and the first rank all the rest."""
     full = state_of(version)
-    (start, stop), (first, last) = even_ranges(12, world)[rank], even_ranges(60, world)[rank]
+    (start, stop), (first, last) = even_ranges(version.rows, world)[rank], even_ranges(5 * version.rows, world)[rank]
     held = [
-        ("model/weight", ShardLayout(shape=(12, 5), dim=0, ranges=((start, stop),)), full["model/weight"][start:stop]),
+        (
+            "model/weight",
+            ShardLayout(shape=(version.rows, 5), dim=0, ranges=((start, stop),)),
+            full["model/weight"][start:stop],
+        ),
         (
             "optimizer/weight/moment",
-            ShardLayout(shape=(12, 5), flat=(first, last)),
+            ShardLayout(shape=(version.rows, 5), flat=(first, last)),
             full["optimizer/weight/moment"].reshape(-1)[first:last],
         ),
     ]
@@ -89,14 +95,14 @@ def manifest_of(version: Version, epoch: int, files: Sequence[FileEntry]) -> Man
         plan=f"dp={len(files)}",
         files=tuple(files),
         tensors=tensors,
-        state={"turn": version.turn},
+        state={"turn": version.turn, "rows": version.rows},
     )
 
 
 def assert_whole(snapshot: OpenCheckpoint) -> Version:
     """Check every byte of a checkpoint against the one version that it says it is, and return that."""
     snapshot.check()
-    version = Version(snapshot.manifest.step, snapshot.manifest.state["turn"])
+    version = Version(snapshot.manifest.step, snapshot.manifest.state["turn"], snapshot.manifest.state["rows"])
     for name, tensor in state_of(version).items():
         found = snapshot.read(name)
         assert found.dtype == tensor.dtype

@@ -11,7 +11,15 @@ import torch
 
 from meshwright.checkpoint import blocks
 from meshwright.checkpoint.durable import open_regular_file, read_small_file, size_of
-from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES, FileEntry, Manifest, StoredPart, TensorEntry, table_bytes
+from meshwright.checkpoint.manifest import (
+    ITEM_BYTES,
+    MOST_BYTES,
+    FileEntry,
+    Manifest,
+    StoredPart,
+    TensorEntry,
+    table_bytes,
+)
 from meshwright.checkpoint.runs import CommonRun, close_together, common_runs, runs_of
 from meshwright.checkpoint.tensor_files import memory_of, read_into
 from meshwright.errors import CheckpointError, InternalError
@@ -141,7 +149,9 @@ class OpenCheckpoint:
         memory, size = memory_of(tensor), ITEM_BYTES[entry.dtype]
         runs, filled = runs_of(wanted), 0
         for part in entry.parts:
-            for group in close_together(common_runs(runs_of(part.layout), runs), _GAP_BYTES // size, _SPAN_BYTES // size):
+            for group in close_together(
+                common_runs(runs_of(part.layout), runs), _GAP_BYTES // size, _SPAN_BYTES // size
+            ):
                 filled += sum(run.length for run in group)
                 self._fill(part, group, memory, size)
         if filled != wanted.numel:

@@ -26,7 +26,14 @@ from meshwright.checkpoint.durable import (
     write_new_file,
 )
 from meshwright.checkpoint.manifest import FileEntry, Manifest
-from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE, MOST_STEP, TABLE_SUFFIX, OpenCheckpoint, name_of, step_and_epoch
+from meshwright.checkpoint.open_checkpoint import (
+    MANIFEST_FILE,
+    MOST_STEP,
+    TABLE_SUFFIX,
+    OpenCheckpoint,
+    name_of,
+    step_and_epoch,
+)
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, StorageError
 

@@ -120,7 +120,11 @@ def test_a_part_of_another_shape_is_refused_in_any_order(tmp_path: Path) -> None
 
 
 def test_one_entry_of_a_strided_tensor_is_saved(tmp_path: Path) -> None:
-    for one in (torch.arange(8.0)[::2][1:2], torch.arange(8.0).view(2, 4)[:1, 3:], torch.arange(6.0).view(3, 2).T[1:, 1:2]):
+    for one in (
+        torch.arange(8.0)[::2][1:2],
+        torch.arange(8.0).view(2, 4)[:1, 3:],
+        torch.arange(6.0).view(3, 2).T[1:, 1:2],
+    ):
         path = save(tmp_path, one, [ShardLayout.whole(one.shape)], random.Random(0))
         file = TensorFile([("w", one)])
         assert b"".join(file)[file.offsets[0] :] == bits(one)
@@ -153,7 +157,18 @@ def test_a_size_of_zero_costs_nothing_whatever_stands_beside_it(tmp_path: Path) 
 
 _watchers: list[Callable[[str, tuple[Any, ...]], None]] = []
 _FORBIDDEN = (
-    *("pickle.", "marshal.", "import", "compile", "exec", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system"),
+    *(
+        "pickle.",
+        "marshal.",
+        "import",
+        "compile",
+        "exec",
+        "os.exec",
+        "os.fork",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.system",
+    ),
     *("subprocess.", "socket.", "ctypes.dlopen", "code.", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link"),
     *("os.symlink", "os.truncate", "os.chmod", "os.chown", "shutil.", "tempfile.", "urllib.", "http.", "ftplib."),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import durable
 from meshwright.checkpoint.manifest import Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
@@ -184,7 +181,9 @@ def test_a_step_that_has_no_name_is_refused_before_anything_is_written(tmp_path:
 def test_the_names_of_new_directories_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))[1]
+    )
     save(Store(tmp_path / "runs" / "a" / "checkpoints"), 1)
     for path in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "checkpoints"):
         assert str(path) in synced
@@ -194,7 +193,13 @@ def test_odd_names_and_many_foreign_files_are_left_alone(tmp_path: Path) -> None
     root = tmp_path / os.fsdecode(b"a \xff\n'\"$(x) -rf") / "-" / ("b" * 200)
     store = Store(root)
     save(store, 1)
-    foreign = [*(f"foreign {number}" for number in range(2000)), "step-1", "step-00000001.1", "step-00000002\n", "draft"]
+    foreign = [
+        *(f"foreign {number}" for number in range(2000)),
+        "step-1",
+        "step-00000001.1",
+        "step-00000002\n",
+        "draft",
+    ]
     for name in foreign:
         (root / name).write_bytes(b"the user's")
     (root / "step-00000009").symlink_to(root / "step-00000001")
@@ -351,136 +356,3 @@ def test_shares_of_a_check_find_together_what_one_finds(tmp_path: Path, monkeypa
                 found.append((share, error.message))
     assert [share for share, _ in found] == [0]  # byte 200 lies in the fourth block
     assert "bytes 192 to 256" in found[0][1]
-
-
-# -- disks ----------------------------------------------------------------------------------------------------------------
-
-
-_FAILING = ("open", "write", "fsync", "close", "rename", "mkdir", "stat", "scandir")
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE])
-def test_whichever_operation_fails_the_old_one_stays_and_the_next_save_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda number: None)  # slow, and it is made to fail below
-    store = Store(tmp_path / "store")
-    save(store, 1)
-    for number in range(100):
-        left = [number]
-
-        def failing(operation: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] == -1:
-                    if operation is os_close:
-                        operation(*args)  # Linux closes it, and tells of the error
-                    raise OSError(code, os.strerror(code))
-                return operation(*args, **kwargs)
-
-            return run
-
-        os_close = os.close
-        with monkeypatch.context() as patch:
-            for name in _FAILING:
-                patch.setattr(os, name, failing(getattr(os, name)))
-            try:
-                save(store, 2 + number)
-            except StorageError as error:
-                assert os.strerror(code) in error.message
-                assert str(tmp_path) in error.message
-        if left[0] >= 0:
-            break
-        with store.newest()[0] as snapshot:
-            assert_holds(snapshot, snapshot.manifest.step)
-            assert snapshot.manifest.step in (1, 2 + number)
-        assert store.saved()[-1].step == 1
-        shutil.rmtree(tmp_path / "store" / f"step-{2 + number:08d}", ignore_errors=True)
-        store.clear_leftovers()
-        assert [path.name for path in (tmp_path / "store").iterdir()] == ["step-00000001"]
-    assert number > 20
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-def test_whichever_operation_fails_a_reader_is_told_with_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    path = save(Store(tmp_path), 1)
-    for number in range(100):
-        left = [number]
-
-        def failing(operation: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] == -1:
-                    raise OSError(code, os.strerror(code))
-                return operation(*args, **kwargs)
-
-            return run
-
-        with monkeypatch.context() as patch:
-            for name in ("open", "fstat", "preadv", "pread"):
-                patch.setattr(os, name, failing(getattr(os, name)))
-            try:
-                with OpenCheckpoint(path) as snapshot:
-                    snapshot.check()
-                    snapshot.read("model/weight")
-            except StorageError as error:
-                assert os.strerror(code) in error.message
-                assert str(path) in error.message
-        if left[0] >= 0:
-            break
-    assert number > 10
-
-
-def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    save(store, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        for limit in (0, 1, 100, 700):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            with pytest.raises(StorageError, match="File too large.* bytes are free"):
-                save(store, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    with store.newest()[0] as snapshot:
-        assert_holds(snapshot, 1)
-    store.clear_leftovers()
-    save(store, 2)
-
-
-def test_a_full_disk_is_told_with_path_and_bytes_and_leaves_the_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store(tmp_path)
-    save(store, 1)
-
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "write", full)
-        with pytest.raises(
-            StorageError, match=r"rank-00000.*, [0-9]+ bytes: No space left on device; [0-9]+ bytes are free"
-        ):
-            save(store, 2)
-    assert [saved.step for saved in store.saved()] == [1]
-    assert store.clear_leftovers() == 1
-    save(store, 2)
-    assert [saved.step for saved in store.saved()] == [2, 1]
-
-
-def test_a_sync_that_fails_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def fails_once(_: int) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(durable.os, "fsync", fails_once)
-    with pytest.raises(StorageError, match="Input/output error"):
-        save(Store(tmp_path), 1)
-    assert len(calls) == 2  # not tried again
-    assert not Store(tmp_path).saved()
