@@ -22,7 +22,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.runs import CommonRun, close_together, common_runs, runs_of
 from meshwright.checkpoint.tensor_files import memory_of, read_into
-from meshwright.errors import CheckpointError, InternalError
+from meshwright.errors import CheckpointError
 from meshwright.layout import ShardLayout
 from meshwright.nn.shards import take_shard
 
@@ -155,7 +155,7 @@ class OpenCheckpoint:
                 filled += sum(run.length for run in group)
                 self._fill(part, group, memory, size)
         if filled != wanted.numel:
-            raise InternalError(f"{filled} of the {wanted.numel} entries of {name!r} were found in {self.path}")
+            raise CheckpointError(f"{filled} of the {wanted.numel} entries of {name!r} were found in {self.path}")
         return tensor
 
     def _fill(self, part: StoredPart, runs: Sequence[CommonRun], memory: memoryview, size: int) -> None:
