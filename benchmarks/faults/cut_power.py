@@ -45,31 +45,44 @@ _read, _write, _close, _fsync = os.read, os.write, os.close, os.fsync
 
 
 class Turnstile:
-    """Ranks stop at each of their operations until the parent has looked at the disk."""
+    """Ranks do one operation at a time, all of them together, and stop at each until the parent has looked at the disk.
 
-    def __init__(self) -> None:
+    Args:
+        world: How many ranks there are [count].
+    """
+
+    def __init__(self, world: int) -> None:
         self._asked, self._ask = os.pipe()
-        self._go, self._let_go = os.pipe()
+        self._ways = [os.pipe() for _ in range(world)]
         self._is_rank = False
 
     def at(self, rank: int, number: int, operation: str, when: str) -> None:
         """Stop here; in a rank's process."""
         if not self._is_rank:
             self._is_rank = True
-            _close(self._let_go)  # so that a rank sees the parent's end
-        if when != "after":  # before the next one is the same instant
-            _write(self._ask, f"{rank} {operation or 'end'} {when}".ljust(_RECORD_BYTES).encode())
-            if not _read(self._go, 1):
-                os._exit(3)
+            for _, let_go in self._ways:
+                _close(let_go)  # so that a rank sees the parent's end
+        _write(self._ask, f"{rank} {operation or 'end'} {when}".ljust(_RECORD_BYTES).encode())
+        if not _read(self._ways[rank][0], 1):
+            os._exit(3)
 
     def stops(self) -> Iterator[tuple[int, str, str]]:
-        """Yield (rank, operation, when) of each stop, and let the rank go on afterwards; in the parent."""
+        """Yield (rank, operation, when) of each stop, while no rank is within an operation; let it go on; in the parent."""
         os.close(self._ask)
+        waiting: list[tuple[int, str, str]] = []
+        busy: int | None = None
         while record := _read(self._asked, _RECORD_BYTES):
             rank, operation, when = record.decode().split()
-            yield int(rank), operation, when
-            _write(self._let_go, b"g")
-        for descriptor in (self._asked, self._go, self._let_go):
+            waiting.append((int(rank), operation, when))
+            # The rank within an operation goes first, to its middle and its end; then the others, in their turn.
+            while ready := [stop for stop in waiting if busy in (None, stop[0])]:
+                stop = ready[0]
+                waiting.remove(stop)
+                if stop[2] != "after":  # before the next one is the same instant
+                    yield stop
+                busy = stop[0] if stop[2] in ("before", "middle") else None
+                _write(self._ways[stop[0]][1], b"g")
+        for descriptor in (self._asked, *(end for way in self._ways for end in way)):
             os.close(descriptor)
 
 
@@ -141,7 +154,7 @@ def one(
         if scenario != "first":
             save_alone(root, _OLD, world)
         os.sync()
-        turnstile = Turnstile()
+        turnstile = Turnstile(world)
 
         def look() -> None:
             is_done = False

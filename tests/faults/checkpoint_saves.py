@@ -171,13 +171,14 @@ def watched(at: Callable[[int, str, str], None]) -> Iterator[None]:
             number = count[0]
             count[0] += 1
             at(number, name, "before")
-            if name == "write" and len(args[1]) > 1:
-                half = own["write"](args[0], memoryview(args[1])[: len(args[1]) // 2])
-                at(number, name, "middle")
-                return half + own["write"](args[0], memoryview(args[1])[half:])
-            result = own[name](*args, **kwargs)
-            at(number, name, "after")
-            return result
+            try:
+                if name == "write" and len(args[1]) > 1:
+                    half = own["write"](args[0], memoryview(args[1])[: len(args[1]) // 2])
+                    at(number, name, "middle")
+                    return half + own["write"](args[0], memoryview(args[1])[half:])
+                return own[name](*args, **kwargs)
+            finally:
+                at(number, name, "after")
 
         return run
 

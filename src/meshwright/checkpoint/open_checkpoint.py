@@ -71,12 +71,9 @@ class OpenCheckpoint:
         self.path = path
         where = path / MANIFEST_FILE
         self.manifest = Manifest.from_bytes(read_small_file(where, MOST_BYTES), str(where))
-        place = step_and_epoch(path.name)
-        if place not in (None, (self.manifest.step, self.manifest.epoch)):
-            raise CheckpointError(
-                f"{where} is of step {self.manifest.step}, save {self.manifest.epoch}; its directory has another name",
-                fix=f"name the directory {name_of(self.manifest.step, self.manifest.epoch)}",
-            )
+        own = name_of(self.manifest.step, self.manifest.epoch)
+        if step_and_epoch(path.name) and path.name != own:
+            raise CheckpointError(f"{where} is of {own}, its directory has another name", fix=f"name it {own}")
         self._files: list[int] = []
         self._tables: list[bytes] = []
         try:

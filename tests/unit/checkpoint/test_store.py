@@ -126,7 +126,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) 
     (tmp_path / "copy").rename(new)
     with store.newest()[0] as snapshot:
         assert snapshot.path == old
-    assert "manifest.json is of step 3, save 1" in store.newest()[1][0][1]
+    assert "manifest.json is of step-00000003" in store.newest()[1][0][1]
 
 
 def test_retention_counts_only_what_can_be_opened(tmp_path: Path) -> None:
