@@ -404,6 +404,7 @@ def test_a_disk_that_fails_at_any_operation_leaves_nothing_half(
     tmp_path: Path, sources: dict[str, Path], source: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "there"
+    place.mkdir()
     total = _file_operations(lambda: convert(sources[source], place / name), monkeypatch, 0)
     assert total >= 4
     shutil.rmtree(place)
