@@ -32,7 +32,7 @@ def run_rows(
             continue
         began = time.monotonic()
         report["rows"][name] = run()
-        report["seconds"] = round(report["seconds"] + time.monotonic() - began, 1)
+        report["seconds"] = round(report.get("seconds", 0.0) + time.monotonic() - began, 1)
         for total in totals:
             values = [row[total] for row in report["rows"].values() if total in row]
             report["totals"][total] = sum(len(value) if isinstance(value, list) else value for value in values)
@@ -41,5 +41,5 @@ def run_rows(
             draft = out.with_suffix(".draft")
             draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             draft.replace(out)
-    print(report["seconds"], "s", report["totals"])
+    print(report.get("seconds"), "s", report["totals"])
     return report
