@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.store import Store
 from meshwright.errors import CheckpointError, StorageError
 from meshwright.train import checkpoints
 from meshwright.train.checkpoints import RunCheckpoints, RunState
@@ -20,15 +22,14 @@ train = { steps = 20, global_batch_size = 8, plan = "single", eval_every = 2, na
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Make the checkpoints of a run on rank 0; instead of files, each save makes an empty folder."""
+    """Make the checkpoints of a run on rank 0; each save is one without tensors."""
     (tmp_path / "user_model.py").write_text("def build():\n    return None\n")
     (tmp_path / "c.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 
     def save(model, directory, *, step, extra):
-        path = Path(directory) / f"step-{step:08d}"
-        path.mkdir(parents=True)
-        return path
+        draft = Store(Path(directory)).begin(step)
+        return draft.commit(Manifest(step=step, epoch=draft.epoch, plan="single", files=(), tensors={}))
 
     monkeypatch.setattr(checkpoints, "save_checkpoint", save)
 

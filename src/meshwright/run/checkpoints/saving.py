@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from meshwright.checkpoint.manifest import FileEntry, Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import TensorFile
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
 from meshwright.run.checkpoints.background import BackgroundSave, finish, staged
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
@@ -19,6 +21,8 @@ from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
+
+_LOG = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -170,7 +174,10 @@ class _Save:
     ) -> str:
         path = draft.commit(self._manifest(draft, entries, told, writers))
         if keep is not None:
-            self._store.retain(keep)
+            try:
+                self._store.retain(keep)
+            except StorageError as error:  # it is saved, and there is one more than was asked for
+                _LOG.warning("an old checkpoint stays: %s", error.message)
         return str(path)
 
     def _manifest(
@@ -232,6 +239,11 @@ def _state_of(name: str, item: Any) -> Any:
 
 
 def _require_json(value: Any, where: str, depth: int) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(
+            f"{where} is {value} (rule: finite numbers)",
+            fix="give that object a state_dict() that says it otherwise, by None for example",
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if depth < 32 and isinstance(value, list):
