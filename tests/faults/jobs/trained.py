@@ -67,5 +67,9 @@ def harm(kind: str, what: str) -> None:
             HARM.write_text(f"{later} limit -1")
     else:
         words = ["-m", "meshwright", "train", what]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=False)
+        # It finds what this rank does, whose path the tests have put together.
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=60, check=False, env=found
+        )
         Path("second").write_text(json.dumps({"code": done.returncode, "err": done.stderr}))
