@@ -5,6 +5,7 @@ The harm is the text of the file `harm` in the working directory: "INDEX WORD [W
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -38,12 +39,17 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_harmful and HARM.exists():
-            wanted, *words = HARM.read_text().split()
-            if index == int(wanted):
-                HARM.unlink()
-                harm(*words)
+        wanted, *words = _harm_to_do() if self.is_harmful else [""]
+        if wanted == str(index):
+            HARM.unlink()
+            harm(*words)
         return self.inputs[index], self.targets[index]
+
+
+def _harm_to_do() -> list[str]:
+    with contextlib.suppress(FileNotFoundError):  # another rank may remove it at any time
+        return HARM.read_text().split() or [""]
+    return [""]
 
 
 def data(split: str = "train") -> Samples:
