@@ -282,7 +282,7 @@ def test_what_a_pickle_would_call_is_refused_and_not_called(
         index = pickle.loads((path / ".metadata").read_bytes())
         index.planner_data = {"w": harm}
         (path / ".metadata").write_bytes(pickle.dumps(index))
-    b"".decode("cp437")  # zipfile reads names with it, and the first use imports it
+    b"x".decode("cp437")  # zipfile reads names with it, and the first use imports it
     sys.addaudithook(_hook)
     _found = []
     try:
