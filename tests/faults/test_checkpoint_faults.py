@@ -36,15 +36,14 @@ def test_a_rank_that_is_killed_leaves_the_old_or_the_new(memory: Path, scenario:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("left_out", "meanwhile"), [("", "any"), ("files", "fsync"), ("directories", "alone")])
-def test_a_power_cut_leaves_the_old_or_the_new_and_is_noticed_where_a_sync_is_left_out(
-    memory: Path, left_out: str, meanwhile: str
-) -> None:
+def test_a_power_cut_leaves_the_old_or_the_new(memory: Path) -> None:
+    # That a sync which is left out is noticed depends on what the kernel writes by itself: it is shown by many cuts, in
+    # benchmarks/faults (cut_power_controls.json).
     if not can_mount(memory):
         pytest.skip("loop devices cannot be mounted here (it takes root and a kernel that has them)")
-    row = one("the same step", 1, meanwhile, num_mixed=1, left_out=left_out)
+    row = one("the same step", 1, "any", num_mixed=1, left_out="")
     assert row["cuts"] >= 3
-    assert bool(row["failures"]) == bool(left_out), row
+    assert not row["failures"], row
 
 
 def test_damage_is_refused_with_the_file_named(memory: Path) -> None:

@@ -40,8 +40,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         wanted, *words = _harm_to_do() if self.is_harmful else [""]
-        if wanted == str(index):
-            HARM.unlink()
+        if wanted == str(index) and _is_mine():
             harm(*words)
         return self.inputs[index], self.targets[index]
 
@@ -50,6 +49,14 @@ def _harm_to_do() -> list[str]:
     with contextlib.suppress(FileNotFoundError):  # another rank may remove it at any time
         return HARM.read_text().split() or [""]
     return [""]
+
+
+def _is_mine() -> bool:
+    try:
+        HARM.unlink()
+    except FileNotFoundError:  # another rank that reads the same sample was faster, and does it
+        return False
+    return True
 
 
 def data(split: str = "train") -> Samples:
