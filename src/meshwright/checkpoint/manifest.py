@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from meshwright.checkpoint import strict_json
 from meshwright.checkpoint.blocks import DIGEST_BYTES, digest_of, num_blocks
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.garbage import paused_collection
@@ -147,7 +148,7 @@ class Manifest:
         # Nothing of what is read is garbage, and looking for some among a million lists takes longer than reading them.
         with paused_collection():
             try:
-                found = json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+                found = strict_json.parse(body)
             except (ValueError, RecursionError) as error:
                 raise CheckpointError(f"{where} is no manifest: {error}") from None
             return _Reader(where).manifest(found)
@@ -175,17 +176,6 @@ def _require_json(value: Any, where: str) -> None:
             f"{where} is {str(value)[:40]}, a {type(value).__name__} (rule: dicts, lists, texts, finite numbers and None)",
             fix="save it as a text, or leave it out",
         )
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 class _Kind(NamedTuple):

@@ -9,7 +9,6 @@ safetensors_files  a plain state_dict in one file: read with suspicion, written 
 huggingface        directories as transformers reads and writes them
 dcp                directories of torch.distributed.checkpoint, read
 dcp_metadata       their index and their entries' heads: pickles, read without a class or function of anybody
-strict_json        JSON of others: no repeated key, no number that is none
 casting            another type for the entries, with overflow refused
 drafts             files and directories that get their name when they are whole
 kinds              which kind of thing a path is

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from meshwright.checkpoint.bridges.drafts import draft_of
 from meshwright.checkpoint.bridges.safetensors_files import SafetensorsWeights, stream_file
-from meshwright.checkpoint.bridges.strict_json import parse_object
 from meshwright.checkpoint.bridges.weight_source import open_guarded
 from meshwright.checkpoint.durable import read_at, write_new_file
+from meshwright.checkpoint.strict_json import parse_object
 from meshwright.checkpoint.tensor_files import DeferredTensor
 from meshwright.errors import CheckpointError, ConfigError
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
-from meshwright.checkpoint.bridges.strict_json import parse_object
 from meshwright.checkpoint.bridges.weight_source import MOST_NAME, PIECE_BYTES, TensorKind, Weights
 from meshwright.checkpoint.durable import read_at
 from meshwright.checkpoint.manifest import ITEM_BYTES
 from meshwright.checkpoint.runs import EntryRun, common_runs, runs_of
+from meshwright.checkpoint.strict_json import parse_object
 from meshwright.checkpoint.tensor_files import CODES, METADATA, DeferredTensor, TensorFile, memory_of, read_into
 from meshwright.errors import CheckpointError
 from meshwright.layout import ShardLayout

@@ -117,11 +117,6 @@ class BackgroundSave:
         with contextlib.suppress(StorageError):  # the next step tells the first rank as well
             self._draft.leave_note(self._rank, [error.message, None])
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether it still writes."""
-        return self._thread.is_alive()
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when this rank has done its part, or after some time."""
         self._thread.join(timeout_s)

@@ -193,11 +193,12 @@ class _Save:
         for name, held in writers.items():
             parts = []
             for rank, place in held:
-                _, dtype, shape, dim, ranges, flat, order = told[rank][0][place]
+                _, _, shape, dim, ranges, flat, _ = told[rank][0][place]
                 layout = ShardLayout(shape=shape, dim=dim, ranges=ranges, flat=flat)
                 parts.append(StoredPart(number_of[rank], entries[rank][3][str(place)], layout))
-                tensors[name] = TensorEntry(dtype, tuple(shape), (), tuple(order))
-            tensors[name] = TensorEntry(tensors[name].dtype, tensors[name].shape, tuple(parts), tensors[name].order)
+            rank, place = held[0]
+            _, dtype, shape, *_, order = told[rank][0][place]  # alike on all ranks, as `writers_of` has seen
+            tensors[name] = TensorEntry(dtype, tuple(shape), tuple(parts), tuple(order))
         states = [state for _, state in told]
         aliases = {name: stored for state in reversed(states) for name, stored in state["aliases"].items()}
         manifest = Manifest(

@@ -10,6 +10,16 @@ from meshwright.errors import CheckpointError
 __all__: list[str] = []
 
 
+def parse(data: bytes) -> Any:
+    """Return what a JSON text is.
+
+    Raises:
+        ValueError: It is no JSON, or has a key twice.
+        RecursionError: It is too deep.
+    """
+    return json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+
+
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """Return the object that a JSON text is.
 
@@ -21,7 +31,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         CheckpointError: It is no JSON, too deep, has a key twice, or is no object.
     """
     try:
-        found = json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+        found = parse(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is no valid JSON: {str(error)[:200]}") from None
     if not isinstance(found, dict):
