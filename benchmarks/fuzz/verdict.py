@@ -17,7 +17,7 @@ arithmetic (the bias of a key, of what is normalised) hold nothing else."""
 _NOISE_OF = {"values": 1e-11}
 """Adam divides such gradients by their own size, so that a bias which starts at zero holds magnified rounding."""
 
-SMALL = 1e-5
+SMALL = 1e-4
 """Up to here a difference may be rounding that the model has made large; the plain loop is asked."""
 _ROUNDINGS = 16.0
 """How many times as far as the plain loop's results move, when the last bits of its parameters do, still counts as rounding."""

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from meshwright.ranks.launch import launch
     from meshwright.ranks.world import current_world
     from meshwright.run.accumulate import GradientAccumulation
+    from meshwright.run.applying import apply_plan
     from meshwright.run.checkpoints.loading import load_checkpoint
     from meshwright.run.checkpoints.saving import save_checkpoint, wait_for_checkpoint
     from meshwright.run.losses.loss import Loss
-    from meshwright.run.parallel_model import ParallelModel, apply_plan
+    from meshwright.run.parallel_model import ParallelModel
     from meshwright.run.result import StepResult
     from meshwright.schedule import PipelineSchedule
     from meshwright.spec import ModelSpec, Plan, Prediction, RunRecord, TrainSpec
@@ -127,7 +128,8 @@ _NAMES_OF_MODULE: Final = {
     "run.checkpoints.loading": ("load_checkpoint",),
     "run.checkpoints.saving": ("save_checkpoint", "wait_for_checkpoint"),
     "run.losses.loss": ("Loss",),
-    "run.parallel_model": ("ParallelModel", "apply_plan"),
+    "run.applying": ("apply_plan",),
+    "run.parallel_model": ("ParallelModel",),
     "run.result": ("StepResult",),
     "schedule": ("PipelineSchedule",),
     "spec": ("ModelSpec", "Plan", "Prediction", "RunRecord", "TrainSpec"),

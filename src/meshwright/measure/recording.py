@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from meshwright.apply.engine import Engine
 from meshwright.describe.batches import split_batch
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs, to_dtype
-from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.applying import apply_plan
+from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY
 from meshwright.spec import Plan
 

@@ -1,10 +1,12 @@
-"""Settings of the C library's allocator: freed memory stays with this process."""
+"""Settings of the C library's allocator: freed memory stays with this process, but for what is needed once."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 
 __all__: list[str] = []
 
@@ -13,6 +15,10 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 2**31 - 1  # the largest that an int holds
 _FROM_HEAP_BYTES = 2**30
+_FROM_KERNEL_BYTES = 2**20
+
+_keeps = False
+"""Whether `keep_freed_memory` is in force."""
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -28,12 +34,36 @@ def keep_freed_memory() -> bool:
     allocates the same sizes again, and pays one fault and one page of zeros for each page. The process keeps the memory of its
     peak, as on a GPU. The user's own MALLOC_ variables take precedence.
     """
-    if not sys.platform.startswith("linux"):
-        return False
+    global _keeps
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name.startswith("MALLOC_") for name in os.environ) or "_threshold" in tunables:
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _FROM_HEAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    _keeps = _set(_FROM_HEAP_BYTES)
+    return _keeps
+
+
+@contextlib.contextmanager
+def memory_returned() -> Iterator[None]:
+    """Have memory of a large tensor that is made inside go back to the kernel when it is freed.
+
+    What happens once, before training, may need far more than a step: each of many threads would keep its own peak.
+    """
+    if not _keeps:
+        yield
+        return
+    _set(_FROM_KERNEL_BYTES)
+    try:
+        yield
+    finally:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        _set(_FROM_HEAP_BYTES)
+
+
+def _set(from_kernel: int) -> bool:
+    """Set the size from which memory comes from the kernel [bytes]; tell whether the C library took it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None  # musl has none
+    return mallopt is not None and bool(
+        mallopt(_M_MMAP_THRESHOLD, from_kernel) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    )

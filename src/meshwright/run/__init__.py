@@ -1,9 +1,11 @@
 """One correct step, whatever the plan: micro-batches, exact weights, checks between ranks, the optimizer.
 
-`apply_plan` builds a `ParallelModel` here; its `step` is the only place where a rank's gradients and decisions meet the others'.
+`apply_plan` makes a `ParallelModel` here; its `step` is the only place where a rank's gradients and decisions meet the others'.
 
-parallel_model  apply_plan, and the model that it returns
+applying        apply_plan: a user's model laid over devices
+parallel_model  the model that it returns
 assembly        module, engine and optimizer from the user's arguments
+building/       models built in pages of a file, pretrained weights
 step            the step: micro-batches, weights, reduction, clipping, the optimizer
 agreement       first exchange of a step: counts, flags and sayings of all ranks
 exchange        second exchange: losses, weights and failures

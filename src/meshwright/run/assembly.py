@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +23,7 @@ from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
+from meshwright.run.building.paged_build import PagedBuild
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -64,11 +66,19 @@ def check_options(max_grad_norm: float | None, non_finite: str) -> None:
         raise ConfigError(f"non_finite must be 'stop' or 'skip', it is {non_finite!r}", fix="pass non_finite='stop'")
 
 
-def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, plan: Plan, world: World) -> nn.Module:
+def separates(plan: Plan) -> bool:
+    """Tell whether ranks have other memory than one device's model under a plan: shards, slices or stages of it."""
+    return plan.tp > 1 or plan.pp > 1 or bool(plan.zero and plan.dp > 1)
+
+
+def build_module(
+    build_model: nn.Module | Callable[[], nn.Module], seed: int, plan: Plan, world: World, build: PagedBuild
+) -> nn.Module:
     """Return the user's module, built under the seed if it is built here.
 
     Every rank draws the same numbers while it builds. Afterwards ranks with another share of the batch draw others, so
-    that dropout differs; ranks that share a layer draw the same.
+    that dropout differs; ranks that share a layer draw the same. Where the plan leaves a rank a part of the model, large
+    tensors lie in the pages of `build`.
 
     Raises:
         ApplyError: The argument is not a module, or one that is already wrapped, unmaterialised or placed by another tool.
@@ -76,7 +86,8 @@ def build_module(build_model: nn.Module | Callable[[], nn.Module], seed: int, pl
     module: Any = build_model
     if not isinstance(build_model, nn.Module):
         torch.manual_seed(seed)
-        module = build_model()
+        with build.building() if plan.mode == "ranks" and separates(plan) else contextlib.nullcontext():
+            module = build_model()
     if not isinstance(module, nn.Module):
         raise ApplyError(
             f"build_model must be an nn.Module or return one, it gave a {type(module).__name__}",
@@ -146,9 +157,8 @@ def build_engine(
     calls.num_models = require_equal_on_ranks(
         world.default_group, module, plan.to_json(), devices[0], number=calls.num_models + 1
     )
-    separates = plan.tp > 1 or plan.pp > 1 or bool(plan.zero and plan.dp > 1)
-    if separates or plan.mode == "data_parallel":
-        refuse_shared_memory(module, str(plan), ties_too=separates)
+    if separates(plan) or plan.mode == "data_parallel":
+        refuse_shared_memory(module, str(plan), ties_too=separates(plan))
     refuse_embeddings_that_count(module, plan)
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))

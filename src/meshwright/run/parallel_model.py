@@ -1,161 +1,31 @@
-"""apply_plan, and the model that it returns."""
+"""The model under a plan, which `apply_plan` returns."""
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright._torch_texts import says_written_into_expanded
 from meshwright.apply.data.flat_unit import WRITE_WHOLE
-from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.engine import Engine
 from meshwright.apply.recompute.checkpointing import Recompute
-from meshwright.apply.shards.optimizer_state import OptimizerState
 from meshwright.apply.shards.state_dicts import StateGuard
-from meshwright.apply.shards.switch import ShardSwitch
-from meshwright.apply.state.class_identity import refuse_class_identity
-from meshwright.apply.state.iterators import refuse_iterators
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
-from meshwright.mesh import MeshSpec
-from meshwright.ranks.join import join_world, told_to_peers
 from meshwright.ranks.world import World
-from meshwright.run.assembly import (
-    NamedOptimizerFactory,
-    OptimizerFactory,
-    build_engine,
-    build_module,
-    build_optimizer,
-    check_options,
-    choose_devices,
-    require_world,
-)
 from meshwright.run.checkpoints.background import BackgroundSave, raise_error, wait_for
-from meshwright.run.gate import OptimizerGate, without_backward
-from meshwright.run.losses.loss import LossRule
+from meshwright.run.gate import without_backward
 from meshwright.run.result import StepResult
-from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
-from meshwright.spec.supported import refuse_unbuilt
 
 __all__: list[str] = []
-
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
-
-
-@told_to_peers
-def apply_plan(
-    build_model: nn.Module | Callable[[], nn.Module],
-    plan: Plan | str,
-    *,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | OptimizerFactory | NamedOptimizerFactory | None = None,
-    seed: int = 0,
-    max_grad_norm: float | None = None,
-    non_finite: Literal["stop", "skip"] = "stop",
-    devices: Sequence[torch.device | str] | None = None,
-    split: Callable[[Any, int], list[Any]] | None = None,
-    example_batch: Any = None,
-    sentinel_every: int = DEFAULT_EVERY,
-    on_finding: Literal["stop", "warn"] = "stop",
-) -> ParallelModel:
-    """Lay a plain model over devices as the plan says, without changing what it computes.
-
-    Every rank of the plan calls this with the same arguments (`meshwright.launch`, torchrun and srun start ranks); the
-    one-process plans ("single", "data_parallel", "model_parallel") are called once.
-
-    Args:
-        build_model: The model, or a function that builds it; it is called under `seed`, the same on every rank. The module
-            itself is used, not a copy, and its parameters keep their names and identity.
-        plan: The plan, or its one-line form.
-        loss_fn: ``(outputs, batch)`` -> a scalar mean over this batch's samples, or its labels that are not ignored; or
-            ``meshwright.Loss(sum, weight)``. None takes the model's own ``.loss``. What a mean counts is tried out on the first
-            batch; a loss that parts of the batch do not give is refused where the plan cuts the batch.
-        optimizer: A factory such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``, or an optimizer over this model's
-            parameters, or None to leave the parameters alone and only compute gradients.
-        seed: Seeds the building of the model and, apart for each rank, what it draws afterwards.
-        max_grad_norm: Clip to this global 2-norm, by torch.nn.utils.clip_grad_norm_'s rule; None does not clip.
-        non_finite: What a NaN or Inf does, before the optimizer: "stop" raises NonFiniteError on every rank, "skip" leaves
-            the step out.
-        devices: Devices of this process; default: the visible GPUs, else CPU.
-        split: ``(batch, num_parts) -> list of batches`` for batches that cannot be cut along dim 0. Samples are counted by the
-            batch's ``num_samples``, by ``split.count(batch)``, or by dim 0 of the targets.
-        example_batch: A batch by which tensor parallelism finds out how the model can be cut; None waits for the first one.
-        sentinel_every: Steps between two sentinels, which compare what several ranks hold, and a part of the strategy with one
-            device; batches, learning rates and losses are compared in every step. 0 compares nothing [count].
-        on_finding: What a difference does, before the optimizer: "stop" raises CorruptionError on every rank, "warn" logs it
-            and adds it to the step's result.
-
-    Returns:
-        The model, ready for `step`.
-
-    Raises:
-        ApplyError: The plan does not fit the model, the devices or the ranks; ranks hold different models or plans.
-        ConfigError: The plan's line cannot be read.
-    """
-    world = join_world()
-    if isinstance(plan, str):
-        plan = Plan.parse(plan)
-    check_options(max_grad_norm, non_finite)
-    check_sentinels(sentinel_every, on_finding)
-    refuse_unbuilt(plan)
-    require_world(plan, world)
-    chosen = choose_devices(plan, devices, world)
-    module = build_module(build_model, seed, plan, world)
-    splitter = BatchSplitter(split)
-    if plan.num_devices > 1 or plan.micro_batches > 1 or plan.micro_batch_size or plan.recompute != "none":
-        refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
-        refuse_class_identity(module, [] if loss_fn is None else [loss_fn], plan)
-    recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
-    engine = build_engine(module, plan, world, chosen, splitter)
-    built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
-    options = {
-        "seed": seed,
-        "max_grad_norm": max_grad_norm,
-        "non_finite": non_finite,
-        "sentinel_every": sentinel_every,
-        "on_finding": on_finding,
-    }
-    place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
-    engine.use_switch(ShardSwitch(str(plan)))
-    sentinels = make_sentinels(engine, place, built, loss_fn, options)
-    if built is not None and engine.deals_parameters_out:
-        refuse_coupled(built, str(plan))
-    gate = OptimizerGate(built)
-    engine.adopt_optimizer(built)
-    stepper = Stepper(
-        engine,
-        LossRule(loss_fn, module, splitter),
-        splitter,
-        optimizer=built,
-        micro_batches=plan.micro_batches,
-        micro_batch_size=plan.micro_batch_size,
-        autocast=_AUTOCAST[plan.precision],
-        max_grad_norm=max_grad_norm,
-        non_finite=non_finite,
-        sentinels=sentinels,
-        gate=gate,
-    )
-    if recompute is not None:
-        recompute.before = engine.before_layer
-        sentinels.recompute = recompute
-    if example_batch is not None:
-        stepper.prepare(example_batch)
-    if engine.everyone.size > 1 or engine.num_replicas > 1:
-        gate.shut(module, str(plan))
-    axes = {name: getattr(plan, name) for name in ("tp", "pp") if getattr(plan, name) > 1}
-    axes |= {"zero": plan.zero} if plan.zero and plan.dp > 1 else {}
-    if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):
-        engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
-    guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
-    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, seed=seed)
 
 
 def _memory_bytes(tensors: Iterable[torch.Tensor]) -> int:

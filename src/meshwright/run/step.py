@@ -27,6 +27,7 @@ from meshwright.apply.norm import clip_
 from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
 from meshwright.describe.batches import BatchSplitter, count_tokens
 from meshwright.errors import CorruptionError, NonFiniteError
+from meshwright.ranks.allocator import memory_returned
 from meshwright.run.agreement import Agreement, raise_first
 from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.gate import OptimizerGate
@@ -197,8 +198,18 @@ class Stepper:
         raise_first(told, broken, self.engine.everyone.ranks)
 
     def _prepare(self, parts: list[Any]) -> None:
-        if not self.engine.is_prepared:
-            self._refuse_early_change()
+        if self.engine.is_prepared:
+            self._settle_loss(parts)
+            return
+        self._refuse_early_change()
+        with memory_returned():
+            self._settle_loss(parts)
+            # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
+            with in_training_mode(self.engine.module), unchanged_draws(self.engine):
+                self.engine.prepare(functools.partial(self._terms.try_out, part=parts[0]) if parts else None)
+            self._is_prepared()
+
+    def _settle_loss(self, parts: list[Any]) -> None:
         self._watch_loss.is_cut = settle_loss(
             self.rule,
             self.engine,
@@ -206,11 +217,6 @@ class Stepper:
             parts,
             micro_batches=None if self.micro_batch_size else self.micro_batches,
         )
-        if not self.engine.is_prepared:
-            # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
-            with in_training_mode(self.engine.module), unchanged_draws(self.engine):
-                self.engine.prepare(functools.partial(self._terms.try_out, part=parts[0]) if parts else None)
-            self._is_prepared()
 
     def _is_prepared(self) -> None:
         self._watch()  # a strategy may have taken parameters out

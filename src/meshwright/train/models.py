@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from meshwright.errors import MissingDependencyError
+from meshwright.run.building.pretrained import build_pretrained
 from meshwright.train.config.checks import hf_config_path
 from meshwright.train.config.imports import import_callable
 from meshwright.train.config.types import TrainConfig
@@ -17,7 +19,7 @@ __all__: list[str] = []
 
 
 def make_build_model(config: TrainConfig) -> Callable[[], nn.Module]:
-    """Return a function without arguments that builds the configuration's model.
+    """Return a function without arguments that builds the configuration's model, with the weights that it begins with.
 
     Raises:
         ConfigError: The target cannot be imported.
@@ -25,8 +27,12 @@ def make_build_model(config: TrainConfig) -> Callable[[], nn.Module]:
     """
     target, kwargs = config.model.target, config.model.kwargs
     if target.startswith("hf:"):
-        return functools.partial(build_hf_model, str(hf_config_path(config)), kwargs)
-    return functools.partial(import_callable(target, config.import_roots), **kwargs)
+        build = functools.partial(build_hf_model, str(hf_config_path(config)), kwargs)
+    else:
+        build = functools.partial(import_callable(target, config.import_roots), **kwargs)
+    if config.model.pretrained is None:
+        return build
+    return functools.partial(build_pretrained, build, str(Path(config.base_directory) / config.model.pretrained))
 
 
 def build_hf_model(config_path: str, changes: dict[str, Any]) -> nn.Module:

@@ -9,7 +9,8 @@ import torch
 
 from meshwright.describe.batches import HasShares
 from meshwright.errors import ConfigError
-from meshwright.run.parallel_model import ParallelModel, apply_plan
+from meshwright.run.applying import apply_plan
+from meshwright.run.parallel_model import ParallelModel
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.data.loader import make_loader
 from meshwright.train.data.sources import Split, load_data, make_collate

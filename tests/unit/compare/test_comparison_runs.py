@@ -33,7 +33,7 @@ from meshwright.errors import (
     UserCodeError,
     WorkerKilledError,
 )
-from meshwright.run.parallel_model import apply_plan
+from meshwright.run.applying import apply_plan
 from meshwright.spec import Plan
 from meshwright.train.config.load import load_config
 

@@ -36,6 +36,7 @@ from meshwright.apply.tensor.whole import assign_values
 from meshwright.apply.tensor.wishes import refuse_opaque, refuse_unknown
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, CorruptionError
+from meshwright.garbage import cheap_collection
 from meshwright.nn.shards import gather_full
 from meshwright.spec import Plan
 
@@ -127,8 +128,9 @@ class TensorEngine(OuterEngine):
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
         """Return the layout as JSON values; nothing else of the search survives, since it holds the whole parameters."""
-        search = Search(self.module, self.tp_group.size, run, self._wanted)
-        return search.layout(on_slices=self._on_slices).to_dict()
+        with cheap_collection():
+            search = Search(self.module, self.tp_group.size, run, self._wanted)
+            return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:
         """Return the plan with the layout and the reasons for it."""

@@ -47,6 +47,8 @@ class ModelConfig(_Section):
     """"package.module:callable" that returns an `nn.Module`, or "hf:folder/config.json"."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the callable, or fields of the Hugging Face config to replace."""
+    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """Directory that save_pretrained wrote, relative to the configuration's folder, whose weights the model begins with."""
 
 
 class DataConfig(_Section):

@@ -3,6 +3,7 @@
 The threads run the code of the real ranks on copies, in float64 on the CPU, with random weights and a small input.
 
 proof                 the proof of one region
+scope_values          random values that all runs of a scope share
 conditions            calls and modes under which a layout is proven
 shards_against_whole  comparison of results, and the error for a difference
 effects               side effects of a forward

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.scope_values import ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
 from meshwright.apply.tensor.search.trace import MAX_CALLS, Call
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
@@ -40,10 +41,11 @@ class Conditions:
         # The recorded modes first; then all modules in training mode, and all in eval mode, where that is another.
         modes = [None, *({True, False} - flags if len(flags) == 1 else (True, False))]
         self._pending = [(call, mode) for mode in modes for call in calls]
+        self._values = ScopeValues(scope)
         self._made = [self._make(*self._pending.pop(0))]
 
     def _make(self, call: Call, mode: bool | None) -> Experiment:
-        return Experiment(self._scope, call, self._num_tp_ranks, mode=mode)
+        return Experiment(self._scope, call, self._num_tp_ranks, mode=mode, values=self._values)
 
     def _experiments(self) -> Iterator[Experiment]:
         yield from list(self._made)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import run_backward
-from meshwright.apply.modules.copies import copy_module, map_call
+from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guards.ambient import surrounded_by
 from meshwright.apply.tensor.guards.asked import Asked, ask
 from meshwright.apply.tensor.proof.effects import Before, Left, foreign_parameter
+from meshwright.apply.tensor.proof.scope_values import ScopeValues, as_double
 from meshwright.apply.tensor.proof.shards_against_whole import (
     Disproof,
     DisprovedError,
@@ -31,7 +32,9 @@ from meshwright.apply.tensor.proof.shards_against_whole import (
     check_gradient,
     check_left,
     is_equal,
+    is_zero,
     join,
+    largest,
 )
 from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
 from meshwright.apply.tensor.proof.unchecked import check_shapes
@@ -99,62 +102,55 @@ class Experiment:
         call: Its recorded call.
         num_tp_ranks: Ranks [count].
         mode: Training (True) or eval mode for all modules inside; None leaves each module's own.
+        values: Values of the scope that other experiments use, too.
+        only_asks: Whether `asks` alone will be called.
     """
 
-    def __init__(self, scope: nn.Module, call: Call, num_tp_ranks: int, *, mode: bool | None = None) -> None:
+    def __init__(
+        self,
+        scope: nn.Module,
+        call: Call,
+        num_tp_ranks: int,
+        *,
+        mode: bool | None = None,
+        values: ScopeValues | None = None,
+        only_asks: bool = False,
+    ) -> None:
         self.num_tp_ranks = num_tp_ranks
         self._mode = mode
-        self._generator = torch.Generator().manual_seed(20260)
-        values: dict[int, Tensor] = {}
-        for parameter in scope.parameters():
-            values[id(parameter)] = self._random(parameter)
-        for buffer in scope.buffers():
-            values[id(buffer)] = self._buffer(buffer)
+        self._values = values or ScopeValues(scope)
+        self._generator = self._values.generator()
         self._scope = scope
-        self._values = values
+        self._only_asks = only_asks
         self._ambient = call.ambient
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of tensors left in attributes: a loss may add those
         self._record = Record()
         self.whole = self._run_whole()
+        while self._values.were_written():
+            self._cotangents.clear()
+            self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.
-        self._scale = 1e-3 * max([0.0, *(g.abs().max().item() for g in gradients if g is not None and g.numel())])
+        self._scale = 1e-3 * max([0.0, *(largest(g) for g in gradients if g is not None)])
         self.idle = {
             name
             for name, gradient in self.whole.gradients.items()
-            if gradient is None or is_equal(gradient, torch.zeros_like(gradient), self._scale)
+            if gradient is None or is_zero(gradient, self._scale)
         }
         """Parameters whose gradient is nothing but rounding here."""
-
-    def _random(self, parameter: Tensor) -> Tensor:
-        if not parameter.is_floating_point():
-            return _double(parameter.detach().cpu())
-        shape = parameter.shape
-        noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
-        fan_in = max(1, parameter[0].numel()) if parameter.dim() > 1 else 1
-        return noise * fan_in**-0.5 if parameter.dim() > 1 else 0.6 + 0.2 * noise
-
-    def _buffer(self, buffer: Tensor) -> Tensor:
-        value = _double(buffer.detach().cpu())
-        if not value.is_floating_point() or value.numel() < 2 or value.min() != value.max():
-            return value
-        # A running mean of zeros and the like: one entry could stand for another.
-        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float64)
-        return value * (1.0 + 0.1 * noise) + 0.01 * noise
 
     def _input(self, tensor: Tensor) -> Tensor:
         plain = tensor.detach().cpu()
         if not tensor.requires_grad:
-            return _double(plain.clone() if plain.is_inference() else plain)
+            return as_double(plain.clone() if plain.is_inference() else plain)
         # Activations: only their shape is asked for.
         noise = torch.randn(plain.shape, generator=self._generator, dtype=torch.float64)
         return noise.requires_grad_()
 
     def _fresh(self) -> tuple[nn.Module, Any]:
-        # What is frozen now may be trained later.
-        module = copy_module(self._scope, lambda tensor: self._values[id(tensor)].detach().clone(), trainable=True)
+        module = self._values.fresh()
         if self._mode is not None:
             module.train(self._mode)
         inputs = map_call(self._inputs, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
@@ -172,6 +168,9 @@ class Experiment:
                 if isinstance(value, Tensor) and value.requires_grad:
                     noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
                     self._of_attributes[path] = noise
+            if self._only_asks:
+                outputs = [tensor.detach() for tensor in outputs]
+                return Outcome(outputs=outputs, input_gradients=[], gradients={}, left=left)
             return self._backward(module, inputs, outputs, self._cotangents, left)
 
     def asks(self) -> Asked:
@@ -228,6 +227,8 @@ class Experiment:
                 thread.start()
             for thread in threads:
                 thread.join()
+        if self._values.were_written():
+            raise DisprovedError("on shards it writes into parameters, and the whole does not", Disproof.RAISED)
         if errors:
             first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
             if isinstance(first, MisshapenError):
@@ -340,12 +341,6 @@ class Experiment:
             elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
                 partial.append(name)  # zero up to rounding, which differs between ranks: copies would drift apart
         return partial
-
-
-def _double(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -93,8 +93,19 @@ def is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) ->
         return True
     if not (whole.is_floating_point() or whole.is_complex()):
         return False
-    scale = whole.abs().max().item()
-    return bool((mine - whole).abs().max().item() <= TOLERANCE * max(scale, least))
+    return largest(mine - whole) <= TOLERANCE * max(largest(whole), least)
+
+
+def is_zero(tensor: Tensor, least: float) -> bool:
+    """Tell whether a tensor equals zeros to rounding; `least` is the scale."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return largest(tensor) <= TOLERANCE * least
+    return not bool(tensor.any())
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute entry, NaN where there is one; without a copy of the tensor."""
+    return torch.linalg.vector_norm(tensor, ord=float("inf")).item() if tensor.numel() else 0.0
 
 
 def check_equal(mine: Tensor | None, whole: Tensor | None, what: str) -> None:

@@ -181,6 +181,7 @@ class Proving:
 
     def _conditions(self, scope: str) -> Conditions:
         if self._last is None or self._last[0] != scope:
+            self._last = None  # first of all: its experiments are as large as a few copies of the scope
             try:
                 calls = list(self._trace.distinct[scope].values())
                 conditions = Conditions(self._model.get_submodule(scope), calls, self._num_tp_ranks)

@@ -129,7 +129,7 @@ class Search:
         """Return which sizes and values could run other code, and whether none do without gradients."""
         names = names_of_sizes(call.args, call.kwargs)
         try:
-            asked = Experiment(module, call, self.num_tp_ranks).asks()
+            asked = Experiment(module, call, self.num_tp_ranks, only_asks=True).asks()
         except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
             return (tuple(names.values()), 2), False
         return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same

@@ -1,0 +1,66 @@
+"""Models that are built in pages of a file, and beside them the same ones built in memory; ranks import this."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+from tests.parity.jobs import checkpoint_jobs
+from torch import nn
+
+import meshwright as mw
+from meshwright.run.building import paged_build
+from meshwright.run.building.pages import Pages
+
+
+def in_pages(large: int) -> Any:
+    """Return a context in which tensors of so many bytes and more are built in pages."""
+    return mock.patch.multiple(paged_build, PLAIN_BYTES=0, LARGE_BYTES=large)
+
+
+def compare(plan: str, kind: str, optimizer: str, pretrained: str | None = None) -> dict[str, Any]:
+    """Return what differs between a model that is built in pages and one that is not, before and after three steps."""
+    used: list[int] = []
+    allocate = Pages.allocate
+
+    def noting(pages: Pages, num_bytes: int) -> torch.UntypedStorage:
+        used.append(large)
+        return allocate(pages, num_bytes)
+
+    results = []
+    for large in (1, 2**40):
+        with in_pages(large), mock.patch.object(Pages, "allocate", noting):
+            model = mw.apply_plan(
+                functools.partial(checkpoint_jobs.build, kind),
+                plan,
+                loss_fn=checkpoint_jobs.loss_fn,
+                optimizer=checkpoint_jobs.OPTIMIZERS[optimizer],
+                pretrained=pretrained,
+            )
+            with model:
+                begin = model.full_state_dict()
+                shares = [mw.split_batch(checkpoint_jobs.batch(kind, number), model) for number in range(3)]
+                losses = [model.step(share).loss for share in shares]
+                results.append((begin, losses, model.full_state_dict()))
+    (begin, losses, end), (plain_begin, plain_losses, plain_end) = results
+    return {
+        "used": set(used),
+        "begin": different(begin, plain_begin),
+        "end": different(end, plain_end),
+        "losses": [losses, plain_losses],
+        "state": begin,
+    }
+
+
+def different(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert mine.keys() == other.keys()
+    return [name for name, value in mine.items() if not torch.equal(value, other[name])]
+
+
+def plain_state(kind: str) -> dict[str, torch.Tensor]:
+    """Return the state of the model that one process builds."""
+    torch.manual_seed(0)
+    module: nn.Module = checkpoint_jobs.build(kind)
+    return module.state_dict()
