@@ -30,14 +30,12 @@ from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent / "memory"))
 
 from process_memory import read_memory, reset_peak  # noqa: E402
-
 from surroundings import environment  # noqa: E402
 
 SLACK_BYTES = 2**29
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "1.3b": {
         "hidden_size": 2048,
         "intermediate_size": 5504,
@@ -53,7 +51,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def build_llama(size: str) -> nn.Module:
+def build_llama(size: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**SIZES[size], vocab_size=32000, max_position_embeddings=256, use_cache=False))

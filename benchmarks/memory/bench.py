@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from process_memory import give_freed_memory_back, read_memory, reset_peak
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -29,6 +28,7 @@ import meshwright as mw
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from process_memory import give_freed_memory_back, read_memory, reset_peak  # noqa: E402
 from surroundings import environment  # noqa: E402
 
 sys.path.insert(0, str(HERE.parents[1] / "examples"))

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ class Model(nn.Module):
         self.encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8, 2, 16, dropout=rates[1], batch_first=True), 2
         )
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-        self.conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        self.normed: Any = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.conv: Any = cast("Any", nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
         self.register_buffer("mask", torch.triu(torch.full((8, 8), float("-inf")), 1))
         self.scale = nn.Parameter(torch.randn(8, 4).t())
         self.copied = copy.deepcopy(self.conv)
@@ -195,11 +196,13 @@ def test_a_full_disk_leaves_the_rest_in_memory(monkeypatch: pytest.MonkeyPatch) 
 class Tied(nn.Module):
     """A language model's shape: a base with a prefix, a tied head."""
 
+    steps: Tensor
+
     base_model_prefix = "model"
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+        self.model: Any = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.model[0].weight
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))

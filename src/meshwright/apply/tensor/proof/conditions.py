@@ -24,13 +24,16 @@ class Conditions:
         scope: The module.
         calls: Its calls, which differ in more than values.
         num_tp_ranks: Ranks [count].
+        values: Values of the scope that other conditions use, too.
 
     Raises:
         DisprovedError: There are too many calls.
         Exception: Any exception of the module when it runs alone with the first call.
     """
 
-    def __init__(self, scope: nn.Module, calls: Sequence[Call], num_tp_ranks: int) -> None:
+    def __init__(
+        self, scope: nn.Module, calls: Sequence[Call], num_tp_ranks: int, values: ScopeValues | None = None
+    ) -> None:
         if len(calls) > MAX_CALLS:
             raise DisprovedError(
                 f"it is called with more than {MAX_CALLS} kinds of arguments, and each would have to be proven"
@@ -41,7 +44,7 @@ class Conditions:
         # The recorded modes first; then all modules in training mode, and all in eval mode, where that is another.
         modes = [None, *({True, False} - flags if len(flags) == 1 else (True, False))]
         self._pending = [(call, mode) for mode in modes for call in calls]
-        self._values = ScopeValues(scope)
+        self._values = values or ScopeValues(scope)
         self._made = [self._make(*self._pending.pop(0))]
 
     def _make(self, call: Call, mode: bool | None) -> Experiment:

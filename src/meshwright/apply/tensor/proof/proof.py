@@ -282,7 +282,12 @@ class Experiment:
 
     def check(self, layout: TensorLayout) -> tuple[str, ...]:
         """Return the names of whole parameters whose gradients have to be summed, or raise DisprovedError."""
-        runs = self._run_shards(layout)
+        try:
+            return self._compare(self._run_shards(layout))
+        finally:
+            self._values.collect()
+
+    def _compare(self, runs: Sequence[tuple[Outcome, Cutting]]) -> tuple[str, ...]:
         outcomes = [outcome for outcome, _ in runs]
         self._check_outputs(outcomes)
         check_left([outcome.left for outcome in outcomes], self.whole.left, runs[0][1])

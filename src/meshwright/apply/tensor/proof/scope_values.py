@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 _SEED = 20260
 _LARGE = 10**6
-"""Entries of a scope's parameters from which the collector is run before there are more [count]."""
+"""Entries of a scope's parameters from which the collector is run after each use [count]."""
 
 
 class ScopeValues:
@@ -25,8 +25,8 @@ class ScopeValues:
 
     def __init__(self, scope: nn.Module) -> None:
         self.scope = scope
-        if sum(parameter.numel() for parameter in scope.parameters()) >= _LARGE:
-            gc.collect()  # modules that were run refer to themselves: those of an earlier scope live on, with their values
+        self._is_large = sum(parameter.numel() for parameter in scope.parameters()) >= _LARGE
+        self.collect()  # an earlier scope's
         self._are_written = False
         self._draw()
 
@@ -39,6 +39,11 @@ class ScopeValues:
 
     def _read_versions(self) -> list[int]:
         return [value._version for value in self._values.values()]
+
+    def collect(self) -> None:
+        """Free copies that were run, where they are large: modules refer to themselves, and keep shards and gradients."""
+        if self._is_large:
+            gc.collect()
 
     def generator(self) -> torch.Generator:
         """Return a generator that goes on where the values end, the same each time."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.apply.modules.copies import repeat_call
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.proof.conditions import Conditions
+from meshwright.apply.tensor.proof.scope_values import ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.roles import is_stream
 from meshwright.apply.tensor.search.trace import Call, Trace
@@ -141,6 +142,10 @@ class _LayerTrial:
     """The layer as a chain of one."""
     num_tp_ranks: int
     _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
+    _values: ScopeValues = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self._values = ScopeValues(self.layer)
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
@@ -165,7 +170,7 @@ class _LayerTrial:
         """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks)
+                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks, self._values)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]
