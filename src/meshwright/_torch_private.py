@@ -27,6 +27,7 @@ __all__ = [
     "DEAR_OPERATORS",
     "GLOBAL_MODULE_HOOKS",
     "LINEAR",
+    "PIN_MEMORY",
     "TURNS",
     "WEIGHT_NORM",
     "Convolution",
@@ -90,6 +91,9 @@ def is_in_backward() -> bool:
 
 # A TorchFunctionMode sees not the called function, but the functions that it calls.
 WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage] - what torch.nn.utils calls
+PIN_MEMORY = torch.ops.aten._pin_memory
+"""Copies a tensor into memory that a GPU reads directly."""
+
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 unsafe_view = torch.ops.aten._unsafe_view

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.faults.jobs import trained
 from tests.faults.shm_ranks import Zygote
 from tests.faults.test_joined import CLEAN, env_of, free_port
@@ -276,3 +277,24 @@ def test_a_run_goes_on_as_ranks_of_a_job(zygote: Zygote, tmp_path: Path, undistu
     assert [event["step"] for event in events(tmp_path, "resumed")] == [6]
     assert losses(tmp_path) == losses(whole)
     assert_same(state(tmp_path), state(whole))
+
+
+def test_a_run_begins_with_pretrained_weights_and_goes_on_without_them(tmp_path: Path) -> None:
+    torch.manual_seed(17)
+    weights = {name: value.contiguous() for name, value in trained.build().state_dict().items()}
+    runs = {}
+    for name, plan in (("first", "dp=2"), ("second", "dp=2,zero=3,whole_below=1")):
+        folder = tmp_path / name
+        (folder / "weights").mkdir(parents=True)
+        save_file(weights, folder / "weights" / "model.safetensors")
+        assert train(folder, "model.pretrained=weights", "train.steps=2", plan=plan) == 0
+        shutil.rmtree(folder / "weights")  # a run that goes on has its own
+        assert train(folder, "model.pretrained=weights", "train.steps=2", plan=plan) == 2
+        assert train(folder, "train.steps=4", plan=plan, resume=True) == 0
+        runs[name] = losses(folder)
+    assert len(runs["first"]) == 4
+    for mine, other in zip(runs["first"], runs["second"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    plain = tmp_path / "plain"
+    assert train(plain, "train.steps=2") == 0
+    assert losses(plain)[0] != pytest.approx(runs["first"][0], rel=1e-3)

@@ -18,8 +18,8 @@ from meshwright.train.config.types import TrainConfig
 __all__: list[str] = []
 
 
-def make_build_model(config: TrainConfig) -> Callable[[], nn.Module]:
-    """Return a function without arguments that builds the configuration's model, with the weights that it begins with.
+def make_build_model(config: TrainConfig, *, starts: bool = True) -> Callable[[], nn.Module]:
+    """Return a function without arguments that builds the configuration's model, with the weights that a start begins with.
 
     Raises:
         ConfigError: The target cannot be imported.
@@ -30,7 +30,7 @@ def make_build_model(config: TrainConfig) -> Callable[[], nn.Module]:
         build = functools.partial(build_hf_model, str(hf_config_path(config)), kwargs)
     else:
         build = functools.partial(import_callable(target, config.import_roots), **kwargs)
-    if config.model.pretrained is None:
+    if config.model.pretrained is None or not starts:
         return build
     return functools.partial(build_pretrained, build, str(Path(config.base_directory) / config.model.pretrained))
 

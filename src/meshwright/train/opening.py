@@ -21,11 +21,16 @@ from meshwright.train.optim import OptimizerFactory
 __all__: list[str] = []
 
 
-def apply_config(config: TrainConfig) -> ParallelModel:
-    """Return the configuration's model under its plan; every rank of the plan calls this."""
+def apply_config(config: TrainConfig, *, starts: bool = True) -> ParallelModel:
+    """Return the configuration's model under its plan; every rank of the plan calls this.
+
+    Args:
+        config: The configuration.
+        starts: Whether training begins with it; a run that goes on has its weights from a checkpoint.
+    """
     train = config.train
     return apply_plan(
-        make_build_model(config),
+        make_build_model(config, starts=starts),
         config.plan,
         loss_fn=make_loss(config),
         optimizer=OptimizerFactory(config),

@@ -13,6 +13,7 @@ from meshwright.train.config.types import TrainConfig
 __all__: list[str] = []
 
 _CHANGEABLE = {
+    "model": {"pretrained"},  # where it began; the directory may be gone
     "data": {"num_workers", "prefetch"},
     "train": {
         *("steps", "max_seconds", "max_restarts", "name", "directory", "print_every"),

@@ -77,7 +77,7 @@ class _Session:
     def run(self, *, resume: bool) -> dict[str, Any]:
         self._enter("build")
         resume = agree_on_start(self.config, self.world, resume=resume)
-        model = apply_config(self.config)
+        model = apply_config(self.config, starts=not resume)
         with model:
             if model.optimizer is None:
                 raise ConfigError("the model has no optimizer")

@@ -44,6 +44,7 @@ def settings(folder, *overrides, **options):
         *("train.print_every=3", "train.eval_every=3", "train.eval_batches=3", "train.sentinel_every=3"),
         *("train.non_finite=skip", "train.on_finding=warn", "train.micro_batches=2", "train.precision=bf16"),
         *("data.num_workers=2", "data.prefetch=5", "checkpoint.keep=1", "checkpoint.every_steps=4"),
+        "model.pretrained=.",
     ],
 )
 def test_what_leaves_the_numbers_alone_may_change(folder, override):

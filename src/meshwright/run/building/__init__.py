@@ -6,7 +6,9 @@ pages           memory in a file: pages that are in use lie in memory, the other
 paged_build     building a model there, and bringing what the rank keeps into memory
 pretrained      weights of a Hugging Face directory, read into a model in pieces
 
-See docs/adr/0017-building-in-pages.md.
+Why: docs/adr/0017-building-in-pages.md.
+
+To read weights from another kind of directory, touch `pretrained.py`.
 """
 
 __all__: list[str] = []

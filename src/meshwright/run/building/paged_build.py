@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import TorchDispatchMode
+from meshwright._torch_private import PIN_MEMORY, TorchDispatchMode
 from meshwright.run.building.pages import Pages, find_directory
 from meshwright.trees import tensors_in
 
@@ -36,7 +36,7 @@ _EMPTY = frozenset(
         torch.ops.aten.empty_permuted,
     }
 )
-_OF_THEIR_OWN = frozenset({torch.ops.aten.from_file, torch.ops.aten._pin_memory})
+_OF_THEIR_OWN = frozenset({torch.ops.aten.from_file, PIN_MEMORY})
 """Operations whose results lie in memory that was chosen."""
 
 

@@ -270,7 +270,12 @@ def _warnings(config: TrainConfig) -> list[str]:
 
 
 def _check_model(config: TrainConfig) -> None:
-    target = config.model.target
+    target, pretrained = config.model.target, config.model.pretrained
+    if pretrained is not None and not (Path(config.base_directory) / pretrained).is_dir():
+        raise ConfigError(
+            f"model.pretrained = {pretrained!r}: there is no directory {Path(config.base_directory) / pretrained}",
+            fix="name a directory that save_pretrained wrote, relative to the configuration's folder",
+        )
     if not target.startswith("hf:"):
         check_callable(target, key="model.target", roots=config.import_roots, keywords=config.model.kwargs)
         return
