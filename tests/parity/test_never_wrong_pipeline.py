@@ -33,6 +33,7 @@ _SEVERAL_STAGES = (
     "memory",
     "own_state",
     "own_state_read_later",
+    "raises_when_tried",
     "skips",
     "gradual",
     "unused_results",

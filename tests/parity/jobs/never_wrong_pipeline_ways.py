@@ -46,6 +46,36 @@ class OwnState(nn.Module):
         return x + self.ema
 
 
+class RaisesWhenTried(nn.Module):
+    """Counts in an attribute and in a list, and ends in a layer for the rows of a micro-batch alone.
+
+    The counts make later steps try parts of a micro-batch, which raises once the earlier stages have run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.last = ThreeRows(WIDTH, WIDTH)
+        self.calls, self.log = 0, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(0.1)
+        x = x * (1 + 0.1 / self.calls) / sum(self.log)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * (1 + 0.1 * self.calls)
+
+
+class ThreeRows(nn.Linear):
+    """Looks at numbers, so that it raises on its own stage alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 3 and x.any():
+            raise ValueError(f"made for 3 rows, and {len(x)} came")
+        return super().forward(x)
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
