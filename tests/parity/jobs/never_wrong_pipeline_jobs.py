@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tests.parity.harness import nothing_runs_whole
 from tests.parity.jobs.never_wrong_pipeline_branches import (
     Balanced,
     CountedDraws,
@@ -60,6 +61,8 @@ from tests.parity.jobs.never_wrong_pipeline_ways import (
     Patched,
     Penalty,
     PythonChance,
+    RaisesWhenTried,
+    SharedExperts,
     compiled_block,
     reads_inside,
     ways_batch,
@@ -123,6 +126,12 @@ def run_planned(name: str, plan: str) -> Record:
         record.state = {name: value.clone() for name, value in model.full_state_dict().items()}
         record.attributes = [_attribute(model.module, path) for path in script.attributes]
     return record
+
+
+def run_cut(name: str, plan: str) -> Record:
+    """Train under a plan with tensor parallelism, on every rank; no call of a part that is cut may run whole."""
+    with nothing_runs_whole():
+        return run_planned(name, plan)
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -267,6 +276,8 @@ SCRIPTS: dict[str, Script] = {
     "identity": Script(Identity, masked_batch, evaluates=(1,)),
     "own_state": Script(lambda: OwnState(reads_later=False), evaluates=(1,), attributes=("calls",)),
     "own_state_read_later": Script(lambda: OwnState(reads_later=True), evaluates=(1,), attributes=("calls",)),
+    "raises_when_tried": Script(RaisesWhenTried, evaluates=(1, 3), steps=4, attributes=("calls", "log")),
+    "shared_experts": Script(SharedExperts, evaluates=(1, 2), attributes=("calls",)),
     "counts_twice": Script(CountsTwice),
     "other_ways": Script(OtherPaths, ways_batch, steps=5),
     "asks_dtype": Script(AsksDtype),

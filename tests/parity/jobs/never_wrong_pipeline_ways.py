@@ -46,6 +46,70 @@ class OwnState(nn.Module):
         return x + self.ema
 
 
+class RaisesWhenTried(nn.Module):
+    """Counts in an attribute and in a list, and ends in a layer for the rows of a micro-batch alone.
+
+    The counts make later steps try parts of a micro-batch, which raises once the earlier stages have run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.last = ThreeRows(WIDTH, WIDTH)
+        self.calls, self.log = 0, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(0.1)
+        x = x * (1 + 0.1 / self.calls) / sum(self.log)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * (1 + 0.1 * self.calls)
+
+
+class ThreeRows(nn.Linear):
+    """Looks at numbers, so that it raises on its own stage alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 3 and x.any():
+            raise ValueError(f"made for 3 rows, and {len(x)} came")
+        return super().forward(x)
+
+
+class SharedExperts(nn.Module):
+    """Calls a mixture of experts again and again, each a part of tensor parallelism around layers that a stage may not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = tanh_block(), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(Kept() for _ in range(2))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.stem(x) / (1 + 0.05 * self.calls)
+        self.mean = h.detach().mean(0)  # on the stages that do not compute it, without values until the forward ends
+        for _ in range(2):
+            weights = self.gate(h).softmax(-1)
+            h = h + sum(weights[:, i : i + 1] * expert(h) for i, expert in enumerate(self.experts))
+        return self.head(h)
+
+
+class Kept(nn.Sequential):
+    """Two layers and what came of them, kept between forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 4), nn.GELU(), nn.Linear(4, WIDTH))
+        self.seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = y.detach()
+        return y
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -257,7 +257,10 @@ class PipelineEngine(OuterEngine):
         yield
 
     def try_forward(self, batch: Any) -> Any:
-        return self.forward(*model_inputs(batch))
+        args, kwargs = model_inputs(batch)
+        self.prepare(lambda module: module(*args, **kwargs))
+        with self._placed.undisturbed():
+            return self.forward(args, kwargs)
 
     def idle_pass(self) -> None:
         self.begin_forward()

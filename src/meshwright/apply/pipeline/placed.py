@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -123,6 +124,10 @@ class Placed:
         """Take note that the forwards of a step, or those without one, are over."""
         if self._own_state is not None:
             self._own_state.end_step()
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """Run forwards on trial inside the context: the stages' own state does not move, even where one raises."""
+        return contextlib.nullcontext() if self._own_state is None else self._own_state.undisturbed()
 
     def begin_inspection(self) -> str:
         """Start comparing digests of what stages receive with those of what was sent; return the first boundary's name."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from meshwright._torch_private import WrapperTensor
+
 __all__: list[str] = []
 
 
@@ -34,12 +36,12 @@ def holds_values(tensor: torch.Tensor) -> bool:
 
 
 class BufferSnapshot:
-    """The buffers of a module at one moment."""
+    """The buffers of a module at one moment; of one that another pipeline stage computes, there are no values to keep."""
 
     def __init__(self, module: nn.Module) -> None:
         slots = ((owner, name, getattr(owner, name)) for owner, name in buffer_slots(module))
         self._held = [
-            (owner, name, tensor, tensor.detach().clone(), tensor._version, dict(vars(tensor)))
+            (owner, name, tensor, _values_of(tensor), tensor._version, dict(vars(tensor)))
             for owner, name, tensor in slots
         ]
 
@@ -48,9 +50,13 @@ class BufferSnapshot:
         with torch.no_grad():
             for owner, name, tensor, value, version, known in self._held:
                 # Otherwise this write would look like the forward's own.
-                if tensor._version != version or not torch.equal(tensor.detach(), value):
+                if value is not None and (tensor._version != version or not torch.equal(tensor.detach(), value)):
                     tensor.detach().copy_(value)
                 if vars(tensor) != known:
                     vars(tensor).clear()
                     vars(tensor).update(known)
                 owner._buffers[name] = tensor
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if isinstance(tensor, WrapperTensor) else tensor.detach().clone()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,22 @@ class OwnState:
                 module._buffers[key] = self._of_home(place, key, module._buffers[key])
         if self._kept:
             self._left = [(state, _marks(state)) for state in map(_read, self._modules)]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run forwards inside the context on copies of all stages' state, however they end.
+
+        The state that the modules show is not restored: whoever tries a forward restores it in any case.
+        """
+        found = self._kept, self._current, self._left
+        self._kept = {stage: [state.copied() for state in states] for stage, states in self._kept.items()}
+        if self._current is not None:  # a step has ended in an error, and the modules show what that stage has
+            self._kept[self._current] = [_read(module).copied() for module in self._modules]
+            self._current = None
+        try:
+            yield
+        finally:
+            self._kept, self._current, self._left = found
 
     def _of_home(self, place: int, key: str, present: Tensor | None) -> Tensor | None:
         """Return the buffer of the stage that computes it; another stage's where that one is not on this rank."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import current_function_mode, without_function_subclasses
+from meshwright._torch_private import WrapperTensor, current_function_mode, without_function_modes
 from meshwright.apply.modules.copies import rebind
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.random_states import kept_random_states
@@ -24,13 +24,15 @@ from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside, name_below
-from meshwright.trees import map_tensors
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
 _HOW_HOOKS_RUN = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+_WITHOUT_NUMBERS = (nn.Parameter, Slices, WrapperTensor)
 
 MAX_PROOFS = 64
 """Proofs of one part while it runs [count]. A call that is new after that runs whole: its arguments never repeat."""
@@ -91,17 +93,20 @@ class Guard:
     def _take_over_numbers(self) -> None:
         """Copy the buffers' present values into the template; of a cut buffer no rank has all of them."""
         for (name, live), twin in zip(self._module.named_buffers(), self._template.buffers(), strict=False):
-            if name not in self._shards:
+            if name not in self._shards and not isinstance(live, WrapperTensor):
                 twin.data = live.detach().clone()
         for live, twin in zip(self._module.modules(), self._template.modules(), strict=False):
             vars(twin).update({name: value.detach().clone() for name, value in _tensors_of(live).items()})
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards are proven to equal the whole for this call. All ranks call it and get the same answer."""
-        ambient = current_ambient()
         if _is_watched():
             self._note("a TorchFunctionMode of the user's is in force, and would see slices")
             return False
+        with without_function_modes():  # a pipeline's stage would take what is asked here for the model's own code
+            return self._is_proven(args, kwargs, current_ambient())
+
+    def _is_proven(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> bool:
         for kind in self._kinds:
             verdict = self._known.get(self._signature(args, kwargs, kind, ambient))
             if verdict is not None:
@@ -145,7 +150,10 @@ class Guard:
         names = signatures.names_of_sizes(args, kwargs)
         reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
         sizes, values, is_same = set(names), 2, True
-        if self.num_proofs < MAX_PROOFS:
+        elsewhere = self._tensors_elsewhere(args, kwargs)
+        if not all(tensor.is_floating_point() for tensor in elsewhere):
+            reason = "it takes indices, a mask or complex numbers that another pipeline stage computes"
+        elif self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
             self._take_over_numbers()
             given = map_tensors((args, kwargs), _for_proof)
@@ -153,6 +161,8 @@ class Guard:
             # In a thread of its own, where this thread's modes and autograd's hooks are not in force.
             with self._undisturbed(), concurrent.futures.ThreadPoolExecutor(1) as pool:
                 reason, sizes, values, is_same = pool.submit(self._why_not, call, set(names)).result()
+        if values and not (reason or all(tensor.requires_grad for tensor in elsewhere)):
+            reason, values = "it reads values, and another pipeline stage computes some that it may read", 2
         if not (reason or is_same or torch.is_grad_enabled()):
             reason = "it computes something else where gradients are off"
         counts = [size not in sizes for size in names]
@@ -164,6 +174,12 @@ class Guard:
         exact = tuple(name for name, is_any in zip(names.values(), any_size, strict=True) if not is_any)
         return bool(is_proven), (exact, -least)
 
+    def _tensors_elsewhere(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors that a call may use and that another pipeline stage computes: here they have no values."""
+        held = [value for child in self._module.modules() for value in vars(child).values()]
+        tensors = (*tensors_in((args, kwargs)), *self._module.buffers(), *held)
+        return [tensor for tensor in tensors if isinstance(tensor, WrapperTensor)]
+
     def _note(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
@@ -173,14 +189,12 @@ class Guard:
     def _undisturbed(self) -> Iterator[None]:
         """Restore what a proof may reach in the model itself, through a hook of the part."""
         devices = {parameter.device for parameter in self._module.parameters()}
-        with without_function_subclasses():  # parts of buffers, which the library itself may compare
-            buffers = BufferSnapshot(self._model)
+        buffers = BufferSnapshot(self._model)
         try:
             with kept_random_states(devices, module=self._model):
                 yield
         finally:
-            with without_function_subclasses():
-                buffers.restore()
+            buffers.restore()
 
     @property
     def _device(self) -> torch.device:
@@ -221,7 +235,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, (nn.Parameter, Slices))
+        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, _WITHOUT_NUMBERS)
     }
 
 
@@ -232,7 +246,12 @@ def _is_watched() -> bool:
 
 
 def _for_proof(tensor: Tensor) -> Tensor:
-    """Return a plain tensor for the proof; one in slices is an activation, of which only the shape counts."""
+    """Return a plain tensor for the proof; one in slices, or of another stage, is an activation: only its shape counts."""
+    if isinstance(tensor, WrapperTensor):
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        drawn = torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(20261))
+        return drawn.to(tensor.dtype).requires_grad_(tensor.requires_grad)
     if not isinstance(tensor, Slices):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.is_floating_point())
@@ -245,6 +264,7 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
         is_tensor = isinstance(value, Tensor)
         if name in OWN or isinstance(value, nn.Module) or (is_tensor and isinstance(own.get(name), Tensor)):
             continue
+        value = _for_proof(value) if isinstance(value, WrapperTensor) else value
         own[name] = of_whole.get(name, value.detach().clone() if is_tensor else value)
     twin.training = live.training
     twin._is_full_backward_hook = live._is_full_backward_hook

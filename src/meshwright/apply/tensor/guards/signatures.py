@@ -270,7 +270,9 @@ def kind_of_text(proven: str) -> Kind:
 
 
 def numbers_of(tensor: Tensor) -> str:
-    """Return a 64-bit digest of the values in a tensor, as hexadecimal digits."""
+    """Return a 64-bit digest of the values in a tensor, as hexadecimal digits; "" of another stage's, which has none here."""
+    if isinstance(tensor, WrapperTensor):
+        return ""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -290,9 +292,7 @@ class _Arguments(Describer):
             return super().describe(value, depth)
         shape = tuple(map(self._place_of, value.shape))
         needs = value.requires_grad
-        # Another stage's tensor has no values here; code that reads them is refused at the read.
-        has_numbers = self._with_values and not needs and not isinstance(value, WrapperTensor)
-        numbers = numbers_of(value) if has_numbers else None
+        numbers = numbers_of(value) if self._with_values and not needs else None
         return str(value.dtype), shape, self._with_gradients and needs, numbers
 
     def _place_of(self, size: int) -> Any:
