@@ -55,3 +55,9 @@ def test_pretrained_weights_are_the_same_under_every_plan(tmp_path: Path, plan: 
         expected = {name: value.double() if value.is_floating_point() else value for name, value in weights.items()}
         expected["head.weight"] = expected["tokens.weight"]
         assert jobs.different(rank["state"], expected) == []
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,micro_batches=2", "pp=2,tp=2,micro_batches=2"])
+def test_the_look_at_the_first_batch_leaves_no_graph(plan: str) -> None:
+    ranks = mw.Plan.parse(plan).num_ranks
+    assert testing.run_ranks(jobs.graphs_left, ranks, plan) == [0] * ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 from unittest import mock
 
@@ -64,3 +65,10 @@ def plain_state(kind: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module: nn.Module = checkpoint_jobs.build(kind)
     return module.state_dict()
+
+
+def graphs_left(plan: str) -> int:
+    """Return how many tensors with a graph are alive once a plan has looked at its first batch [count]."""
+    with checkpoint_jobs.apply(plan, "words", "sgd", is_prepared=True):
+        gc.collect()
+        return sum(type(item) is torch.Tensor and item.grad_fn is not None for item in gc.get_objects())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 import weakref
@@ -74,6 +75,7 @@ class PagedBuild:
         """Bring what is left into plain memory: this rank's own part of the model."""
         self._stop.set()
         if self._pages is not None:
+            gc.collect()  # graphs of the first look refer to themselves, and to parameters that other ranks hold now
             self._pages.bring_in()
             self._pages = None
 

@@ -24,7 +24,7 @@ from meshwright.apply.pipeline.tracing.functions import (
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
-from meshwright.apply.pipeline.walking.stand_ins import StageValue, mark, tensors_of, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import ATTRIBUTE, StageValue, mark, tensors_of, value_of, values_in
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
@@ -73,9 +73,12 @@ def observe(
 
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str]) -> Flow:
     observer = _ForwardObserver(module, units)
-    with torch.enable_grad(), observer.attached(), observer.counter, observer:
-        run(module)
-    return observer.flow()
+    try:
+        with torch.enable_grad(), observer.attached(), observer.counter, observer:
+            run(module)
+        return observer.flow()
+    finally:
+        observer.forget()
 
 
 class _ForwardObserver(TorchFunctionMode):
@@ -96,6 +99,7 @@ class _ForwardObserver(TorchFunctionMode):
         self._takes: dict[str, list[tuple[str, str]]] = {}
         self._made_of: dict[int, set[str]] = {}
         self._alive: list[Any] = []
+        self._marked: list[Tensor] = []
         self._running: int | None = None
         self._given: set[int] = set()
         self._in_objects: set[int] = set()
@@ -236,7 +240,15 @@ class _ForwardObserver(TorchFunctionMode):
                 if id(tensor) not in old and (known is None or known.owner is not self):
                     self._mark(tensor, place)
 
+    def forget(self) -> None:
+        """Take the marks off: a tensor that leads to itself by its mark, and lies in a graph, is never freed."""
+        for tensor in self._marked:
+            for name in (_MADE, ATTRIBUTE):
+                vars(tensor).pop(name, None)
+        self._marked, self._alive, self._calls = [], [], []
+
     def _mark(self, tensor: Tensor, place: int | None) -> Tensor:
+        self._marked.append(tensor)
         return mark(tensor, StageValue(self, place, tensor, None))
 
     def _parameters_in(self, tree: Any) -> set[str]:
@@ -304,6 +316,7 @@ class _ForwardObserver(TorchFunctionMode):
                 self._note_taken(place, tensor)
         for tensor in tensors_in(result):
             if id(tensor) not in self._given:
+                self._marked.append(tensor)
                 setattr(tensor, _MADE, (self, place))
 
     def _note_taken(self, place: int, tensor: Tensor) -> None:

@@ -22,7 +22,7 @@ from meshwright.trees import LEAVES, map_tensors, tensors_in
 
 __all__: list[str] = []
 
-_ATTRIBUTE = "_meshwright_value"
+ATTRIBUTE = "_meshwright_value"
 
 
 class StageValue:
@@ -65,18 +65,18 @@ class StageValue:
 
 def value_of(tensor: Tensor) -> StageValue | None:
     """Return the record of a tensor; None for one that every stage has."""
-    return getattr(tensor, _ATTRIBUTE, None)
+    return getattr(tensor, ATTRIBUTE, None)
 
 
 def mark(tensor: Tensor, value: StageValue) -> Tensor:
     """Attach a record to a tensor."""
-    setattr(tensor, _ATTRIBUTE, value)
+    setattr(tensor, ATTRIBUTE, value)
     return tensor
 
 
 def unmark(tensor: Tensor) -> None:
     """Remove the record of a tensor."""
-    delattr(tensor, _ATTRIBUTE)
+    delattr(tensor, ATTRIBUTE)
 
 
 def values_in(*trees: Any) -> list[StageValue]:
@@ -90,7 +90,7 @@ def _find_values(items: Iterable[Any], found: list[StageValue]) -> None:
     # Called for every argument of the code between layers: the common types come first.
     for item in items:
         if isinstance(item, Tensor):
-            value = getattr(item, _ATTRIBUTE, None)
+            value = getattr(item, ATTRIBUTE, None)
             if value is not None:
                 found.append(value)
             continue
