@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from tests.parity.jobs import counting_jobs
 from tests.parity.jobs import raising_jobs as jobs
 
 from meshwright import testing
@@ -74,3 +75,15 @@ def test_an_error_of_all_ranks_leaves_their_groups_usable() -> None:
 
 def test_the_error_has_the_exit_code_of_the_users_code() -> None:
     assert exit_code_of(UserCodeError("rank 1 cannot go on", rank=1)) == 10
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved,virtual=2", "zbv"])
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_count_that_an_error_left_uneven_is_one_devices_or_refused(schedule: str, micro_batches: int) -> None:
+    expected = counting_jobs.losses(f"single,micro_batches={micro_batches}")
+    plan = f"pp=2,schedule={schedule},micro_batches={micro_batches}"
+    for found in testing.run_ranks(counting_jobs.losses, 2, plan):
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-11)
+        assert found[2] == "ValueError"
+        for mine, theirs in zip(found[3:], expected[3:], strict=True):
+            assert mine == "OtherWayError" or mine == pytest.approx(theirs, rel=1e-11)

@@ -18,6 +18,7 @@ from meshwright.apply.pipeline.p2p import Post, boundary_name
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
+from meshwright.apply.pipeline.walking.counters import Counters
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
@@ -104,6 +105,8 @@ class Placed:
 
     def intercept(self) -> None:
         """Have calls of units come by the stages from now on; once the engine inside has taken what this rank holds."""
+        for stage in self.stages.values():
+            stage.counters = Counters(self._around)
         self.interception = Interception(self._module, self._units, self._around, self._under_way)
 
     def begin_step(self) -> None:

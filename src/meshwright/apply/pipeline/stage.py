@@ -17,6 +17,7 @@ from meshwright.apply.pipeline.ownership.settled import Buffers
 from meshwright.apply.pipeline.p2p import Mail, Post, Route, other_way
 from meshwright.apply.pipeline.split_backward import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
+from meshwright.apply.pipeline.walking.counters import Counters
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.path_hash import Way
@@ -77,6 +78,8 @@ class Stage:
         self._rest: dict[int, list[Rest]] = {}
         self._under_way = under_way
         self._own_state = own_state
+        self.counters = Counters(())
+        """What the code between layers counts; set once the model is cut."""
         self._buffers = Buffers(module)
         self._has_notes = post.has_notes(draws.device)
         self.is_inspected = False
@@ -91,12 +94,12 @@ class Stage:
         backward will run in halves.
         """
         mail = Mail(self._post, self.index, micro_batch, self.findings if self.is_inspected else None)
-        way = Way(micro_batch, is_training=self._module.training)
-        walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
-        self._under_way.walk = walk
         split = SplitBackward() if in_halves and torch.is_grad_enabled() else None
         if self._own_state is not None:
             self._own_state.enter(self.index)
+        way = Way(micro_batch, is_training=self._module.training, counters=self.counters.changes())
+        walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
+        self._under_way.walk = walk
         try:
             with self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext(), walk:
                 result = run(self._module)
@@ -138,6 +141,8 @@ class Stage:
                 names = list(self._map.calls)
                 mine = _way_text(way.num_calls, way.last, names)
                 theirs = "more layers" if note is None else _way_text(note.num_calls, note.last, names)
+                if mine == theirs:
+                    theirs += ", with other numbers in the model's attributes or arguments"
                 raise other_way(self.index, source, micro_batch, mine, theirs)
 
     def home_of(self, tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ class Way:
 
     __slots__ = ("_hash", "in_hook", "is_over", "last", "num_calls")
 
-    def __init__(self, micro_batch: int, *, is_training: bool) -> None:
+    def __init__(self, micro_batch: int, *, is_training: bool, counters: tuple[int, ...] = ()) -> None:
         self.num_calls = 0
         """Calls of layers so far [count]."""
         self.last = -1
@@ -26,7 +26,7 @@ class Way:
         self.is_over = False
         """Whether the model has returned: the loss is computed on the stages that have what it needs."""
         self._hash = hash(
-            (micro_batch, is_training)
+            (micro_batch, is_training, *counters)
         )  # of numbers alone: a hash of text differs from process to process
 
     @property
