@@ -28,8 +28,10 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
-_LIFE = 2**20
+_LIFE = 2**17
 """Tags of one life of a pipeline: what an error left behind is not taken for a message of the next [count]."""
+_NUM_LIVES = 2**31 // _LIFE
+"""Lives until tags come again [count]."""
 _OTHER_WAY_FIX = (
     "let only the batch decide which layers run, the same on all ranks; pass an example_batch= to apply_plan that takes every "
     "branch; or use pp=1"
@@ -90,7 +92,7 @@ class Post:
     def _tag(self, route: Route) -> int:
         num = len(self._rank_of)
         place = (((route.micro_batch * num) + route.source) * num + route.target) * 2 + route.is_gradient
-        return (self.life % 1024) * _LIFE + place % _LIFE
+        return (self.life % _NUM_LIVES) * _LIFE + place % _LIFE
 
     def send(self, tensor: Tensor, route: Route) -> None:
         """Start sending a tensor from a stage of this rank to another stage."""
@@ -215,7 +217,7 @@ class Post:
         group, rank = self.group.process_group, self.group.group_rank
         if group is None or not self.has_notes(device):
             return
-        tag = (self.life % 1024) * _LIFE + _LIFE - 1
+        tag = (self.life % _NUM_LIVES) * _LIFE + _LIFE - 1
         if rank + 1 < self.group.size:
             tensor = Note(COUNT, 0, num_micro_batches).to_tensor()
             self._notes.append((group.send([tensor], rank + 1, tag), tensor))
