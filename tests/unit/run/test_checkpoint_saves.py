@@ -77,7 +77,8 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_of_torch_go_on(tmp_path: Path, name: str) -> None:
     def rates(model: ParallelModel, schedule: Any, count: int) -> list[float]:
-        found = []
+        found: list[float] = []
+        assert model.optimizer is not None
         for _ in range(count):
             model.optimizer.step()
             schedule.step(*([1.0] if name == "plateau" else []))
