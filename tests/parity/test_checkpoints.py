@@ -186,9 +186,14 @@ def _saved_too_early(directory: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2"])
-@pytest.mark.parametrize("how", ["whole", "closed", "steps", "directories"])
+@pytest.mark.parametrize("how", ["whole", "closed", "steps", "directories", "states"])
 def test_a_save_that_cannot_be_one_checkpoint_is_refused(tmp_path: Path, plan: str, how: str) -> None:
-    word = "inside of a step" if how in ("whole", "closed") else "in different ways"
+    words = {
+        "whole": "inside of a step",
+        "closed": "inside of a step",
+        "states": "extra ['schedule'] has another state",
+    }
+    word = words.get(how, "in different ways")
     for text in testing.run_ranks(jobs.refused_save, 2, plan, str(tmp_path), how):
         assert word in text
     assert not Store(tmp_path).saved()

@@ -113,12 +113,13 @@ class Store:
             path.mkdir()
         return SaveUnderWay(path, step, 1 + max(epochs, default=0))
 
-    def retain(self, keep: int, also: Iterable[int] = ()) -> list[Path]:
+    def retain(self, keep: int, also: Iterable[int] = (), *, own: Path | None = None) -> list[Path]:
         """Delete all but the newest checkpoints. Those that cannot be opened do not count, and stay as long as younger ones do.
 
         Args:
             keep: How many sound ones stay, at least one [count].
             also: Steps that stay in any case, of the best one for example.
+            own: A checkpoint that stays in any case: the one saved just now, where later steps of before are in the way.
 
         Returns:
             What was deleted.
@@ -130,7 +131,7 @@ class Store:
         for saved in self.saved():
             if missing:
                 missing -= _can_be_opened(saved.path)
-            elif saved.step not in stay:
+            elif saved.step not in stay and (own is None or saved.path.name != own.name):
                 gone.append(saved.path)
         for path in gone:
             hidden = path.with_name(f"{_DELETED}{path.name}-{secrets.token_hex(4)}")

@@ -94,6 +94,11 @@ class RunDirectory:
                 raise
 
     @property
+    def has_record(self) -> bool:
+        """Whether there is a record, of this run's start or of what it is continued from."""
+        return (self.path / RECORD_FILE).is_file()
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return self.path / CHECKPOINTS

@@ -118,6 +118,7 @@ class _Run:
         """Steps that are done, those before a resumption included [count]."""
         self._num_new_steps = 0
         """Steps that the ranks have done since they were started [count]."""
+        self._is_continued = False
         self._saved: dict[str, Any] = {}
         """The newest checkpoint: the event that told of it."""
 
@@ -126,7 +127,8 @@ class _Run:
         with RunDirectory(path) as directory:
             self._directory = directory
             resume = self._choose_start(directory, resume=resume)
-            directory.write_record(self._record([]))
+            self._is_continued = resume
+            self._write_record([])
             restarts = Restarts(0 if joined else self._config.train.max_restarts)
             with ProgressView(print_every=self._config.train.print_every) as self._view:
                 while True:
@@ -144,7 +146,7 @@ class _Run:
                             self._view.close()
                             return self._report(StoppedOnRequest("stopped on request between two starts"))
                         resume = directory.has_checkpoints
-            directory.write_record(self._record(summaries))
+            self._write_record(summaries)
             if any(summary["stopped"] for summary in summaries):
                 return self._say_stopped(summaries[0]["step"])
             if resume and not self._num_new_steps:
@@ -229,6 +231,11 @@ class _Run:
             self._plan = Plan.from_dict(event["plan"])
         self._view.show(event)
 
+    def _write_record(self, summaries: list[dict[str, Any]]) -> None:
+        """Write record.json; a run that is continued keeps the one that it has until it has done a step more."""
+        if not (self._is_continued and not self._steps and self._directory.has_record):
+            self._directory.write_record(self._record(summaries))
+
     def _record(self, summaries: list[dict[str, Any]]) -> RunRecord:
         measured = self._steps[WARM_UP_STEPS:] or self._steps
         measurement = None
@@ -270,7 +277,7 @@ class _Run:
                 sys.stderr.write(f"{remark}\n")
             code = _report_failure(self._config, error, self._failures, last_step=self._last_step)
         try:  # afterwards: a disk that fails now is not what the run ended of
-            self._directory.write_record(self._record([]))
+            self._write_record([])
             if not is_stop:
                 self._directory.write_event({"event": "run_failed", "exit_code": code, "cause": one_line(error)})
             self._directory.close()

@@ -193,6 +193,9 @@ def refused_save(plan: str, directory: str, how: str) -> str:
             mw.save_checkpoint(model, directory, step=1)
         elif how == "steps":
             mw.save_checkpoint(model, directory, step=rank)
+        elif how == "states":
+            schedule = torch.optim.lr_scheduler.StepLR(model.optimizer, 1 + rank)
+            mw.save_checkpoint(model, directory, step=1, extra={"schedule": schedule})
         else:
             mw.save_checkpoint(model, f"{directory}/{rank}", step=1)
     except mw.CheckpointError as error:

@@ -7,6 +7,7 @@ background      saves that are written while training goes on
 loading         load_checkpoint: checked by all ranks, then read in parts
 stored_parts    this rank's parts of the model, as rows that all ranks know
 optimizer_rows  the optimizer's state and options, by FQN
+extra_states    states of loaders and schedules
 random_streams  generators of a rank
 encoded         values without tensors as JSON
 together        errors of one rank, raised on all

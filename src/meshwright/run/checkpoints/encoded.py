@@ -1,4 +1,4 @@
-"""Values of an optimizer's state and options as JSON, with tensors beside them.
+"""Values of an optimizer's or a schedule's state as JSON, with tensors beside them.
 
 JSON has no tensors, tuples or infinities: each is an object with one key, `{"tensor": NAME}` for example. Nothing else is
 accepted, in either direction, so that a file cannot make anything happen.
@@ -7,6 +7,7 @@ accepted, in either direction, so that a file cannot make anything happen.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ def encode(value: Any, where: str, keep: Callable[[str, Tensor], None], depth: i
     """Return a value as JSON.
 
     Args:
-        value: Numbers, texts, None, tensors, and lists, tuples and dicts of them.
+        value: Numbers, texts, None, tensors, Counters of numbers and texts, and lists, tuples and dicts of them.
         where: The value's name, of which the names of its tensors are made.
         keep: Called with each tensor and its name.
         depth: Containers around it [count].
@@ -42,11 +43,15 @@ def encode(value: Any, where: str, keep: Callable[[str, Tensor], None], depth: i
         if isinstance(value, (list, tuple)):
             items = [encode(item, f"{where}/{index}", keep, depth + 1) for index, item in enumerate(value)]
             return {"tuple": items} if isinstance(value, tuple) else items
+        if isinstance(value, Counter) and all(
+            type(key) in (int, str) and type(count) is int for key, count in value.items()
+        ):
+            return {"counter": [[key, count] for key, count in value.items()]}
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return {"dict": {key: encode(item, f"{where}/{key}", keep, depth + 1) for key, item in value.items()}}
     raise CheckpointError(
-        f"'{where}' is a {type(value).__name__}, which cannot be saved (rule: numbers, texts, None, tensors, and lists, tuples "
-        f"and dicts of them, at most {_MOST_DEPTH} deep)"
+        f"'{where}' is a {type(value).__name__}, which cannot be saved (rule: numbers, texts, None, tensors, Counters, and "
+        f"lists, tuples and dicts of them, at most {_MOST_DEPTH} deep)"
     )
 
 
@@ -75,6 +80,15 @@ def decode(value: Any, where: str, read: Callable[[str], Tensor], depth: int = 0
                 return read(inside)
             if kind == "tuple" and isinstance(inside, list):
                 return tuple(decode(item, where, read, depth + 1) for item in inside)
+            if kind == "counter" and _is_counted(inside):
+                return Counter(dict(inside))
             if kind == "dict" and isinstance(inside, dict):
                 return {key: decode(item, where, read, depth + 1) for key, item in inside.items()}
-    raise CheckpointError(f"the checkpoint has {str(value)[:60]!r} for '{where}', which is no value of an optimizer")
+    raise CheckpointError(
+        f"the checkpoint has {str(value)[:60]!r} for '{where}', which is no value of an optimizer or a schedule"
+    )
+
+
+def _is_counted(rows: Any) -> bool:
+    pairs = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
+    return pairs and all(type(key) in (int, str) and type(count) is int for key, count in rows)

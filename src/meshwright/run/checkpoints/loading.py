@@ -18,6 +18,7 @@ from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Saved, Store
 from meshwright.checkpoint.tensor_files import dtype_name
 from meshwright.errors import CheckpointError, ConfigError, StorageError
+from meshwright.run.checkpoints.extra_states import load_states, refuse_missing
 from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
 from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
@@ -106,9 +107,10 @@ def load(
         shared = functools.partial(together, group, device)
         snapshot, skipped = _open_sound(shared, group.group_rank, group.size, Path(directory), step)
         try:
+            shared(lambda: refuse_missing(extra or {}, snapshot), lambda _: None)
             load = _Load(model, engine, snapshot, shared)
             notes = load.run(model.optimizer if with_optimizer else None, partial=partial)
-            shared(lambda: _load_extra(extra or {}, snapshot), lambda _: None)
+            shared(lambda: load_states(extra or {}, snapshot), lambda _: None)
         except BaseException:
             snapshot.close()
             raise
@@ -177,19 +179,6 @@ def _candidates(directory: Path, step: int | None) -> list[Saved]:
     if not saved:  # perhaps a checkpoint's own directory
         saved = [own for own in Store(directory.absolute().parent).saved() if own.path.name == directory.name]
     return [own for own in saved if step is None or own.step == step]
-
-
-def _load_extra(extra: Mapping[str, Any], snapshot: OpenCheckpoint) -> None:
-    stored = snapshot.manifest.state.get("extra")
-    known = stored if isinstance(stored, dict) else {}
-    missing = sorted(set(extra) - set(known))
-    if missing:
-        raise CheckpointError(
-            f"{snapshot.path} has no state for extra {missing}; it has {sorted(known)}",
-            fix="leave these out, or load a checkpoint that was saved with them",
-        )
-    for name, item in extra.items():
-        item.load_state_dict(known[name])
 
 
 def _listed(lines: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
 from meshwright.run.checkpoints.background import BackgroundSave, finish, staged
+from meshwright.run.checkpoints.extra_states import digest_of_states, states_of
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
 from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
 from meshwright.run.checkpoints.together import require_between_steps, together
@@ -46,8 +46,8 @@ def save_checkpoint(
         directory: Where checkpoints of this run lie, on a file system that all ranks see; made if it is not there.
         step: Steps of the optimizer that have been taken; part of the checkpoint's name [count].
         extra: Name -> object with `state_dict()`, such as a loader or a learning rate schedule. Its state is made of dicts,
-            lists, numbers, texts and None, and is equal on all ranks.
-        keep: How many checkpoints stay in the directory, the newest; None keeps all [count].
+            lists, tuples, Counters, numbers, texts and None, and is equal on all ranks.
+        keep: How many checkpoints stay in the directory, the newest and this one; None keeps all [count].
         with_optimizer: Whether the optimizer's state is saved.
         in_background: Return when the rank's share is copied in the host's memory. It is written while training goes on; what
             goes wrong is raised by the next step, save or `wait_for_checkpoint`.
@@ -105,7 +105,8 @@ class _Save:
 
         def look() -> RankState:
             own.append(collect(self._engine, held, optimizer, place_of(self._model.plan, self._model.world.rank), rank))
-            own[0].told["extra"] = {name: _state_of(name, item) for name, item in extra.items()} if rank == 0 else {}
+            states = states_of(extra)
+            own[0].told["extra"] = [digest_of_states(states), states if rank == 0 else {}]
             return own[0]
 
         wanted = [str(self._store.root), self._step, keep, in_background]
@@ -117,6 +118,7 @@ class _Save:
                 f"ranks are to save in different ways (directory, step, keep, in_background): {asked}",
                 fix="pass the same arguments on every rank",
             )
+        _require_alike([state["extra"][0] for _, state in told])
         writers = writers_of(rows)
         draft = self._begin()
         try:
@@ -173,11 +175,14 @@ class _Save:
         keep: int | None,
     ) -> str:
         path = draft.commit(self._manifest(draft, entries, told, writers))
-        if keep is not None:
-            try:
-                self._store.retain(keep)
-            except StorageError as error:  # it is saved, and there is one more than was asked for
-                _LOG.warning("an old checkpoint stays: %s", error.message)
+        try:
+            later = [saved.path for saved in self._store.saved()[:1] if saved.path.name != path.name]
+            if later:
+                _LOG.warning("%s, saved before, is of a later step than %s: load_checkpoint takes it", later[0], path)
+            if keep is not None:
+                self._store.retain(keep, own=path)
+        except StorageError as error:  # it is saved, and there is one more than was asked for
+            _LOG.warning("an old checkpoint stays: %s", error.message)
         return str(path)
 
     def _manifest(
@@ -212,7 +217,7 @@ class _Save:
                 "places": [state["place"] for state in states],
                 "seed": self._model.seed,
                 "optimizer": self._optimizer_of(states),
-                "extra": states[0]["extra"],
+                **states[0]["extra"][1],
             },
         )
         # Read back before it counts: parts that do not make a whole must not be found out when they are needed.
@@ -229,33 +234,12 @@ class _Save:
         }
 
 
-def _state_of(name: str, item: Any) -> Any:
-    if not hasattr(item, "state_dict"):
+def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
+    """Raise an error where the states of `extra` differ between ranks: one of them would come back on all."""
+    names = sorted({name for row in digests for name in row})
+    different = [name for name in names if any(row.get(name) != digests[0].get(name) for row in digests)]
+    if different:
         raise CheckpointError(
-            f"extra[{name!r}] is a {type(item).__name__} without state_dict()", fix="pass a loader or a schedule"
+            f"extra {different} has another state on other ranks than on the first (rule: equal on all ranks; one is saved)",
+            fix="pass what is the same on every rank, or leave it out",
         )
-    state = item.state_dict()
-    _require_json(state, f"extra[{name!r}].state_dict()", 0)
-    return state
-
-
-def _require_json(value: Any, where: str, depth: int) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CheckpointError(
-            f"{where} is {value} (rule: finite numbers)",
-            fix="give that object a state_dict() that says it otherwise, by None for example",
-        )
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return
-    if depth < 32 and isinstance(value, list):
-        for index, item in enumerate(value):
-            _require_json(item, f"{where}[{index}]", depth + 1)
-        return
-    if depth < 32 and isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            _require_json(item, f"{where}[{key!r}]", depth + 1)
-        return
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__} (rule: dicts with texts as keys, lists, numbers, texts and None)",
-        fix="give that object a state_dict() of such values",
-    )
