@@ -6,15 +6,19 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshwright.errors import CheckpointError
 from meshwright.run.building import paged_build, pages
 from meshwright.run.building.paged_build import PagedBuild
+from meshwright.run.building.pretrained import load_pretrained
 
 pytestmark = pytest.mark.skipif(pages.find_directory() is None, reason="no directory on a disk for pages")
 
@@ -188,3 +192,48 @@ def test_a_program_gives_the_same_in_pages(program: Callable[[], list[Tensor]]) 
     made.finish()
     assert len(found) == len(expected)
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+def test_a_finished_build_keeps_no_file_open_while_a_tensor_lives() -> None:
+    made = PagedBuild()
+    with made.building():
+        value = torch.full((4096,), 1.0)
+    file = made._pages._file  # type: ignore[union-attr]
+    made.finish()
+    assert file.closed
+    assert bool((value == 1).all())
+    del value
+    gc.collect()
+
+
+class Twins(nn.Module):
+    """Two parts of one name, one of them inside the base model."""
+
+    base_model_prefix = "model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"head": nn.Linear(2, 2, bias=False)})
+        self.head = nn.Linear(2, 2, bias=False)
+
+
+def test_one_pretrained_tensor_never_fills_two(tmp_path: Path) -> None:
+    save_file({"head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: model\.head\.weight"):
+        load_pretrained(Twins(), tmp_path)
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_a_tied_parameter_with_two_pretrained_values_is_refused(tmp_path: Path, value: float) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    before = model[0].weight.clone()
+    weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.full((2, 2), value)}
+    save_file(weights, tmp_path / "model.safetensors")
+    if value == 1:
+        load_pretrained(model, tmp_path)
+        assert bool((model[0].weight == 1).all())
+        return
+    with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight: two values"):
+        load_pretrained(model, tmp_path)
+    assert torch.equal(model[0].weight, before)

@@ -78,10 +78,11 @@ class PagedBuild:
         if self._pages is not None:
             gc.collect()  # graphs of the first look refer to themselves, and to parameters that other ranks hold now
             self._pages.bring_in()
+            self._pages.close()  # blocks keep the object, and one may live for as long as the process
             self._pages = None
 
     def close(self) -> None:
-        """End without a cut: the pages stay where they are."""
+        """End without a cut: pages stay where they are, and in memory once they are used."""
         self._stop.set()
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage | None:

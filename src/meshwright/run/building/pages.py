@@ -159,6 +159,10 @@ class Pages:
                 if is_paged:
                     self._give_back(block)
 
+    def close(self) -> None:
+        """Close the file, which takes no further blocks; those that lie in it stay."""
+        self._file.close()
+
     def prepare_fork(self) -> None:
         """Have this process and the one to be forked off write into memory of their own from now on, not into the file."""
         with self._walk():
