@@ -225,15 +225,16 @@ def test_one_pretrained_tensor_never_fills_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [1.0, 2.0])
 def test_a_tied_parameter_with_two_pretrained_values_is_refused(tmp_path: Path, value: float) -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
-    before = model[0].weight.clone()
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    before = first.weight.clone()
     weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.full((2, 2), value)}
     save_file(weights, tmp_path / "model.safetensors")
     if value == 1:
         load_pretrained(model, tmp_path)
-        assert bool((model[0].weight == 1).all())
+        assert bool((first.weight == 1).all())
         return
     with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight: two values"):
         load_pretrained(model, tmp_path)
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(first.weight, before)
