@@ -49,6 +49,7 @@ __all__ = [
     "foreach_norm",
     "is_in_backward",
     "keep_forever",
+    "num_users",
     "pytree",
     "run_backward",
     "set_worker_info",
@@ -143,6 +144,12 @@ def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an id that is equal for tensors that share memory, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def num_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors, arrays and the like hold a tensor's memory [count]."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue] - one is `storage`
 
 
 def set_worker_info(info: Any) -> None:

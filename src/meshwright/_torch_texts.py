@@ -31,6 +31,7 @@ _PEER_GONE = (
 )
 _NOT_YET = "Operation timed out!"
 _INTO_EXPANDED = "more than one element of the written-to tensor"
+_NOT_RESIZABLE = "resize storage that is not resizable"
 _NOT_ASSIGNED = re.compile(r"[Cc]annot assign .*(non-leaf Tensor|as parameter)")
 
 
@@ -48,6 +49,11 @@ def says_not_yet(error: RuntimeError) -> bool:
 def says_written_into_expanded(error: RuntimeError) -> bool:
     """Tell whether code wrote into a tensor whose entries share memory, as the stand-in of a sharded parameter has them."""
     return _INTO_EXPANDED in str(error)
+
+
+def says_not_resizable(error: RuntimeError) -> bool:
+    """Tell whether torch cannot make a tensor's memory larger, since it did not come from torch's own allocator."""
+    return _NOT_RESIZABLE in str(error)
 
 
 def says_not_assigned(error: Exception) -> bool:

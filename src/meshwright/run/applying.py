@@ -161,4 +161,4 @@ def apply_plan(
     if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):
         engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
-    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, seed=seed)
+    return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, pages=pages, seed=seed)

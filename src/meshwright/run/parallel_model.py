@@ -19,6 +19,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.ranks.world import World
+from meshwright.run.building.paged_build import PagedBuild
 from meshwright.run.checkpoints.background import BackgroundSave, raise_error, wait_for
 from meshwright.run.gate import without_backward
 from meshwright.run.result import StepResult
@@ -48,6 +49,7 @@ class ParallelModel:
         recompute: Recompute | None = None,
         *,
         state_guard: StateGuard | None = None,
+        pages: PagedBuild | None = None,
         seed: int = 0,
     ) -> None:
         self._plan = plan
@@ -59,6 +61,7 @@ class ParallelModel:
         self.stepper = stepper
         self._recompute = recompute
         self._state_guard = state_guard
+        self._pages = pages
         self._number = world.calls.num_models
         engine.switch.begin()
         self.saving: BackgroundSave | None = None
@@ -249,6 +252,8 @@ class ParallelModel:
         wait_for(self.saving)
         self.engine.switch.close()
         self.stepper.close()
+        if self._pages is not None:
+            self._pages.close()
         if self._state_guard is not None:
             self._state_guard.close()
         self.engine.close()

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import PIN_MEMORY, TorchDispatchMode
+from meshwright._torch_private import PIN_MEMORY, TorchDispatchMode, num_users
+from meshwright._torch_texts import says_not_resizable
 from meshwright.run.building.pages import Pages, find_directory
-from meshwright.trees import tensors_in
+from meshwright.trees import end_of_memory, tensors_in
 
 __all__: list[str] = []
 
@@ -77,16 +78,19 @@ class PagedBuild:
         if self._pages is not None:
             gc.collect()  # graphs of the first look refer to themselves, and to parameters that other ranks hold now
             self._pages.bring_in()
+            self._pages.close()  # blocks keep the object, and one may live for as long as the process
             self._pages = None
 
     def close(self) -> None:
-        """End without a cut: the pages stay where they are."""
+        """End without a cut: pages stay where they are, and in memory once they are used."""
         self._stop.set()
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage | None:
         """Return pages for a tensor, or None where it belongs into plain memory."""
         if num_bytes < LARGE_BYTES or self._has_failed:
             return None
+        if self._pages is not None and self._pages.is_inherited:
+            return None  # a process that was forked off while the model is built
         if self._plain_bytes + num_bytes <= PLAIN_BYTES:
             self._plain_bytes += num_bytes
             return None
@@ -106,6 +110,10 @@ class PagedBuild:
                 stacklevel=2,
             )
             return None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in pages."""
+        return self._pages is not None and self._pages.holds(tensor.untyped_storage())
 
     def note_use(self, tensors: list[Tensor], used: int) -> int:
         """Return the bytes of pages that were used since they were let go, these tensors' included."""
@@ -130,34 +138,58 @@ class _LargeTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        given, made = list(tensors_in((args, kwargs))), list(tensors_in(results))
+        given = list(tensors_in((args, kwargs)))
+        results = self._run(func, args, kwargs or {}, given)
+        made = list(tensors_in(results))
         if not made or not all(map(_is_plain, (*given, *made))):
             return results
         known = {tensor.untyped_storage().data_ptr() for tensor in given}
         fresh = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
         if fresh and func.overloadpacket not in _OF_THEIR_OWN and not (kwargs or {}).get("pin_memory"):
-            self._move(fresh, is_empty=func.overloadpacket in _EMPTY)
+            # Deterministic algorithms fill empty tensors.
+            is_empty = func.overloadpacket in _EMPTY and not torch.are_deterministic_algorithms_enabled()
+            self._move(fresh, is_empty=is_empty)
         self._used = self._build.note_use([*given, *made], self._used)
         return results
 
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        """Run an operation; a tensor in pages that it makes larger goes into plain memory first."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not says_not_resizable(error):
+                raise
+            paged = [tensor for tensor in given if _is_plain(tensor) and self._build.holds(tensor)]
+            if not paged or any(num_users(tensor) > 1 for tensor in paged):
+                raise
+            for tensor in paged:  # its size is the new one already
+                plain = tensor.untyped_storage().clone()
+                plain.resize_(max(plain.nbytes(), end_of_memory(tensor) * tensor.element_size()))
+                tensor.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return func(*args, **kwargs)
+
     def _move(self, tensors: list[Tensor], *, is_empty: bool) -> None:
-        moved: dict[int, torch.UntypedStorage] = {}
+        together: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            old = tensor.untyped_storage()
-            pages = moved.get(old.data_ptr()) or self._build.allocate(old.nbytes())
+            together.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        for sharing in together.values():
+            if num_users(sharing[0]) > len({id(tensor) for tensor in sharing}):
+                continue  # memory that the operation has kept, or had before
+            old = sharing[0].untyped_storage()
+            pages = self._build.allocate(old.nbytes())
             if pages is None:
                 continue
-            if old.data_ptr() not in moved and not is_empty:
+            if not is_empty:
                 pages.copy_(old)
-            moved[old.data_ptr()] = pages
-            tensor.set_(pages, tensor.storage_offset(), tensor.size(), tensor.stride())
+            for tensor in sharing:
+                tensor.set_(pages, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor has values in this process's memory; a subclass may have them anywhere."""
     is_own = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return is_own and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
+    return is_own and tensor.device.type == "cpu" and is_strided
 
 
 def _release_for_ever(pages: weakref.ref[Pages], stop: threading.Event) -> None:

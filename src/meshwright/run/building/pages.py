@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAY_MOVE, _TO_ADDRESS = 1, 2  # <linux/mman.h>
 _MAP_FIXED = 0x10
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # <linux/falloc.h>
 
 _LOCK = threading.RLock()
 """Held while blocks are mapped: one may be freed wherever the collector runs, and a fork must not come in between."""
@@ -52,27 +55,32 @@ class Pages:
         weakref.finalize(self, file.close)  # each block keeps this object
         self._end = 0
         self._paged: dict[int, _Block] = {}  # by address: blocks whose pages are in the file
+        self._private: dict[int, _Block] = {}  # blocks that a fork has seen: what is written since is in memory alone
         self._all: dict[int, _Block] = {}
-        self._is_alone = True
-        """Whether no other process has seen the file."""
+        self._num_walks = 0
+        self._freed: list[tuple[_Block, bool]] = []
+        self.is_inherited = False
+        """Whether this process was forked off from the one that writes the file: there is no room in it then."""
         _OPEN.add(self)
 
     @property
     def num_bytes(self) -> int:
         """What lies in the file [bytes]."""
         with _LOCK:
-            return sum(block.size for block in self._paged.values())
+            return sum(block.size for block in [*self._paged.values(), *self._private.values()])
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage lies in the file."""
-        return storage.data_ptr() in self._paged
+        return storage.data_ptr() in self._paged or storage.data_ptr() in self._private
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Return fresh memory in the file; its values are zeros.
 
         Raises:
-            OSError: The disk is full.
+            OSError: The disk is full, or another process writes the file.
         """
+        if self.is_inherited:
+            raise OSError("the file belongs to the process that this one was forked from")
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with _LOCK:
             # Not a sparse file: a page that finds no room on the disk later would end the process.
@@ -88,66 +96,96 @@ class Pages:
     def _free(self, address: int) -> None:
         with _LOCK:
             block = self._all.pop(address)
-            if self._paged.pop(address, None) is not None:
-                self._give_back(block)
-            _libc().munmap(address, block.size)
+            self._private.pop(address, None)
+            is_paged = self._paged.pop(address, None) is not None
+            if self._num_walks:  # the collector runs in the middle of a walk, which may use this block next
+                self._freed.append((block, is_paged))
+            else:
+                self._unmap(block, is_paged=is_paged)
+
+    def _unmap(self, block: _Block, *, is_paged: bool) -> None:
+        _libc().munmap(block.address, block.size)
+        if is_paged:
+            self._give_back(block)
 
     def _give_back(self, block: _Block) -> None:
-        """Give the disk the room of a block back, unless another process may read it there."""
-        if self._is_alone:
-            _advise(block.address, block.size, mmap.MADV_REMOVE)
+        """Give the disk the room of a block back; no other process has seen it."""
+        if not self._file.closed:
+            _libc().fallocate(self._file.fileno(), _KEEP_SIZE | _PUNCH_HOLE, block.offset, block.size)
+
+    @contextlib.contextmanager
+    def _walk(self) -> Iterator[None]:
+        """Hold the lock; blocks that are freed inside stay mapped until the end."""
+        with _LOCK:
+            self._num_walks += 1
+            try:
+                yield
+            finally:
+                self._num_walks -= 1
+                while self._freed and not self._num_walks:
+                    block, is_paged = self._freed.pop()
+                    self._unmap(block, is_paged=is_paged)
 
     def release(self) -> None:
         """Let all pages leave this process's memory; whoever uses one has it back, unchanged."""
-        with _LOCK:
-            for address, block in list(self._paged.items()):
-                if address in self._paged:
-                    _advise(address, block.size, mmap.MADV_DONTNEED)
+        with self._walk():
+            for block in list(self._paged.values()):
+                _advise(block.address, block.size, mmap.MADV_DONTNEED)
 
     def bring_in(self) -> None:
-        """Put all blocks into plain memory, each at its address, one after the other."""
-        with _LOCK:
-            for address, block in list(self._paged.items()):
-                if address not in self._paged:
+        """Put all blocks into plain memory, each at its address, one after the other.
+
+        Raises:
+            OSError: There is no memory; the blocks that are left stay in the file.
+        """
+        with self._walk():
+            for block in [*self._paged.values(), *self._private.values()]:
+                address, is_paged = block.address, block.address in self._paged
+                if not is_paged and address not in self._private:
                     continue
                 fresh = _map(block.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
                 _advise(fresh, block.size, mmap.MADV_HUGEPAGE)
                 for start in range(0, block.size, _PIECE_BYTES):
                     length = min(_PIECE_BYTES, block.size - start)
                     ctypes.memmove(fresh + start, address + start, length)
-                    _advise(address + start, length, mmap.MADV_DONTNEED)
-                self._give_back(block)
-                # From here on "not in use" would mean "lost": plain memory has no file behind it.
-                del self._paged[address]
+                    if is_paged:
+                        _advise(address + start, length, mmap.MADV_DONTNEED)
+                # In this order: Ctrl-C may come between any two lines, and no value may be lost. From here on "not in use" would
+                # mean "lost": plain memory has no file behind it.
+                self._paged.pop(address, None)
+                self._private.pop(address, None)
                 if _libc().mremap(fresh, block.size, block.size, _MAY_MOVE | _TO_ADDRESS, address) != address:
                     raise OSError(ctypes.get_errno(), "mremap failed")
+                if is_paged:
+                    self._give_back(block)
 
-    def was_forked(self, *, is_child: bool) -> None:
-        """Take note of a fork; in the child, make what it writes its own."""
-        self._is_alone = False
-        if is_child:
-            for block in self._paged.values():
+    def close(self) -> None:
+        """Close the file, which takes no further blocks; those that lie in it stay."""
+        self._file.close()
+
+    def prepare_fork(self) -> None:
+        """Have this process and the one to be forked off write into memory of their own from now on, not into the file."""
+        with self._walk():
+            for block in list(self._paged.values()):
                 flags = mmap.MAP_PRIVATE | _MAP_FIXED
                 _map(block.size, flags, self._file.fileno(), block.offset, address=block.address)
-            self._paged.clear()  # as plain memory, for this process
+                self._private[block.address] = self._paged.pop(block.address)
 
 
 def _before_fork() -> None:
     _LOCK.acquire()
-
-
-def _after_fork(*, is_child: bool) -> None:
     for pages in list(_OPEN):
-        pages.was_forked(is_child=is_child)
+        pages.prepare_fork()
+
+
+def _after_fork_in_child() -> None:
+    for pages in list(_OPEN):
+        pages.is_inherited = True
     _LOCK.release()
 
 
 _OPEN: weakref.WeakSet[Pages] = weakref.WeakSet()
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=lambda: _after_fork(is_child=False),
-    after_in_child=lambda: _after_fork(is_child=True),
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_LOCK.release, after_in_child=_after_fork_in_child)
 
 
 def find_directory() -> str | None:
@@ -190,6 +228,7 @@ def _libc() -> Any:
         found.mremap.restype, found.mremap.argtypes = address, [address, size, size, number, address]
         found.madvise.restype, found.madvise.argtypes = number, [address, size, number]
         found.munmap.restype, found.munmap.argtypes = number, [address, size]
+        found.fallocate.restype, found.fallocate.argtypes = number, [number, number, ctypes.c_int64, ctypes.c_int64]
         _LIBC = found
     return _LIBC
 

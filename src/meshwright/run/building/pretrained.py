@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> Non
     """Fill parameters and persistent buffers from a directory that `save_pretrained` wrote, cast to the model's own types.
 
     Names may lack the model's `base_model_prefix`, or have it, as where the weights are those of a model with another head.
-    Further names of a tied parameter may be missing.
+    Further names of a tied parameter may be missing; where they are there, they have its value.
 
     Args:
         module: The model.
@@ -62,6 +62,7 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> Non
             kind = None if source is None else weights.tensors[weights.aliases.get(source, source)]
             if kind is not None and kind.shape != tuple(tensor.shape):
                 lines.append(f"{name}: {list(kind.shape)} there, the model has {list(tensor.shape)}")
+        lines += [] if lines else _different_ties(module, sources, weights)
         if lines:
             more = f"\n  and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
             shown = "".join(f"\n  {line}" for line in lines[:_MOST_SHOWN])
@@ -104,16 +105,41 @@ def _match(module: nn.Module, names: Sequence[str]) -> tuple[dict[str, str], lis
     prefix = getattr(module, "base_model_prefix", "")
     prefix = f"{prefix}." if isinstance(prefix, str) and prefix else ""
     known = set(names)
-    sources: dict[str, str] = {}
-    for name, _ in named:
-        candidates = [name, prefix + name, name.removeprefix(prefix)] if prefix else [name]
-        source = next((candidate for candidate in candidates if candidate in known), None)
-        if source is not None:
-            sources[name] = source
+    sources = {name: name for name, _ in named if name in known}
+    taken_by = {name: id(tensor) for name, tensor in named if name in known}
+    for name, tensor in named:
+        if name in sources or not prefix:
+            continue
+        for candidate in (prefix + name, name.removeprefix(prefix)):
+            # A tensor there fills one here: `model.head.weight` and `head.weight` are two.
+            if candidate in known and taken_by.setdefault(candidate, id(tensor)) == id(tensor):
+                sources[name] = candidate
+                break
     filled = {id(tensor) for name, tensor in named if name in sources}
     lines = [f"missing: {name}" for name, tensor in named if name not in sources and id(tensor) not in filled]
     used = set(sources.values())
     return sources, lines + [f"unexpected: {name}" for name in names if name not in used]
+
+
+def _different_ties(module: nn.Module, sources: Mapping[str, str], weights: HuggingFaceWeights) -> list[str]:
+    """Return lines on tensors that have one value here and several there."""
+    lines: list[str] = []
+    first: dict[int, str] = {}
+    for name, tensor in _tensors_of(module):
+        if name not in sources:
+            continue
+        source = weights.aliases.get(sources[name], sources[name])
+        other = first.setdefault(id(tensor), source)
+        if other != source and not _are_equal(weights, other, source):
+            lines.append(f"{other} and {source}: two values there, the model has one parameter for both")
+    return lines
+
+
+def _are_equal(weights: HuggingFaceWeights, one: str, other: str) -> bool:
+    if weights.tensors[one].dtype != weights.tensors[other].dtype:
+        return False
+    pairs = zip(weights.pieces(one), weights.pieces(other), strict=True)
+    return all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for mine, its in pairs)
 
 
 def _fill(tensor: Tensor, weights: HuggingFaceWeights, name: str) -> None:

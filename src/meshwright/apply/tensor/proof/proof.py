@@ -130,6 +130,7 @@ class Experiment:
         self.whole = self._run_whole()
         while self._values.were_written():
             self._cotangents.clear()
+            self._record = Record()
             self.whole = self._run_whole()
         gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
         # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.

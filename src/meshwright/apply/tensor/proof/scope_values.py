@@ -32,13 +32,14 @@ class ScopeValues:
 
     def _draw(self) -> None:
         generator = torch.Generator().manual_seed(_SEED)
-        self._values = {id(parameter): _random(parameter, generator) for parameter in self.scope.parameters()}
-        self._values |= {id(buffer): _of_buffer(buffer, generator) for buffer in self.scope.buffers()}
+        shared = {id(parameter): _random(parameter, generator) for parameter in self.scope.parameters()}
+        self._shared = list(shared.values())
+        self._values = shared | {id(buffer): _of_buffer(buffer, generator) for buffer in self.scope.buffers()}
         self._state = generator.get_state()
         self._versions = self._read_versions()
 
     def _read_versions(self) -> list[int]:
-        return [value._version for value in self._values.values()]
+        return [value._version for value in self._shared]
 
     def collect(self) -> None:
         """Free copies that were run, where they are large: modules refer to themselves, and keep shards and gradients."""
