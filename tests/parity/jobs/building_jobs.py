@@ -68,7 +68,12 @@ def plain_state(kind: str) -> dict[str, torch.Tensor]:
 
 
 def graphs_left(plan: str) -> int:
-    """Return how many tensors with a graph are alive once a plan has looked at its first batch [count]."""
+    """Return how many tensors with a graph are there that were not before a plan looked at its first batch [count]."""
+    before = _with_graphs()
     with checkpoint_jobs.apply(plan, "words", "sgd", is_prepared=True):
-        gc.collect()
-        return sum(type(item) is torch.Tensor and item.grad_fn is not None for item in gc.get_objects())
+        return sum(all(item is not other for other in before) for item in _with_graphs())
+
+
+def _with_graphs() -> list[torch.Tensor]:
+    gc.collect()
+    return [item for item in gc.get_objects() if type(item) is torch.Tensor and item.grad_fn is not None]
