@@ -16,6 +16,7 @@ _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 2**31 - 1  # the largest that an int holds
 _FROM_HEAP_BYTES = 2**30
 _FROM_KERNEL_BYTES = 2**20
+_WORTH_A_TRIM_BYTES = 2**26  # the heap that is given back has to be faulted in again
 
 _keeps = False
 """Whether `keep_freed_memory` is in force."""
@@ -51,14 +52,20 @@ def memory_returned() -> Iterator[None]:
     if not _keeps:
         yield
         return
+    before = _resident_bytes()
     _set(_FROM_KERNEL_BYTES)
     try:
         yield
     finally:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
+        if trim is not None and _resident_bytes() - before > _WORTH_A_TRIM_BYTES:
             trim(0)
         _set(_FROM_HEAP_BYTES)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _set(from_kernel: int) -> bool:
