@@ -8,23 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.parity.jobs import building_jobs as jobs
+from tests.parity.jobs import checkpoint_jobs
 
 import meshwright as mw
 from meshwright import testing
 from meshwright.run.building import pages
 
-PLANS = [
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3,whole_below=1",
-    "dp=4,zero=3,shard=2",
-    "tp=2",
-    "dp=2,tp=2,zero=3",
-    "pp=2,micro_batches=2",
-    "pp=2,schedule=zbv,micro_batches=4",
-    "pp=2,tp=2,micro_batches=2",
-    "dp=2,pp=2,zero=2,micro_batches=2",
-]
+PLANS = [plan for plan in checkpoint_jobs.PLANS if plan != "dp=2"]  # whose ranks hold all of it
 
 
 @pytest.mark.skipif(pages.find_directory() is None, reason="no directory on a disk for pages")

@@ -17,20 +17,6 @@ from meshwright import testing
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
 
-PLANS = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3,whole_below=1",
-    "dp=4,zero=3,shard=2",
-    "tp=2",
-    "dp=2,tp=2,zero=3",
-    "pp=2,micro_batches=2",
-    "pp=2,schedule=zbv,micro_batches=4",
-    "pp=2,tp=2,micro_batches=2",
-    "dp=2,pp=2,zero=2,micro_batches=2",
-]
-
 
 def run(function: Callable[..., Any], plan: str, *args: Any, **options: Any) -> Any:
     """Return what a job gives on rank 0."""
@@ -55,7 +41,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert numbers == other_numbers
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", jobs.PLANS)
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_a_checkpoint_is_the_same_under_every_plan(tmp_path: Path, plan: str, optimizer: str) -> None:
     if optimizer == "adafactor" and plan == "dp=2,tp=2,zero=3":

@@ -13,6 +13,21 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.run.checkpoints.background import wait_for
 
+PLANS = [
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3,whole_below=1",
+    "dp=4,zero=3,shard=2",
+    "tp=2",
+    "dp=2,tp=2,zero=3",
+    "pp=2,micro_batches=2",
+    "pp=2,schedule=zbv,micro_batches=4",
+    "pp=2,tp=2,micro_batches=2",
+    "dp=2,pp=2,zero=2,micro_batches=2",
+]
+"""A plan of each kind that leaves a rank something else than one device has."""
+
 
 class Block(nn.Module):
     """A residual MLP behind a norm, with dropout where asked for."""

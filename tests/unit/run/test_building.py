@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +20,8 @@ from meshwright.run.building.paged_build import PagedBuild
 from meshwright.run.building.pages import Pages
 from meshwright.run.building.pretrained import load_pretrained
 
+pytestmark = pytest.mark.usefixtures("everything_in_pages")
 needs_linux = pytest.mark.skipif(pages.find_directory() is None, reason="no directory on a disk for pages")
-
-
-@pytest.fixture(autouse=True)
-def _everything_in_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(paged_build, "PLAIN_BYTES", 0)
-    monkeypatch.setattr(paged_build, "LARGE_BYTES", 1)
-    yield
-    gc.collect()
 
 
 class Model(nn.Module):

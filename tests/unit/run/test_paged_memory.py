@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshwright.errors import CheckpointError
-from meshwright.run.building import paged_build, pages
+from meshwright.run.building import pages
 from meshwright.run.building.paged_build import PagedBuild
 from meshwright.run.building.pretrained import load_pretrained
 
-pytestmark = pytest.mark.skipif(pages.find_directory() is None, reason="no directory on a disk for pages")
-
-
-@pytest.fixture(autouse=True)
-def _everything_in_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(paged_build, "PLAIN_BYTES", 0)
-    monkeypatch.setattr(paged_build, "LARGE_BYTES", 1)
-    yield
-    gc.collect()
+pytestmark = [
+    pytest.mark.skipif(pages.find_directory() is None, reason="no directory on a disk for pages"),
+    pytest.mark.usefixtures("everything_in_pages"),
+]
 
 
 class Child:
