@@ -210,6 +210,13 @@ def test_an_evaluation_before_the_first_step_leaves_copies_equal(plan: str) -> N
     testing.assert_parity(mine, others, 0.0)
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "tp=2,pp=2"])
+def test_an_evaluation_of_one_sample_before_the_first_step_equals_one_process(plan: str) -> None:
+    # BatchNorm cannot train on one sample, and the first look is in training mode.
+    for found, expected in testing.run_ranks(search_jobs.evaluated_on_one_sample_first, plan.count("=2") * 2, plan):
+        assert found == pytest.approx(expected, rel=FLOAT64)
+
+
 # -- embeddings -------------------------------------------------------------------------------------------------------
 
 

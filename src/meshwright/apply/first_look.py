@@ -21,6 +21,30 @@ __all__: list[str] = []
 Run = Callable[[nn.Module], Any]
 
 
+class FirstRun:
+    """Runs a module and its loss on a few samples, and returns its outputs.
+
+    Args:
+        run: (module, samples) -> outputs. It may not write into the samples.
+        few: The samples.
+        repeat: Makes two samples of a single one; None where there are more.
+    """
+
+    def __init__(
+        self, run: Callable[[nn.Module, Any], Any], few: Any, repeat: Callable[[Any], Any] | None = None
+    ) -> None:
+        self._run = run
+        self._few = few
+        self._repeat = repeat
+
+    def __call__(self, module: nn.Module) -> Any:
+        return self._run(module, self._few)
+
+    def on_two(self) -> FirstRun | None:
+        """Return the run on two samples where this one has a single sample, with which BatchNorm cannot train."""
+        return None if self._repeat is None else FirstRun(self._run, self._repeat(self._few))
+
+
 def tell_everyone(
     group: Communicator, device: torch.device, module: nn.Module, run: Run | None, look: Callable[[Run], Any]
 ) -> Any:
@@ -47,7 +71,7 @@ def tell_everyone(
     if group.group_rank == first and run is not None:
         try:
             with kept_random_states([device], module=module), _kept_tensors(module):
-                told = {"seen": look(run)}
+                told = {"seen": _look_or_look_at_two(run, look)}
         except MeshwrightError as error:
             failure, told = error, {"refused": error.message, "fix": error.fix}
         except Exception as error:  # noqa: BLE001 - the user's forward or loss: every rank must hear of it
@@ -64,6 +88,19 @@ def tell_everyone(
             traceback_text=answer["traceback"],
         )
     return answer["seen"]
+
+
+def _look_or_look_at_two(run: Run, look: Callable[[Run], Any]) -> Any:
+    """Return what `look` gives; where the code raises with a rank's only sample, which may be for evaluation alone, with two."""
+    try:
+        return look(run)
+    except MeshwrightError:
+        raise
+    except Exception:
+        with contextlib.suppress(Exception):
+            if isinstance(run, FirstRun) and (again := run.on_two()) is not None:
+                return look(again)
+        raise
 
 
 @contextlib.contextmanager

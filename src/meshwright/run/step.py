@@ -13,7 +13,6 @@ backward starts. A Loss is run backward from its sum, and the whole gradient is 
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -206,7 +205,7 @@ class Stepper:
             self._settle_loss(parts)
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
-                self.engine.prepare(functools.partial(self._terms.try_out, part=parts[0]) if parts else None)
+                self.engine.prepare(self._terms.first_run(parts[0]) if parts else None)
             self._is_prepared()
 
     def _settle_loss(self, parts: list[Any]) -> None:

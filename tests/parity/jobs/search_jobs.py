@@ -156,3 +156,35 @@ def drawn_after_evaluation(plan: str) -> dict[str, Tensor]:
         for step in range(3):
             applied.step(batch_of("dropping", 3, step))
         return applied.full_state_dict()
+
+
+def normalising_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5)]
+    return nn.Sequential(*layers).double()
+
+
+def vectors(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(num_samples, 6, dtype=torch.float64, generator=source), torch.arange(num_samples) % 5
+
+
+def evaluated_on_one_sample_first(plan: str) -> tuple[list[float], list[float]]:
+    """Return the losses of an evaluation of one sample and of two steps, under the plan and in a textbook loop."""
+    model, module = normalising_model(), normalising_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    one, batches = vectors(1, 9), [vectors(4, seed) for seed in range(2)]
+    module.eval()
+    with torch.no_grad():
+        expected = [loss(module(one[0]), one).item()]
+    module.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(module(batch[0]), batch)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    with mw.apply_plan(model, plan, loss_fn=loss, optimizer=sgd, seed=0) as applied:
+        found = [applied.evaluate(one)["loss"], *(applied.step(batch).loss for batch in batches)]
+    return found, expected

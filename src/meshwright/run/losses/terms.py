@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.first_look import FirstRun
 from meshwright.apply.modules.copies import own_copy
-from meshwright.describe.batches import BatchSplitter, call_model
+from meshwright.describe.batches import BatchSplitter, call_model, repeated
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.losses.loss import LossRule, LossTerm
@@ -68,10 +69,14 @@ class LossTerms:
             shown = [each.dtype for each in few if each.dim() and each.is_floating_point()][:1]
             return dataclasses.replace(term, dtypes=(*shown, term.value.dtype))
 
-    def try_out(self, module: nn.Module, part: Any) -> Any:
-        """Run a module and its loss on a few samples; return its outputs."""
-        num_samples = self._splitter.count(part)
-        few = own_copy(self._splitter.cut(part, max(1, num_samples // _FEW_SAMPLES))[0])
+    def first_run(self, part: Any) -> FirstRun:
+        """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""
+        few = self._splitter.cut(part, max(1, self._splitter.count(part) // _FEW_SAMPLES))[0]
+        is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1
+        return FirstRun(self._try_out, few, repeated if is_one else None)
+
+    def _try_out(self, module: nn.Module, few: Any) -> Any:
+        few = own_copy(few)
         with self.autocast():
             outputs = call_model(module, few)
             self._rule.try_term(outputs, few, self._rule.known_weight(few))
