@@ -31,9 +31,9 @@ from meshwright.apply.tensor.proof.shards_against_whole import (
     check_equal,
     check_gradient,
     check_left,
+    check_shards,
     is_equal,
     is_zero,
-    join,
     largest,
 )
 from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
@@ -337,7 +337,7 @@ class Experiment:
             own = [outcome.gradients[name] for outcome in outcomes]
             layouts = by_id[id(find_tensor(cutting.module, name))] if name in cuts else None
             if layouts is not None:
-                check_gradient(join(own, layouts), whole, name, self._scale)
+                check_shards(own, layouts, whole, name, self._scale, check=check_gradient)
             elif len({gradient is None for gradient in own}) > 1:
                 # Another batch may skip it on another rank, and all ranks must sum the same gradients.
                 raise DisprovedError(f"{name} is used by some of the ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.proof.effects import Left
 from meshwright.apply.tensor.slices import Slices
 from meshwright.errors import MeshwrightError
-from meshwright.layout import ShardLayout
-from meshwright.nn.shards import join_shards
+from meshwright.layout import ShardLayout, check_coverage
+from meshwright.nn.shards import take_shard
 
 __all__: list[str] = []
 
@@ -71,17 +71,6 @@ def are_same(gradients: Sequence[Tensor | None]) -> bool:
     return len(there) in (0, len(gradients)) and all(torch.equal(gradient, there[0]) for gradient in there)
 
 
-def join(gradients: Sequence[Tensor | None], layouts: Sequence[ShardLayout]) -> Tensor | None:
-    """Return the whole tensor of the ranks' shards; None where no rank has one."""
-    if all(gradient is None for gradient in gradients):
-        return None
-    filled = [
-        torch.zeros(layout.local_shape, dtype=torch.float64) if gradient is None else gradient
-        for gradient, layout in zip(gradients, layouts, strict=True)
-    ]
-    return join_shards(filled, layouts)
-
-
 def is_equal(mine: Tensor | None, whole: Tensor | None, least: float = 1e-30) -> bool:
     """Tell whether two tensors are equal to rounding; only zeros equal zeros. `least` is the smallest scale."""
     if mine is None or whole is None:
@@ -108,9 +97,9 @@ def largest(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor, ord=float("inf")).item() if tensor.numel() else 0.0
 
 
-def check_equal(mine: Tensor | None, whole: Tensor | None, what: str) -> None:
-    """Raise DisprovedError where two tensors are not equal to rounding."""
-    if not is_equal(mine, whole):
+def check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = 1e-30) -> None:
+    """Raise DisprovedError where two tensors are not equal to rounding; see `is_equal`."""
+    if not is_equal(mine, whole, least):
         raise DisprovedError(_difference(mine, whole, what))
 
 
@@ -120,6 +109,35 @@ def check_gradient(mine: Tensor | None, whole: Tensor | None, of: str, least: fl
         is_shape = mine is None or whole is None or mine.shape != whole.shape
         kind = Disproof.GRADIENT if is_shape else Disproof.GRADIENT_VALUES
         raise DisprovedError(_difference(mine, whole, f"the gradient of {of}"), kind)
+
+
+def check_shards(
+    shards: Sequence[Tensor | None],
+    layouts: Sequence[ShardLayout],
+    whole: Tensor | None,
+    what: str,
+    least: float = 1e-30,
+    *,
+    check: Callable[[Tensor | None, Tensor | None, str, float], None],
+) -> None:
+    """Raise what `check` raises where the ranks' shards are not the whole tensor's parts; None stands for zeros beside others.
+
+    Args:
+        shards: One a rank.
+        layouts: The parts that they have to be.
+        whole: The whole tensor.
+        what: Its name.
+        least: The smallest scale of a difference.
+        check: `check_equal` or `check_gradient`.
+    """
+    check_coverage(layouts)
+    scale = least if whole is None else max(least, largest(whole))
+    for shard, layout in zip(shards, layouts, strict=True):
+        # Part by part: to put the shards together would take their memory twice more.
+        part = None if whole is None else take_shard(whole, layout)
+        if shard is None and not all(other is None for other in shards):
+            shard = torch.zeros(layout.local_shape, dtype=torch.float64)
+        check(shard, part, what, scale)
 
 
 def _difference(mine: Tensor | None, whole: Tensor | None, what: str) -> str:
@@ -141,7 +159,7 @@ def check_left(own: Sequence[Left], whole: Left, cutting: Cutting) -> None:
         found = [_value(left, name) for left in own]
         layouts = by_id.get(id(find_tensor(cutting.module, name))) if name in cuts else None
         if layouts is not None:
-            check_equal(join(found, layouts), _value(whole, name), f"what is left in {name}")
+            check_shards(found, layouts, _value(whole, name), f"what is left in {name}", check=check_equal)
             continue
         for tensor in found:
             check_equal(tensor, _value(whole, name), f"what is left in {name}")
