@@ -13,13 +13,16 @@ __all__: list[str] = []
 # Names of mallopt(3).
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 2**31 - 1  # the largest that an int holds
+_M_ARENA_MAX = -8
+_NEVER = -1
 _FROM_HEAP_BYTES = 2**30
 _FROM_KERNEL_BYTES = 2**20
 _WORTH_A_TRIM_BYTES = 2**26  # the heap that is given back has to be faulted in again
 
 _keeps = False
 """Whether `keep_freed_memory` is in force."""
+_from_kernel_bytes = _FROM_HEAP_BYTES
+"""The size from which memory comes from the kernel, where it is."""
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -33,34 +36,44 @@ def keep_freed_memory() -> bool:
 
     glibc takes every tensor above 32 MiB, and many smaller ones, from the kernel and returns it when it is freed. The next step
     allocates the same sizes again, and pays one fault and one page of zeros for each page. The process keeps the memory of its
-    peak, as on a GPU. The user's own MALLOC_ variables take precedence.
+    peak, as on a GPU. All threads share one heap: that of a thread holds 64 MiB, and larger tensors would come from the kernel.
+    The user's own MALLOC_ variables take precedence.
     """
     global _keeps
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if any(name.startswith("MALLOC_") for name in os.environ) or "_threshold" in tunables:
+    if any(name.startswith("MALLOC_") for name in os.environ) or "_threshold" in tunables or "arena_" in tunables:
         return False
-    _keeps = _set(_FROM_HEAP_BYTES)
+    _keeps = _set(_FROM_HEAP_BYTES) and bool(_mallopt(_M_ARENA_MAX, 1))
     return _keeps
 
 
-@contextlib.contextmanager
-def memory_returned() -> Iterator[None]:
+def memory_returned() -> contextlib.AbstractContextManager[None]:
     """Have memory of a large tensor that is made inside go back to the kernel when it is freed.
 
-    What happens once, before training, may need far more than a step: each of many threads would keep its own peak.
+    What happens once, before training, may need far more than a step.
     """
+    return _memory_from(_FROM_KERNEL_BYTES)
+
+
+def memory_kept() -> contextlib.AbstractContextManager[None]:
+    """Have freed memory kept inside, and returned at the end: for what makes tensors of the same sizes many times over."""
+    return _memory_from(_FROM_HEAP_BYTES)
+
+
+@contextlib.contextmanager
+def _memory_from(from_kernel: int) -> Iterator[None]:
     if not _keeps:
         yield
         return
-    before = _resident_bytes()
-    _set(_FROM_KERNEL_BYTES)
+    before, outside = _resident_bytes(), _from_kernel_bytes
+    _set(from_kernel)
     try:
         yield
     finally:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None and _resident_bytes() - before > _WORTH_A_TRIM_BYTES:
             trim(0)
-        _set(_FROM_HEAP_BYTES)
+        _set(outside)
 
 
 def _resident_bytes() -> int:
@@ -70,7 +83,13 @@ def _resident_bytes() -> int:
 
 def _set(from_kernel: int) -> bool:
     """Set the size from which memory comes from the kernel [bytes]; tell whether the C library took it."""
+    global _from_kernel_bytes
+    is_set = bool(_mallopt(_M_MMAP_THRESHOLD, from_kernel) and _mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    if is_set:
+        _from_kernel_bytes = from_kernel
+    return is_set
+
+
+def _mallopt(name: int, value: int) -> int:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None  # musl has none
-    return mallopt is not None and bool(
-        mallopt(_M_MMAP_THRESHOLD, from_kernel) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    )
+    return 0 if mallopt is None else mallopt(name, value)

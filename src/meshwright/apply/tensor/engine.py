@@ -38,6 +38,7 @@ from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, CorruptionError
 from meshwright.garbage import cheap_collection
 from meshwright.nn.shards import gather_full
+from meshwright.ranks.allocator import memory_kept
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -128,8 +129,8 @@ class TensorEngine(OuterEngine):
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
         """Return the layout as JSON values; nothing else of the search survives, since it holds the whole parameters."""
-        with cheap_collection():
-            search = Search(self.module, self.tp_group.size, run, self._wanted)
+        with cheap_collection(), memory_kept():
+            search = Search(self.module, self.tp_group.size, run, self._wanted, self._everyone.timeout_s)
             return search.layout(on_slices=self._on_slices).to_dict()
 
     def detail(self, plan: Plan) -> Plan:

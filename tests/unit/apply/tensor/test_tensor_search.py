@@ -13,7 +13,7 @@ from tests.parity import cases
 
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
-from meshwright.apply.tensor.search import regions
+from meshwright.apply.tensor.search import deadline, regions, search
 from meshwright.apply.tensor.search.candidates import candidates
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import Cut, Region, TensorLayout
@@ -214,8 +214,21 @@ def test_what_may_help_follows_from_the_kind_of_a_disproof_and_never_from_its_wo
 
 def test_a_search_that_takes_too_long_is_refused_and_finds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     # What it had found by then would depend on how busy the machine is.
-    monkeypatch.setattr(regions, "MAX_SECONDS", -1.0)
-    with pytest.raises(ApplyError, match="took more than -1 s"):
+    monkeypatch.setattr(deadline, "_SHARE", -0.01)
+    with pytest.raises(ApplyError, match=r"took more than -3 s.*other ranks wait for 300 s"):
+        _layout_of_an_mlp()
+
+
+def test_a_search_is_refused_in_its_chains_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The longest part of a search: the ranks that wait would be taken for hung.
+    found = search.find_chains
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: float("inf")))
+        return found(*arguments)
+
+    monkeypatch.setattr(search, "find_chains", late)
+    with pytest.raises(ApplyError, match="took more than 279 s"):
         _layout_of_an_mlp()
 
 

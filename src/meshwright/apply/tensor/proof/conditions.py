@@ -88,8 +88,9 @@ class Conditions:
         whole: set[str] = set()
         for index, experiment in enumerate(self._experiments()):
             own = known if known is not None and not index else experiment.check(layout)
+            experiment.forget()
             partial |= dict.fromkeys(own)
-            whole |= experiment.whole.gradients.keys() - set(own) - experiment.idle
+            whole |= experiment.names - set(own) - experiment.idle
         both = sorted(whole & partial.keys())
         idle = sorted(
             set.intersection(*(experiment.idle for experiment in self._made)) - partial.keys() - layout.cuts.keys()

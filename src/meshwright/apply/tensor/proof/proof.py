@@ -24,6 +24,7 @@ from meshwright.apply.tensor.guards.asked import Asked, ask
 from meshwright.apply.tensor.proof.effects import Before, Left, foreign_parameter
 from meshwright.apply.tensor.proof.scope_values import ScopeValues, as_double
 from meshwright.apply.tensor.proof.shards_against_whole import (
+    TOLERANCE,
     Disproof,
     DisprovedError,
     add_up,
@@ -33,7 +34,6 @@ from meshwright.apply.tensor.proof.shards_against_whole import (
     check_left,
     check_shards,
     is_equal,
-    is_zero,
     largest,
 )
 from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
@@ -127,20 +127,18 @@ class Experiment:
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of tensors left in attributes: a loss may add those
         self._record = Record()
-        self.whole = self._run_whole()
+        self._start = self._generator.get_state()
+        self._whole: Outcome | None = self._run_whole()
         while self._values.were_written():
-            self._cotangents.clear()
-            self._record = Record()
-            self.whole = self._run_whole()
-        gradients = [*self.whole.gradients.values(), *self.whole.input_gradients]
+            self._whole = self._run_whole()
+        self._largest = {name: 0.0 if g is None else largest(g) for name, g in self.whole.gradients.items()}
+        of_inputs = [largest(g) for g in self.whole.input_gradients if g is not None]
         # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.
-        self._scale = 1e-3 * max([0.0, *(largest(g) for g in gradients if g is not None)])
-        self.idle = {
-            name
-            for name, gradient in self.whole.gradients.items()
-            if gradient is None or is_zero(gradient, self._scale)
-        }
+        self._scale = 1e-3 * max([0.0, *self._largest.values(), *of_inputs])
+        self.idle = {name for name, size in self._largest.items() if size <= TOLERANCE * self._scale}
         """Parameters whose gradient is nothing but rounding here."""
+        self.names = set(self._largest)
+        """All parameters."""
 
     def _input(self, tensor: Tensor) -> Tensor:
         plain = tensor.detach().cpu()
@@ -157,7 +155,25 @@ class Experiment:
         inputs = map_call(self._inputs, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
         return module, inputs
 
+    @property
+    def whole(self) -> Outcome:
+        """The results of the whole scope."""
+        return self._remember()
+
+    def _remember(self) -> Outcome:
+        if self._whole is None:
+            self._whole = self._run_whole()
+        return self._whole
+
+    def forget(self) -> None:
+        """Let go of the whole's results where the scope is large; they are computed again, the same, when they are asked for."""
+        if self._values.is_large:
+            self._whole, self._record = None, Record()  # which holds the run's parameters, and these their gradients
+
     def _run_whole(self) -> Outcome:
+        self._generator.set_state(self._start)
+        self._cotangents.clear()
+        self._record = Record()
         module, inputs = self._fresh()
         before = Before(module, inputs)
         with surrounded_by(self._ambient, gradients=True), Exact():
@@ -208,6 +224,7 @@ class Experiment:
         )
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
+        self._remember()  # shards follow the whole's record
         meeting = Meeting(self.num_tp_ranks)
         found: list[Any] = [None] * self.num_tp_ranks
         errors: list[BaseException] = []
@@ -303,7 +320,7 @@ class Experiment:
 
     def _check_types(self, types: TypeReport | None, partial: list[str]) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are terms, where types and numbers agree."""
-        zero = {name for name, whole in self.whole.gradients.items() if whole is None or not whole.any()}
+        zero = {name for name, size in self._largest.items() if size == 0.0}
         disagreement = "" if types is None else types.disagreement(partial, zero)
         if disagreement:
             raise DisprovedError(disagreement)
@@ -337,7 +354,8 @@ class Experiment:
             own = [outcome.gradients[name] for outcome in outcomes]
             layouts = by_id[id(find_tensor(cutting.module, name))] if name in cuts else None
             if layouts is not None:
-                check_shards(own, layouts, whole, name, self._scale, check=check_gradient)
+                least = max(self._scale, self._largest[name])
+                check_shards(own, layouts, whole, name, least, check=check_gradient)
             elif len({gradient is None for gradient in own}) > 1:
                 # Another batch may skip it on another rank, and all ranks must sum the same gradients.
                 raise DisprovedError(f"{name} is used by some of the ranks")

@@ -6,6 +6,7 @@ trace       one forward of the plain model: which operation feeds which
 operations  torch functions classified by their use of a parameter
 pairs       pairs of products that might be cut
 candidates  ways to cut a pair, in the order of trial
+deadline    when a search ends with an error, since other ranks wait
 regions     trial of candidates until one is proven
 sequences   layers that run on slices of the sequence
 search      the whole search

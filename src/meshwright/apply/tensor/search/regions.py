@@ -6,7 +6,6 @@ blocks of one class may hold different activations, or use their own index.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -14,10 +13,11 @@ from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
+from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
+from meshwright.apply.tensor.search.deadline import Deadline
 from meshwright.apply.tensor.search.trace import Trace
 from meshwright.apply.tensor.tensor_layout import Region, is_inside
-from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -29,9 +29,6 @@ MAX_TRIALS_AGAIN = 12
 
 MAX_ALL_TRIALS = 4000
 """Proofs of all regions; what is not proven by then stays whole, on a slow machine as on a quick one [count]."""
-
-MAX_SECONDS = 280.0
-"""The search ends with an error by then: the other ranks wait meanwhile, for 300 s by default [s]."""
 
 
 class SurroundedError(DisprovedError):
@@ -45,14 +42,19 @@ class Proving:
         trace: The trace.
         regions: The regions found so far; other code adds to them.
         num_tp_ranks: Ranks [count].
+        drawn: Values of the scope that was tried last.
+        deadline: When the search ends.
     """
 
-    def __init__(self, trace: Trace, regions: list[Region], num_tp_ranks: int) -> None:
+    def __init__(
+        self, trace: Trace, regions: list[Region], num_tp_ranks: int, drawn: LastDrawn, deadline: Deadline
+    ) -> None:
         self._model = trace.module
         self._trace = trace
         self._regions = regions
         self._num_tp_ranks = num_tp_ranks
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._drawn = drawn
+        self._deadline = deadline
         self._num_trials = 0
         self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
         self._failed: dict[str, dict[str, str]] = {}  # by structure, and by the modules' position
@@ -151,18 +153,17 @@ class Proving:
             ApplyError: The search has taken too long.
         """
         self._num_trials += 1
-        if time.monotonic() > self._deadline:
-            raise ApplyError(
-                f"the search for what can be cut took more than {MAX_SECONDS:.0f} s, after {self._num_trials} proofs; what it "
-                "would find by a certain time depends on the machine",
-                fix="say in the plan what stays whole: layouts={'the name of a parameter': 'whole'}, or use tp=1",
-            )
+        self.check_deadline()
         try:
             return self._conditions(scope).prove(region.below(scope)).above(scope)
         except DisprovedError:
             raise
         except Exception as error:  # a trial that fails proves nothing
             raise DisprovedError(f"the trial failed: {type(error).__name__}: {error}") from error
+
+    def check_deadline(self) -> None:
+        """Raise ApplyError where the search has taken too long."""
+        self._deadline.check(self._num_trials)
 
     def _refuse_uses_elsewhere(self, region: Region) -> None:
         """Refuse to cut tensors, or to have terms of their gradients, that other code uses as well.
@@ -184,7 +185,8 @@ class Proving:
             self._last = None  # first of all: its experiments are as large as a few copies of the scope
             try:
                 calls = list(self._trace.distinct[scope].values())
-                conditions = Conditions(self._model.get_submodule(scope), calls, self._num_tp_ranks)
+                module = self._model.get_submodule(scope)
+                conditions = Conditions(module, calls, self._num_tp_ranks, ScopeValues(module, self._drawn))
             except DisprovedError:
                 raise
             except Exception as error:  # any exception of user code that runs alone

@@ -14,8 +14,10 @@ from meshwright.apply.tensor.copied_attributes import attributes_shown
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
 from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
+from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
 from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, pair_of
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.sequences import find_chains
@@ -36,6 +38,7 @@ class Search:
         num_tp_ranks: Ranks that share it [count].
         run: Runs a copy of the model, with its loss, on a small batch, and returns the model's outputs.
         wanted: FQN -> "whole", "column" or "row", where the plan says so.
+        patience_s: How long the other ranks wait for the layout [s].
     """
 
     def __init__(
@@ -44,12 +47,15 @@ class Search:
         num_tp_ranks: int,
         run: Callable[[nn.Module], Any],
         wanted: dict[str, str] | None = None,
+        patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
         self.num_tp_ranks = num_tp_ranks
         self._wanted = wanted or {}
         self._reasons: dict[int, str] = {}
         self._regions: list[Region] = []
         self._taken: set[int] = set()
+        self._drawn = LastDrawn()
+        self._deadline = Deadline(patience_s)
         try:
             self._follow(module, run, trainable=True)
         except Exception:  # noqa: BLE001 - code that writes into frozen parameters; the user's own errors come again
@@ -78,7 +84,7 @@ class Search:
         ):
             self._trace.finish(run(self._model))
         self._trace.stop()
-        self._proving = Proving(self._trace, self._regions, self.num_tp_ranks)
+        self._proving = Proving(self._trace, self._regions, self.num_tp_ranks, self._drawn, self._deadline)
 
     def layout(self, *, on_slices: bool = True) -> TensorLayout:
         """Return the layout, with the reasons for what is not cut; `on_slices` lets layers run on slices of the sequence."""
@@ -92,12 +98,15 @@ class Search:
         self._lone_layers()
         chains: tuple[Chain, ...] = ()
         if on_slices:
-            chains, self._regions = find_chains(self._trace, self._regions, self.num_tp_ranks)
+            chains, self._regions = find_chains(
+                self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving.check_deadline
+            )
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
         return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
 
     def _proven_calls(self, name: str) -> tuple[str, ...]:
         """Return digests of the structures and calls of a module under which its cuts were proven (`conditions.py`)."""
+        self._proving.check_deadline()
         module = self._model.get_submodule(name)
         flags = [child.training for child in module.modules()]
         found: dict[str, None] = {}
@@ -129,7 +138,8 @@ class Search:
         """Return which sizes and values could run other code, and whether none do without gradients."""
         names = names_of_sizes(call.args, call.kwargs)
         try:
-            asked = Experiment(module, call, self.num_tp_ranks, only_asks=True).asks()
+            values = ScopeValues(module, self._drawn)
+            asked = Experiment(module, call, self.num_tp_ranks, values=values, only_asks=True).asks()
         except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
             return (tuple(names.values()), 2), False
         return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same

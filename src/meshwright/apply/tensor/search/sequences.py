@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import repeat_call
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.proof.conditions import Conditions
-from meshwright.apply.tensor.proof.scope_values import ScopeValues
+from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.roles import is_stream
 from meshwright.apply.tensor.search.trace import Call, Trace
@@ -29,8 +29,18 @@ MAX_TRIALS = 32
 """Places of entry that are tried for one layer [count]."""
 
 
-def find_chains(trace: Trace, regions: Sequence[Region], num_tp_ranks: int) -> tuple[tuple[Chain, ...], list[Region]]:
-    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter."""
+def find_chains(
+    trace: Trace, regions: Sequence[Region], num_tp_ranks: int, drawn: LastDrawn, check_deadline: Callable[[], None]
+) -> tuple[tuple[Chain, ...], list[Region]]:
+    """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
+
+    Args:
+        trace: The trace.
+        regions: The regions found.
+        num_tp_ranks: Ranks [count].
+        drawn: Values of the scope that was tried last.
+        check_deadline: Raises ApplyError where the search has taken too long; called before each layer.
+    """
     chains: list[Chain] = []
     found = list(regions)
     for layers in _runs(trace):
@@ -38,7 +48,7 @@ def find_chains(trace: Trace, regions: Sequence[Region], num_tp_ranks: int) -> t
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         if is_within or not all(regions_inside(layer, found) for layer in layers):
             continue
-        chain, changed = _try_run(trace, layers, found, num_tp_ranks)
+        chain, changed = _try_run(trace, layers, found, num_tp_ranks, drawn, check_deadline=check_deadline)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
@@ -76,7 +86,13 @@ def _hands_on(layer: str, following: str, trace: Trace) -> bool:
 
 
 def _try_run(
-    trace: Trace, layers: list[str], regions: Sequence[Region], num_tp_ranks: int
+    trace: Trace,
+    layers: list[str],
+    regions: Sequence[Region],
+    num_tp_ranks: int,
+    drawn: LastDrawn,
+    *,
+    check_deadline: Callable[[], None],
 ) -> tuple[Chain | None, dict[int, Region]]:
     changed: dict[int, Region] = {}
     partial: list[str] = []
@@ -84,6 +100,7 @@ def _try_run(
     ways: dict[str, tuple[Region, ...]] = {}
     dims: tuple[int, ...] = (0, 1)
     for layer in layers:
+        check_deadline()
         inside = regions_inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
         whole = _whole_inputs(layer, inside, trace)
@@ -92,9 +109,9 @@ def _try_run(
             whole_inputs=tuple(name_below(layer, name) for name in whole),
             drops=layer in trace.drawing,
         )
-        trial = _LayerTrial(
-            trace.module.get_submodule(layer), trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks
-        )
+        module = trace.module.get_submodule(layer)
+        values = ScopeValues(module, drawn)
+        trial = _LayerTrial(module, trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks, values)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, trace):
@@ -141,11 +158,9 @@ class _LayerTrial:
     chain: Chain
     """The layer as a chain of one."""
     num_tp_ranks: int
+    values: ScopeValues
+    """Of the layer."""
     _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
-    _values: ScopeValues = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self._values = ScopeValues(self.layer)
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
@@ -170,7 +185,7 @@ class _LayerTrial:
         """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks, self._values)
+                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks, self.values)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]
