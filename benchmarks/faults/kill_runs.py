@@ -165,7 +165,7 @@ def disturbed(plan: str | None, seed: int, kills: int, num_steps: int, save_ever
         num_steps: Steps of the run [count].
         save_every: Steps from one save to the next [count].
     """
-    pool.keep_templates({**rank_environment("", None, None), "OMP_NUM_THREADS": "1"})
+    pool.keep_templates(rank_environment("", 1, None), ("torch._dynamo",))
     source = random.Random(seed)
     # Under one plan dropout draws the same numbers again; under another it draws others, by contract.
     dropout = 0.1 if plan else 0.0

@@ -98,7 +98,7 @@ def kills(num_ranks: int, seed: int) -> Iterator[tuple[tuple[int, int, str], boo
 
 def one(plan: str, num_ranks: int, seed: int, count: int) -> dict[str, Any]:
     """One run that is killed `count` times."""
-    pool.keep_templates({**rank_environment("", None, None), "OMP_NUM_THREADS": "1"})
+    pool.keep_templates(rank_environment("", 1, None), ("torch._dynamo",))
     history = History(plan, num_ranks, count + 1)
     failures: list[str] = []
     num_killed = least = 0
