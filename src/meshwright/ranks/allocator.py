@@ -47,17 +47,21 @@ def keep_freed_memory() -> bool:
     return _keeps
 
 
-def memory_returned() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def memory_returned() -> Iterator[None]:
     """Have memory of a large tensor that is made inside go back to the kernel when it is freed.
 
     What happens once, before training, may need far more than a step.
     """
-    return _memory_from(_FROM_KERNEL_BYTES)
+    with _memory_from(_FROM_KERNEL_BYTES):
+        yield
 
 
-def memory_kept() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def memory_kept() -> Iterator[None]:
     """Have freed memory kept inside, and returned at the end: for what makes tensors of the same sizes many times over."""
-    return _memory_from(_FROM_HEAP_BYTES)
+    with _memory_from(_FROM_HEAP_BYTES):
+        yield
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ __all__: list[str] = []
 _SEED = 20260
 _LARGE = 10**6
 """Entries of a scope's parameters from which the collector is run after each use [count]."""
+
+
+_WHOLE_EVERY = 8
+"""Collections of which one looks at all objects [count]."""
 
 
 class LastDrawn:
@@ -57,6 +61,8 @@ class ScopeValues:
         last: What the scope before it was tried with.
     """
 
+    _num_collections: ClassVar[int] = 0
+
     def __init__(self, scope: nn.Module, last: LastDrawn | None = None) -> None:
         self.scope = scope
         self.is_large = sum(parameter.numel() for parameter in scope.parameters()) >= _LARGE
@@ -81,7 +87,9 @@ class ScopeValues:
     def collect(self) -> None:
         """Free copies that were run, where they are large: modules refer to themselves, and keep shards and gradients."""
         if self.is_large:
-            gc.collect()
+            # All but the oldest objects: what a run made is young, and a whole collection takes a tenth of a second.
+            ScopeValues._num_collections += 1
+            gc.collect(1 if ScopeValues._num_collections % _WHOLE_EVERY else 2)
 
     def generator(self) -> torch.Generator:
         """Return a generator that goes on where the values end, the same each time."""
