@@ -59,6 +59,7 @@ __all__ = [
     "without_function_modes",
     "without_function_subclasses",
     "without_view",
+    "write_back",
 ]
 
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
@@ -139,6 +140,13 @@ def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
     key = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
     with torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         return tensor.detach()
+
+
+def write_back(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None:
+    """Give a tensor the values that it had, and its count of writes: a graph that has saved it since may run backward."""
+    with torch.no_grad():
+        tensor.detach().copy_(values)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

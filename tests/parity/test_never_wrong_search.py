@@ -217,6 +217,14 @@ def test_an_evaluation_of_one_sample_before_the_first_step_equals_one_process(pl
         assert found == pytest.approx(expected, rel=FLOAT64)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_an_inspection_between_two_micro_batches_leaves_what_backward_needs(schedule: str) -> None:
+    # It put BatchNorm's statistics back by a write, which autograd took for the model's own.
+    plan = f"tp=2,pp=2,schedule={schedule},micro_batches=2"
+    for found, expected in testing.run_ranks(search_jobs.trained_with_batch_norm, FOUR, plan):
+        assert found == pytest.approx(expected, rel=FLOAT64)
+
+
 # -- embeddings -------------------------------------------------------------------------------------------------------
 
 

@@ -188,3 +188,42 @@ def evaluated_on_one_sample_first(plan: str) -> tuple[list[float], list[float]]:
     with mw.apply_plan(model, plan, loss_fn=loss, optimizer=sgd, seed=0) as applied:
         found = [applied.evaluate(one)["loss"], *(applied.step(batch).loss for batch in batches)]
     return found, expected
+
+
+class NormalisedBlock(nn.Module):
+    """Convolutions and BatchNorms beside a shortcut, as in ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(6, 8, 3, padding=1, bias=False), nn.Conv2d(8, 6, 3, padding=1, bias=False)
+        self.inner, self.outer = nn.BatchNorm2d(8), nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.outer(self.down(torch.relu(self.inner(self.up(x))))))
+
+
+def trained_with_batch_norm(plan: str) -> tuple[list[float], list[float]]:
+    """Return the losses of four steps under the plan, and of a textbook loop over its two micro-batches."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [NormalisedBlock() for _ in range(4)]
+        return nn.Sequential(nn.Conv2d(2, 6, 3), *blocks, nn.Flatten(), nn.Linear(6 * 16, 5)).double()
+
+    def batch(seed: int) -> tuple[Tensor, Tensor]:
+        source = torch.Generator().manual_seed(seed)
+        return torch.randn(6, 2, 6, 6, dtype=torch.float64, generator=source), torch.arange(6) % 5
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = []
+    for seed in range(4):
+        inputs, targets = batch(seed)
+        optimizer.zero_grad()
+        terms = [loss(plain(inputs[i : i + 3]), (None, targets[i : i + 3])) / 2 for i in (0, 3)]
+        sum(terms).backward()  # pyright: ignore
+        optimizer.step()
+        expected.append(sum(term.item() for term in terms))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(build(), plan, loss_fn=loss, optimizer=sgd, seed=0, sentinel_every=2) as model:
+        return [model.step(batch(seed)).loss for seed in range(4)], expected

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import without_dispatch_modes, without_function_modes
+from meshwright._torch_private import without_dispatch_modes, without_function_modes, write_back
 from meshwright.apply.state.generators import is_generator, read_generator, write_generator
 from meshwright.errors import ApplyError
 
@@ -231,7 +231,7 @@ def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
                 write_parts(value, parts)
             for tensor, version, entries in tensors.values():
                 if tensor._version != version:
-                    tensor.detach().copy_(entries)
+                    write_back(tensor, entries, version)
 
 
 class Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from meshwright._torch_private import WrapperTensor
+from meshwright._torch_private import WrapperTensor, write_back
 
 __all__: list[str] = []
 
@@ -47,15 +47,14 @@ class BufferSnapshot:
 
     def restore(self) -> None:
         """Restore every name's tensor, its values, and its record."""
-        with torch.no_grad():
-            for owner, name, tensor, value, version, known in self._held:
-                # Otherwise this write would look like the forward's own.
-                if value is not None and (tensor._version != version or not torch.equal(tensor.detach(), value)):
-                    tensor.detach().copy_(value)
-                if vars(tensor) != known:
-                    vars(tensor).clear()
-                    vars(tensor).update(known)
-                owner._buffers[name] = tensor
+        for owner, name, tensor, value, version, known in self._held:
+            # BatchNorm writes its statistics uncounted. A pipeline may still need them, of another micro-batch, in a backward.
+            if value is not None and (tensor._version != version or not torch.equal(tensor.detach(), value)):
+                write_back(tensor, value, version)
+            if vars(tensor) != known:
+                vars(tensor).clear()
+                vars(tensor).update(known)
+            owner._buffers[name] = tensor
 
 
 def _values_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import write_back
 from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
 from meshwright.apply.state.generators import draws_globally, is_generator
 
@@ -331,10 +332,9 @@ class Elsewhere:
         for value, parts, _ in self._inside:
             if not _is_same(read_parts(value), parts):
                 write_parts(value, parts)
-        with torch.no_grad():
-            for tensor, version, held in self._tensors:
-                if tensor._version != version and held is not None:
-                    tensor.detach().copy_(held)
+        for tensor, version, held in self._tensors:
+            if tensor._version != version and held is not None:
+                write_back(tensor, held, version)
 
     def changed(self) -> dict[Any, str]:
         """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change."""
