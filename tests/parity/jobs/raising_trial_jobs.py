@@ -62,3 +62,45 @@ def steps_on_one_device() -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         losses.append(loss.item())
     return losses, module.state_dict()
+
+
+class Wary(nn.Linear):
+    """Takes no large numbers without gradients, once it is told so."""
+
+    is_wary = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_wary and not torch.is_grad_enabled() and bool(x.max() > LARGE):
+            raise ValueError("large numbers")
+        return super().forward(x)
+
+
+LARGE = 5.0
+
+
+def build_wary() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [Wary(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    return nn.Sequential(*layers).double()
+
+
+def steps_of_which_one_share_raises(plan: str) -> tuple[list[float], list[float]]:
+    """Return losses of steps in which only the first share's samples raise in trials, and one device's."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batches = [(draw(n, 3), draw(n, 2)) for n in (4, 6, 8)]
+    for inputs, _ in batches:
+        inputs[: len(inputs) // 2] += 2 * LARGE
+    plain, expected = build_wary(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = square(plain(batch[0]), batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    sgd, losses = functools.partial(torch.optim.SGD, lr=0.1), []
+    with mw.apply_plan(build_wary, plan, loss_fn=square, optimizer=sgd) as model:
+        for batch in batches:
+            losses.append(model.step(mw.split_batch(batch, model)).loss)
+            next(model.module.children()).is_wary = True  # a change, after which the model is tried again
+    return losses, expected

@@ -293,17 +293,18 @@ class PipelineEngine(OuterEngine):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs, on every rank of the pipeline."""
         self.prepare(lambda module: module(*args, **kwargs))
-        placed = self._placed
         self.begin_forward()
-        with torch.no_grad():
-            with placed.collector.together(lambda: self._tell_stages(1)):
-                found = {
-                    index: stage.forward(0, lambda module: module(*args, **kwargs))
-                    for index, stage in sorted(placed.stages.items())
-                }
-            self._post.finish()
-            home_of = next(iter(placed.stages.values())).home_of
-            outputs = placed.collector.outputs(found, home_of, self._rank_of_stage)
+        stages, collector = self._placed.stages, self._placed.collector
+        try:
+            with torch.no_grad():
+                with collector.together(lambda: self._tell_stages(1)):
+                    found = {i: stage.forward(0, lambda m: m(*args, **kwargs)) for i, stage in sorted(stages.items())}
+                self._post.finish()
+                outputs = collector.outputs(found, stages[min(found)].home_of, self._rank_of_stage)
+        except Exception:
+            # Other pipelines' forwards may not fail: all gather the next one's parameters, or none does.
+            super().end_forward()
+            raise
         self.end_forward()
         return outputs
 
