@@ -225,6 +225,13 @@ def test_an_inspection_between_two_micro_batches_leaves_what_backward_needs(sche
         assert found == pytest.approx(expected, rel=FLOAT64)
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_a_rank_that_does_not_look_need_not_cut_its_batch(plan: str) -> None:
+    # The user's split= is called where one rank looks at a few samples, and by nobody else.
+    first, second = testing.run_ranks(search_jobs.steps_with_a_batch_that_one_rank_cannot_cut, 2, plan, 1)
+    assert first == second
+
+
 # -- embeddings -------------------------------------------------------------------------------------------------------
 
 

@@ -26,23 +26,24 @@ class FirstRun:
 
     Args:
         run: (module, samples) -> outputs. It may not write into the samples.
-        few: The samples.
-        repeat: Makes two samples of a single one; None where there are more.
+        take: Returns the samples. It is called for a look alone: the user's own code may cut the batch, and raise on one rank.
+        repeat: Makes two samples of a single one; returns None where there are more.
     """
 
     def __init__(
-        self, run: Callable[[nn.Module, Any], Any], few: Any, repeat: Callable[[Any], Any] | None = None
+        self, run: Callable[[nn.Module, Any], Any], take: Callable[[], Any], repeat: Callable[[Any], Any | None]
     ) -> None:
         self._run = run
-        self._few = few
+        self._take = take
         self._repeat = repeat
 
     def __call__(self, module: nn.Module) -> Any:
-        return self._run(module, self._few)
+        return self._run(module, self._take())
 
     def on_two(self) -> FirstRun | None:
         """Return the run on two samples where this one has a single sample, with which BatchNorm cannot train."""
-        return None if self._repeat is None else FirstRun(self._run, self._repeat(self._few))
+        two = self._repeat(self._take())
+        return None if two is None else FirstRun(self._run, lambda: two, self._repeat)
 
 
 def tell_everyone(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.parity.models.search_models import LENGTH, batch_of, build
 from torch import Tensor, nn
@@ -227,3 +228,22 @@ def trained_with_batch_norm(plan: str) -> tuple[list[float], list[float]]:
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with mw.apply_plan(build(), plan, loss_fn=loss, optimizer=sgd, seed=0, sentinel_every=2) as model:
         return [model.step(batch(seed)).loss for seed in range(4)], expected
+
+
+class HalvesOnAllRanksBut:
+    """Cuts a batch by halves, and raises on one rank where it shall cut at all."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, batch: tuple[Tensor, Tensor], num_parts: int) -> list[tuple[Tensor, Tensor]]:
+        if num_parts > 1 and dist.get_rank() == self._rank:
+            raise ValueError("this batch cannot be cut")
+        return list(zip(batch[0].chunk(num_parts), batch[1].chunk(num_parts), strict=True))
+
+
+def steps_with_a_batch_that_one_rank_cannot_cut(plan: str, rank: int) -> list[float]:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    split = HalvesOnAllRanksBut(rank)
+    with mw.apply_plan(normalising_model(), plan, loss_fn=loss, optimizer=sgd, seed=0, split=split) as applied:
+        return [applied.step(vectors(4, seed)).loss for seed in range(2)]

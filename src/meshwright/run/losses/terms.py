@@ -71,9 +71,15 @@ class LossTerms:
 
     def first_run(self, part: Any) -> FirstRun:
         """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""
-        few = self._splitter.cut(part, max(1, self._splitter.count(part) // _FEW_SAMPLES))[0]
-        is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1
-        return FirstRun(self._try_out, few, repeated if is_one else None)
+
+        def take() -> Any:
+            return self._splitter.cut(part, max(1, self._splitter.count(part) // _FEW_SAMPLES))[0]
+
+        def repeat(few: Any) -> Any | None:
+            is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1
+            return repeated(few) if is_one else None
+
+        return FirstRun(self._try_out, take, repeat)
 
     def _try_out(self, module: nn.Module, few: Any) -> Any:
         few = own_copy(few)
