@@ -151,6 +151,13 @@ def test_shards_that_do_not_fit_are_refused() -> None:
         join_shards([torch.zeros(2)], layouts)
 
 
+@pytest.mark.parametrize("groups", [(8,), (4, 4)])
+def test_a_shard_is_contiguous_whatever_the_memory_format_is(groups: tuple[int, ...]) -> None:
+    full = _numbered((8, 4, 3, 3)).to(memory_format=torch.channels_last)
+    shard = take_shard(full, ShardLayout.cut((8, 4, 3, 3), 0, groups, num_parts=2, part=0))
+    assert shard.is_contiguous()
+
+
 def test_a_shard_is_a_copy() -> None:
     full = torch.zeros(4)
     for layout in (ShardLayout.whole((4,)), ShardLayout.cut((4,), 0, (4,), 2, 0)):

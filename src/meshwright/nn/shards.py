@@ -38,7 +38,7 @@ def take_shard(full: Tensor, layout: ShardLayout) -> Tensor:
         pieces = [block.narrow(layout.dim, start, stop - start) for start, stop in layout.ranges or ((0, 0),)]
         block = pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
         if len(pieces) > 1 and layout.flat is None:
-            return block  # in memory of its own
+            return block.contiguous()  # in memory of its own; channels_last ones are joined as such
     if layout.flat is not None:
         start, stop = layout.flat
         block = block.reshape(-1)[start:stop]

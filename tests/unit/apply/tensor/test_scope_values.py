@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from tests.unit.apply.tensor.tensor_type_cases import PAIR, Between
@@ -11,7 +14,13 @@ from meshwright.apply.tensor.proof import scope_values
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
-from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError, check_gradient, check_shards, furthest
+from meshwright.apply.tensor.proof.shards_against_whole import (
+    DisprovedError,
+    check_equal,
+    check_gradient,
+    check_shards,
+    furthest,
+)
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.layout import ShardLayout
 
@@ -44,6 +53,17 @@ def test_what_a_run_wrote_is_drawn_anew() -> None:
     assert values.were_written()
     for found in (values.fresh(), ScopeValues(nn.Linear(3, 4), last).fresh()):
         assert all(torch.equal(mine, other) for mine, other in zip(found.parameters(), expected, strict=True))
+
+
+def test_what_a_run_wrote_before_it_raised_is_drawn_anew() -> None:
+    # Zeros, for one, would let anything pass.
+    last = LastDrawn()
+    values = ScopeValues(nn.Linear(3, 4), last)
+    expected = [parameter.detach().clone() for parameter in values.fresh().parameters()]
+    with torch.no_grad():
+        next(iter(values.fresh().parameters())).zero_()
+    found = ScopeValues(nn.Linear(3, 4), last).fresh()
+    assert all(torch.equal(mine, other) for mine, other in zip(found.parameters(), expected, strict=True))
 
 
 def test_parameters_that_are_whole_numbers_keep_their_own() -> None:
@@ -119,6 +139,53 @@ def test_shards_without_a_gradient_are_zeros_beside_others() -> None:
     for shards, expected in (([None, whole[2:]], whole), ([None, None], whole), ([whole[:2], None], None)):
         with pytest.raises(DisprovedError):
             check_shards(shards, layouts, expected, "it", 1.0, check=check_gradient)
+
+
+def test_entries_beside_an_infinite_one_are_compared() -> None:
+    layouts = [ShardLayout.cut((4,), 0, (4,), num_parts=2, part=part) for part in range(2)]
+    whole = torch.tensor([-math.inf, 1.0, 2.0, 3.0], dtype=torch.float64)
+    shards = shards_of(whole, layouts)
+    check_shards(shards, layouts, whole, "it", math.inf, check=check_equal)
+    for where, entry in ((1, 0), (0, 0)):
+        wrong = [shard.clone() for shard in shards]
+        wrong[where][entry] = 5.0
+        with pytest.raises(DisprovedError):
+            check_shards(wrong, layouts, whole, "it", math.inf, check=check_equal)
+
+
+def test_shards_of_a_tensor_that_became_larger_are_refused() -> None:
+    layouts = [ShardLayout.cut((4,), 0, (4,), num_parts=2, part=part) for part in range(2)]
+    whole = torch.arange(6.0, dtype=torch.float64)
+    for shards in (list(whole[:4].chunk(2)), list(whole.chunk(2))):
+        with pytest.raises(DisprovedError, match=r"it is of shape \[6\] of the whole, and \[4\] is cut"):
+            check_shards(shards, layouts, whole, "it", 5.0, check=check_equal)
+
+
+class _UnitGradient(torch.autograd.Function):
+    """The identity, whose gradient is divided by the norm of all its entries."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / gradients[0].norm()
+
+
+def test_an_infinite_gradient_hides_no_other() -> None:
+    class Steep(Between):
+        """Between, and a parameter whose gradient is infinite: that of a root at zero."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda _, h: _UnitGradient.apply(h.relu()))
+            self.steep = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (self.steep - self.steep.detach()).sqrt()
+
+    with pytest.raises(DisprovedError, match="the gradient of"):
+        Experiment(Steep().double(), call(), 2).prove(PAIR)
 
 
 @pytest.mark.parametrize("place", [0, -1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,7 +135,8 @@ class Experiment:
         self._largest = {name: 0.0 if g is None else largest(g) for name, g in self.whole.gradients.items()}
         of_inputs = [largest(g) for g in self.whole.input_gradients if g is not None]
         # A gradient that is zero up to rounding (a bias of keys, before softmax) is not compared relative to its own size.
-        self._scale = 1e-3 * max([0.0, *self._largest.values(), *of_inputs])
+        # Of finite ones: beside an infinite scale nothing would differ.
+        self._scale = 1e-3 * max([0.0, *filter(math.isfinite, [*self._largest.values(), *of_inputs])])
         self.idle = {name for name, size in self._largest.items() if size <= TOLERANCE * self._scale}
         """Parameters whose gradient is nothing but rounding here."""
         self.names = set(self._largest)

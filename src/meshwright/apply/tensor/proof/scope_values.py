@@ -28,21 +28,30 @@ class LastDrawn:
     def __init__(self) -> None:
         self._shapes: list[Any] = []
         self._values: list[Tensor] = []
+        self._versions: list[int] = []
         self._state = torch.Tensor()
 
     def draw(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Return values for parameters, and the state of the generator after them."""
         shapes = [tuple(p.shape) if p.is_floating_point() and not p.is_complex() else p for p in parameters]
-        if not self._values or not _are_alike(shapes, self._shapes):
+        # A run that raised has told nobody of what it wrote.
+        are_written = versions_of(self._values) != self._versions
+        if not self._values or are_written or not _are_alike(shapes, self._shapes):
             self._values = []  # first of all: both together would need twice the memory
             generator = torch.Generator().manual_seed(_SEED)
             self._values = [_random(parameter, generator) for parameter in parameters]
             self._shapes, self._state = shapes, generator.get_state()
+            self._versions = versions_of(self._values)
         return self._values, self._state
 
     def forget(self) -> None:
         """Draw anew for the next scope: a run has written into the values."""
         self._values = []
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each has been written into [count]."""
+    return [tensor._version for tensor in tensors]
 
 
 def _are_alike(some: list[Any], others: list[Any]) -> bool:
@@ -79,10 +88,7 @@ class ScopeValues:
         shared = {id(parameter): value for parameter, value in zip(parameters, self._shared, strict=True)}
         self._values = shared | {id(buffer): _of_buffer(buffer, generator) for buffer in self.scope.buffers()}
         self._state = generator.get_state()
-        self._versions = self._read_versions()
-
-    def _read_versions(self) -> list[int]:
-        return [value._version for value in self._shared]
+        self._versions = versions_of(self._shared)
 
     def collect(self) -> None:
         """Free copies that were run, where they are large: modules refer to themselves, and keep shards and gradients."""
@@ -106,7 +112,7 @@ class ScopeValues:
 
     def were_written(self) -> bool:
         """Tell whether a run has written into parameters since the last call; each copy has its own from then on."""
-        if self._read_versions() == self._versions:
+        if versions_of(self._shared) == self._versions:
             return False
         self._are_written = True
         self._last.forget()

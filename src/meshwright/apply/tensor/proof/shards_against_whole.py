@@ -87,8 +87,8 @@ def is_equal(mine: Tensor | None, whole: Tensor | None, least: float = _LEAST) -
         return False
     if not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(mine, whole)
-    # Infinite entries are nothing but equal.
-    return furthest(mine, whole) <= TOLERANCE * max(largest(whole), least) or torch.equal(mine, whole)
+    # Infinite entries are nothing but equal, and so is what stands beside them: no difference exceeds an infinite scale.
+    return furthest(mine, whole) <= TOLERANCE * max(largest(whole), least) < math.inf or torch.equal(mine, whole)
 
 
 def largest(tensor: Tensor) -> float:
@@ -152,6 +152,10 @@ def check_shards(
     for shard, layout in zip(shards, layouts, strict=True):
         if shard is None and not all(other is None for other in shards):
             shard = torch.zeros(layout.local_shape, dtype=torch.float64)
+        if whole is not None and tuple(whole.shape) != layout.shape:  # exchanged for a tensor of another size
+            raise DisprovedError(
+                f"{what} is of shape {list(whole.shape)} of the whole, and {list(layout.shape)} is cut"
+            )
         if shard is None or whole is None or tuple(shard.shape) != layout.local_shape:
             check(shard, None if whole is None else take_shard(whole, layout), what, least)
             continue
