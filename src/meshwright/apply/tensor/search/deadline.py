@@ -1,4 +1,4 @@
-"""When a search ends with an error: the ranks that wait for it would soon be taken for hung."""
+"""Deadline of a search: the ranks that wait for it would soon be taken for hung."""
 
 from __future__ import annotations
 
