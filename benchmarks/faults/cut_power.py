@@ -13,13 +13,13 @@ import random
 import signal
 import stat
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from benchmarks.faults.in_memory import memory_directory
 from benchmarks.faults.report import run_rows
 from tests.faults.checkpoint_saves import (
     NEXT_STEP,
@@ -39,7 +39,6 @@ from meshwright.errors import MeshwrightError
 _ROWS = 3000  # so that a file has many blocks
 _OLD = Version(OLD_STEP, rows=_ROWS)
 _DISTURBANCES = ("alone", "fsync", "writeback")
-_MEMORY = Path("/dev/shm")
 _RECORD_BYTES = 64
 _read, _write, _close, _fsync = os.read, os.write, os.close, os.fsync
 
@@ -147,7 +146,7 @@ def one(
     instants = [0]
     seen: set[tuple[bytes, bool]] = set()
     with (
-        tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory,
+        memory_directory() as directory,
         CutDisk(Path(directory), options) as disk,
     ):
         root = disk.path / "checkpoints"

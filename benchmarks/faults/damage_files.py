@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.in_memory import memory_directory
 from benchmarks.faults.report import run_rows
 from tests.faults.checkpoint_damage import flipped, other_lengths, refusal, replaced
 from tests.faults.checkpoint_saves import Version, save_alone
-
-_MEMORY = Path("/dev/shm")
 
 
 def counted(answers: Iterator[tuple[str, str | None]]) -> dict[str, Any]:
@@ -33,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="results; rows that it has already are not run again")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
+    with memory_directory() as directory:
         path = save_alone(Path(directory), Version(2), 2)
         older, again = save_alone(Path(directory), Version(1), 2), save_alone(Path(directory), Version(2, 2), 2)
         wider = save_alone(Path(directory), Version(3), 3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.faults.jobs.saving_jobs import load_newest
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -64,9 +65,7 @@ def go_on(plan: str, directory: str, num_steps: int, save_every: int, dropout: f
     model = mw.apply_plan(functools.partial(build, dropout), plan, loss_fn=loss_fn, optimizer=adam, seed=0)
     loader = mw.make_loader(samples(), model, seed=3, global_batch_size=GLOBAL_BATCH)
     model.world.emit({"pid": os.getpid()})
-    step = 0
-    if os.path.isdir(directory) and any(name.startswith("step-") for name in os.listdir(directory)):
-        step = mw.load_checkpoint(model, directory, extra={"loader": loader})
+    step = load_newest(model, directory, extra={"loader": loader})
     model.world.emit({"loaded": step})
     while step < num_steps:
         for batch in loader:

@@ -11,7 +11,6 @@ import functools
 import os
 import random
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from benchmarks.faults import epochs
+from benchmarks.faults.in_memory import memory_directory
 from benchmarks.faults.report import run_rows
 
 import meshwright as mw
@@ -37,7 +37,6 @@ PLANS = {
     "dp=2,zero=2": 2,
 }
 UNCHANGED = ("dp=2,zero=1", "tp=2", "pp=2,micro_batches=3", "dp=3,zero=3")
-_MEMORY = Path("/dev/shm")
 _LONGEST_S = 0.25
 """A kill comes within this time of a rank's first news [s]."""
 
@@ -82,7 +81,6 @@ class Run:
         self.steps: dict[int, tuple[tuple[int, ...], float]] = {}
         self.failures: list[str] = []
         self.num_kills = 0
-        self.reached = 0
         self._tolerance = 0.0 if dropout else 1e-9
         self.final: dict[str, Any] = {}
 
@@ -128,7 +126,6 @@ class Run:
             self._compare(plan, step, tuple(sorted(number for share in found for number in share)), losses[step])
 
     def _compare(self, plan: str, step: int, ids: tuple[int, ...], loss: float) -> None:
-        self.reached = max(self.reached, step)
         before_ids, before_loss = self.steps.setdefault(step, (ids, loss))
         if before_ids != ids:
             self.failures.append(f"{plan}: step {step} took other samples than before")
@@ -149,7 +146,7 @@ class Run:
 
 def undisturbed(plan: str, num_steps: int, save_every: int, dropout: float) -> Run:
     """Return a run that nobody disturbs."""
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
+    with memory_directory() as directory:
         run = Run(Path(directory) / "checkpoints", num_steps, save_every, dropout)
         run.launch(plan, None)
         return run
@@ -170,7 +167,7 @@ def disturbed(plan: str | None, seed: int, kills: int, num_steps: int, save_ever
     # Under one plan dropout draws the same numbers again; under another it draws others, by contract.
     dropout = 0.1 if plan else 0.0
     used: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
+    with memory_directory() as directory:
         run = Run(Path(directory) / "checkpoints", num_steps, save_every, dropout)
         is_over = False
         while not is_over and not run.failures:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.in_memory import memory_directory
 from benchmarks.faults.report import run_rows
 from tests.faults.checkpoint_kills import KilledSave
 from tests.faults.checkpoint_saves import SCENARIOS
-
-_MEMORY = Path("/dev/shm")
 
 
 def one_rank(scenario: str, world: int, rank: int) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def one_rank(scenario: str, world: int, rank: int) -> dict[str, Any]:
     operations: Counter[str] = Counter()
     failures = []
     instants = 0
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
+    with memory_directory() as directory:
         saves = KilledSave(Path(directory), scenario, world)
         clean = saves.kill(None)
         if clean.found != "new" or any(clean.outcome.statuses):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import functools
 import random
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.in_memory import memory_directory
 from benchmarks.faults.report import run_rows
 from tests.faults.jobs import saving_jobs as jobs
 
@@ -23,7 +23,6 @@ from meshwright.testing import pool
 
 PLANS = {"dp=2,zero=1": 2, "dp=2,zero=3": 2, "tp=2": 2}
 _MOST_OPERATIONS = 24
-_MEMORY = Path("/dev/shm")
 
 
 class History:
@@ -104,7 +103,7 @@ def one(plan: str, num_ranks: int, seed: int, count: int) -> dict[str, Any]:
     num_killed = least = 0
     turns = kills(num_ranks, seed)
     loaded: list[int] = []
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
+    with memory_directory() as directory:
         for _ in range(count):
             kill, in_background = next(turns)
             found = history.go_on(Path(directory) / "checkpoints", kill, in_background, least)

@@ -40,10 +40,10 @@ class FirstRun:
     def __call__(self, module: nn.Module) -> Any:
         return self._run(module, self._take())
 
-    def on_two(self) -> FirstRun | None:
+    def on_two(self) -> Run | None:
         """Return the run on two samples where this one has a single sample, with which BatchNorm cannot train."""
         two = self._repeat(self._take())
-        return None if two is None else FirstRun(self._run, lambda: two, self._repeat)
+        return None if two is None else lambda module: self._run(module, two)
 
 
 def tell_everyone(

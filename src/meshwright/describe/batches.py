@@ -211,18 +211,6 @@ def join_samples(trees: Sequence[Any], device: torch.device) -> Any:
     return map_tensors(trees[0], join)
 
 
-def repeated(batch: Any) -> Any:
-    """Return a batch whose samples come twice; a tensor that stands in it at several places does so again."""
-    made: dict[int, torch.Tensor] = {}
-
-    def twice(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:
-            return tensor
-        return made.setdefault(id(tensor), torch.cat([tensor.detach(), tensor.detach()]))
-
-    return map_tensors(batch, twice)
-
-
 class HasShares(Protocol):
     """A model whose ranks share each global batch: what `apply_plan` returns."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,17 +75,21 @@ def join_shards(shards: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> Ten
             start, stop = layout.flat or (0, layout.block_numel)
             block.view(-1)[start:stop] = shard.detach().reshape(-1)
     for (dim, ranges), block in blocks.items():
-        _write(full, block, dim, ranges)
+        for there, own in matching_parts(full, block, dim, ranges):
+            there.copy_(own)
     return full
 
 
-def _write(full: Tensor, block: Tensor, dim: int | None, ranges: Sequence[tuple[int, int]]) -> None:
+def matching_parts(
+    full: Tensor, block: Tensor, dim: int | None, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of each interval of a full tensor and of a block of it, which hold the same entries; see `ShardLayout`."""
     if dim is None:
-        full.copy_(block)
+        yield full, block
         return
     position = 0
     for start, stop in ranges:
-        full.narrow(dim, start, stop - start).copy_(block.narrow(dim, position, stop - start))
+        yield full.narrow(dim, start, stop - start), block.narrow(dim, position, stop - start)
         position += stop - start
 
 

@@ -19,10 +19,8 @@ _FROM_HEAP_BYTES = 2**30
 _FROM_KERNEL_BYTES = 2**20
 _WORTH_A_TRIM_BYTES = 2**26  # the heap that is given back has to be faulted in again
 
-_keeps = False
-"""Whether `keep_freed_memory` is in force."""
-_from_kernel_bytes = _FROM_HEAP_BYTES
-"""The size from which memory comes from the kernel, where it is."""
+_from_kernel_bytes: int | None = None
+"""The size from which memory comes from the kernel, once `keep_freed_memory` is in force."""
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -39,12 +37,10 @@ def keep_freed_memory() -> bool:
     peak, as on a GPU. All threads share one heap: that of a thread holds 64 MiB, and larger tensors would come from the kernel.
     The user's own MALLOC_ variables take precedence.
     """
-    global _keeps
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name.startswith("MALLOC_") for name in os.environ) or "_threshold" in tunables or "arena_" in tunables:
         return False
-    _keeps = _set(_FROM_HEAP_BYTES) and bool(_mallopt(_M_ARENA_MAX, 1))
-    return _keeps
+    return bool(_mallopt(_M_ARENA_MAX, 1)) and _set(_FROM_HEAP_BYTES)
 
 
 @contextlib.contextmanager
@@ -66,10 +62,11 @@ def memory_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_from(from_kernel: int) -> Iterator[None]:
-    if not _keeps:
+    outside = _from_kernel_bytes
+    if outside is None:
         yield
         return
-    before, outside = _resident_bytes(), _from_kernel_bytes
+    before = _resident_bytes()
     _set(from_kernel)
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from typing import Any
 
 import torch
 from tests.faults.checkpoint_saves import watched
@@ -37,6 +38,13 @@ def train(plan: str, steps: tuple[int, int], model: mw.ParallelModel | None = No
     return found
 
 
+def load_newest(model: mw.ParallelModel, directory: str, **options: Any) -> int:
+    """Load the newest checkpoint where there is one; return its step, or 0."""
+    if os.path.isdir(directory) and any(name.startswith("step-") for name in os.listdir(directory)):
+        return mw.load_checkpoint(model, directory, **options)
+    return 0
+
+
 def go_on(plan: str, directory: str, kill: tuple[int, int, str] | None, in_background: bool) -> int:
     """Load the newest checkpoint if there is one, take a step, and save; one rank is killed in this save.
 
@@ -51,9 +59,7 @@ def go_on(plan: str, directory: str, kill: tuple[int, int, str] | None, in_backg
     """
     model = apply(plan, "words", "adamw", dropout=DROPOUT)
     rank = model.world.rank
-    step = 0
-    if os.path.isdir(directory) and any(name.startswith("step-") for name in os.listdir(directory)):
-        step = mw.load_checkpoint(model, directory)
+    step = load_newest(model, directory)
     model.world.emit({"loaded": step})
     ((digest, loss),) = train(plan, (step, step + 1), model)
     model.world.emit({"step": step + 1, "digest": digest, "loss": loss})

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -53,15 +54,8 @@ def steps_on_shares(plan: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def steps_on_one_device() -> tuple[list[float], dict[str, Tensor]]:
-    module, losses = build(), []
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = square(module(batch[0]), batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, module.state_dict()
+    module = build()
+    return losses_of(module, batches(), square), module.state_dict()
 
 
 class Wary(nn.Linear):
@@ -90,14 +84,7 @@ def steps_of_which_one_share_raises(plan: str) -> tuple[list[float], list[float]
     batches = [(draw(n, 3), draw(n, 2)) for n in (4, 6, 8)]
     for inputs, _ in batches:
         inputs[: len(inputs) // 2] += 2 * LARGE
-    plain, expected = build_wary(), []
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = square(plain(batch[0]), batch)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = losses_of(build_wary(), batches, square)
     sgd, losses = functools.partial(torch.optim.SGD, lr=0.1), []
     with mw.apply_plan(build_wary, plan, loss_fn=square, optimizer=sgd) as model:
         for batch in batches:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.parity.jobs.textbook_loop import losses_of
 from tests.parity.models.search_models import LENGTH, batch_of, build
 from torch import Tensor, nn
 
@@ -173,19 +174,12 @@ def vectors(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
 def evaluated_on_one_sample_first(plan: str) -> tuple[list[float], list[float]]:
     """Return the losses of an evaluation of one sample and of two steps, under the plan and in a textbook loop."""
     model, module = normalising_model(), normalising_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     one, batches = vectors(1, 9), [vectors(4, seed) for seed in range(2)]
     module.eval()
     with torch.no_grad():
         expected = [loss(module(one[0]), one).item()]
-    module.train()
-    for batch in batches:
-        optimizer.zero_grad()
-        value = loss(module(batch[0]), batch)
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
+    expected += losses_of(module.train(), batches, loss)
     with mw.apply_plan(model, plan, loss_fn=loss, optimizer=sgd, seed=0) as applied:
         found = [applied.evaluate(one)["loss"], *(applied.step(batch).loss for batch in batches)]
     return found, expected

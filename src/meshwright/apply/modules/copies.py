@@ -234,10 +234,17 @@ def _content(cell: types.CellType) -> Any:
 def repeat_call(tree: Any, size: int, times: int, *, along_samples: bool) -> Any:
     """Return arguments with every dim of this size repeated: samples along dim 0, or positions along any other dim.
 
-    In [batch, sequence, width] the positions are dim 1. Only a run shows whether the module accepts the result.
+    In [batch, sequence, width] the positions are dim 1. A tensor that stands at several places does so again. Only a run shows
+    whether the module accepts the result.
     """
+    made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def repeat(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:  # with the original, so that its id stays its own
+            made[id(tensor)] = tensor, repeated(tensor)
+        return made[id(tensor)][1]
+
+    def repeated(tensor: Tensor) -> Tensor:
         if along_samples:
             dims = [0] if tensor.dim() and tensor.shape[0] == size else []
         elif tensor.dim() == 3 and tensor.is_floating_point():

@@ -12,8 +12,8 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.first_look import FirstRun
-from meshwright.apply.modules.copies import own_copy
-from meshwright.describe.batches import BatchSplitter, call_model, repeated
+from meshwright.apply.modules.copies import own_copy, repeat_call
+from meshwright.describe.batches import BatchSplitter, call_model
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.losses.loss import LossRule, LossTerm
@@ -77,7 +77,7 @@ class LossTerms:
 
         def repeat(few: Any) -> Any | None:
             is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1
-            return repeated(few) if is_one else None
+            return repeat_call(few, 1, 2, along_samples=True) if is_one else None
 
         return FirstRun(self._try_out, take, repeat)
 

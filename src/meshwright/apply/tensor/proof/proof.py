@@ -127,9 +127,9 @@ class Experiment:
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
         self._of_attributes: dict[str, Tensor] = {}  # cotangents of tensors left in attributes: a loss may add those
-        self._record = Record()
         self._start = self._generator.get_state()
-        self._whole: Outcome | None = self._run_whole()
+        # With the record, which holds the run's parameters, and these their gradients.
+        self._whole: tuple[Outcome, Record] | None = self._run_whole()
         while self._values.were_written():
             self._whole = self._run_whole()
         self._largest = {name: 0.0 if g is None else largest(g) for name, g in self.whole.gradients.items()}
@@ -160,9 +160,9 @@ class Experiment:
     @property
     def whole(self) -> Outcome:
         """The results of the whole scope."""
-        return self._remember()
+        return self._remember()[0]
 
-    def _remember(self) -> Outcome:
+    def _remember(self) -> tuple[Outcome, Record]:
         if self._whole is None:
             self._whole = self._run_whole()
         return self._whole
@@ -170,16 +170,16 @@ class Experiment:
     def forget(self) -> None:
         """Let go of the whole's results where the scope is large; they are computed again, the same, when they are asked for."""
         if self._values.is_large:
-            self._whole, self._record = None, Record()  # which holds the run's parameters, and these their gradients
+            self._whole = None
 
-    def _run_whole(self) -> Outcome:
+    def _run_whole(self) -> tuple[Outcome, Record]:
         self._generator.set_state(self._start)
         self._cotangents.clear()
-        self._record = Record()
+        record = Record()
         module, inputs = self._fresh()
         before = Before(module, inputs)
         with surrounded_by(self._ambient, gradients=True), Exact():
-            outputs = list(tensors_in(run_and_watch(module, inputs, self._record)))
+            outputs = list(tensors_in(run_and_watch(module, inputs, record)))
             left = before.left()
             for tensor in outputs:
                 self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
@@ -189,8 +189,8 @@ class Experiment:
                     self._of_attributes[path] = noise
             if self._only_asks:
                 outputs = [tensor.detach() for tensor in outputs]
-                return Outcome(outputs=outputs, input_gradients=[], gradients={}, left=left)
-            return self._backward(module, inputs, outputs, self._cotangents, left)
+                return Outcome(outputs=outputs, input_gradients=[], gradients={}, left=left), record
+            return self._backward(module, inputs, outputs, self._cotangents, left), record
 
     def asks(self) -> Asked:
         """Return the sizes and values that this call's code reads, and whether it does the same without gradients."""
@@ -226,7 +226,7 @@ class Experiment:
         )
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
-        self._remember()  # shards follow the whole's record
+        _, record = self._remember()  # which shards follow
         meeting = Meeting(self.num_tp_ranks)
         found: list[Any] = [None] * self.num_tp_ranks
         errors: list[BaseException] = []
@@ -235,7 +235,7 @@ class Experiment:
             try:
                 group: Any = ThreadGroup(meeting, self.num_tp_ranks, part)
                 with surrounded_by(self._ambient, gradients=True), Exact():
-                    found[part] = self._run_shard(layout, group)
+                    found[part] = self._run_shard(layout, group, record)
                     group.leave()
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
                 errors.append(error)
@@ -259,11 +259,11 @@ class Experiment:
             )
         return found
 
-    def _run_shard(self, layout: TensorLayout, group: Communicator) -> tuple[Outcome, Cutting]:
+    def _run_shard(self, layout: TensorLayout, group: Communicator, record: Record) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
         is_last = group.group_rank == self.num_tp_ranks - 1
-        checker = Checker(self._scope, cutting, self._record) if is_last else None
+        checker = Checker(self._scope, cutting, record) if is_last else None
         before = Before(module, inputs)
         outputs = module(*inputs[0], **inputs[1]) if checker is None else checker.run_and_watch(inputs)
         left = before.left()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,18 @@ class LastDrawn:
     """The values of the scope that was tried last. A scope whose parameters have the same shapes takes them over."""
 
     def __init__(self) -> None:
-        self._shapes: list[Any] = []
+        self._shapes: list[tuple[int, ...] | None] = []
         self._values: list[Tensor] = []
         self._versions: list[int] = []
         self._state = torch.Tensor()
 
     def draw(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Return values for parameters, and the state of the generator after them."""
-        shapes = [tuple(p.shape) if p.is_floating_point() and not p.is_complex() else p for p in parameters]
+        # None: a parameter whose own values count.
+        shapes = [tuple(p.shape) if p.is_floating_point() else None for p in parameters]
         # A run that raised has told nobody of what it wrote.
         are_written = versions_of(self._values) != self._versions
-        if not self._values or are_written or not _are_alike(shapes, self._shapes):
+        if not self._values or are_written or None in shapes or shapes != self._shapes:
             self._values = []  # first of all: both together would need twice the memory
             generator = torch.Generator().manual_seed(_SEED)
             self._values = [_random(parameter, generator) for parameter in parameters]
@@ -44,22 +45,10 @@ class LastDrawn:
             self._versions = versions_of(self._values)
         return self._values, self._state
 
-    def forget(self) -> None:
-        """Draw anew for the next scope: a run has written into the values."""
-        self._values = []
-
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each has been written into [count]."""
     return [tensor._version for tensor in tensors]
-
-
-def _are_alike(some: list[Any], others: list[Any]) -> bool:
-    """Tell whether all are equal shapes; a tensor stands for one whose own values count, and is like no other."""
-    return len(some) == len(others) and all(
-        isinstance(one, tuple) and isinstance(other, tuple) and one == other
-        for one, other in zip(some, others, strict=True)
-    )
 
 
 class ScopeValues:
@@ -115,7 +104,6 @@ class ScopeValues:
         if versions_of(self._shared) == self._versions:
             return False
         self._are_written = True
-        self._last.forget()
         self._draw()
         return True
 

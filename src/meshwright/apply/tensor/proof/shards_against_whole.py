@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from meshwright.apply.tensor.proof.effects import Left
 from meshwright.apply.tensor.slices import Slices
 from meshwright.errors import MeshwrightError
 from meshwright.layout import ShardLayout, check_coverage
-from meshwright.nn.shards import take_shard
+from meshwright.nn.shards import matching_parts, take_shard
 
 __all__: list[str] = []
 
@@ -156,27 +156,12 @@ def check_shards(
             raise DisprovedError(
                 f"{what} is of shape {list(whole.shape)} of the whole, and {list(layout.shape)} is cut"
             )
-        if shard is None or whole is None or tuple(shard.shape) != layout.local_shape:
+        if shard is None or whole is None or layout.flat is not None or tuple(shard.shape) != layout.local_shape:
             check(shard, None if whole is None else take_shard(whole, layout), what, least)
             continue
         # Part by part, in the memory where it lies: to put shards together would take theirs twice more.
-        for own, part in zip(
-            _blocks(shard, layout, of_shard=True), _blocks(whole, layout, of_shard=False), strict=True
-        ):
+        for part, own in matching_parts(whole, shard, layout.dim, layout.ranges):
             check(own, part, what, least)
-
-
-def _blocks(tensor: Tensor, layout: ShardLayout, *, of_shard: bool) -> Iterator[Tensor]:
-    """Yield the intervals of a shard, or those of the whole tensor that belong there."""
-    if layout.flat is not None:
-        yield tensor if of_shard else take_shard(tensor, layout)
-    elif layout.dim is None:
-        yield tensor
-    else:
-        position = 0
-        for start, stop in layout.ranges:
-            yield tensor.narrow(layout.dim, position if of_shard else start, stop - start)
-            position += stop - start
 
 
 def _difference(mine: Tensor | None, whole: Tensor | None, what: str) -> str:
