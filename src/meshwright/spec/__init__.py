@@ -3,6 +3,7 @@
 They are frozen and versioned, and convert to JSON and back.
 
 model       the model, without weights
+operator    operators of its layers
 plan        the plan
 plan_text   the one-line form of a plan
 supported   the plans that this version can apply
@@ -14,6 +15,7 @@ To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """
 
 from meshwright.spec.model import LayerSpec, ModelSpec, SharedParameter
+from meshwright.spec.operator import OperatorSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
 from meshwright.spec.record import Measurement, RunRecord
@@ -24,6 +26,7 @@ __all__ = [
     "Measurement",
     "MemoryBreakdown",
     "ModelSpec",
+    "OperatorSpec",
     "Plan",
     "Prediction",
     "RunRecord",

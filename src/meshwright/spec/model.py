@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal, Self
 
 from meshwright.errors import did_you_mean
+from meshwright.spec.operator import OperatorSpec
 from meshwright.units import format_bytes
 from meshwright.values import Problems, Value
 
@@ -24,6 +25,7 @@ class LayerSpec(Value):
         forward_flops: Arithmetic of one forward pass of one sample; a multiply-add is 2 [FLOPs].
         output_bytes: What it hands to the next layer for one sample [bytes].
         activation_bytes: What backward needs of one sample's forward, its input included [bytes].
+        operators: What its forward does, in order; empty where only the sums above are known.
 
     Raises:
         ConfigError: A number is negative, or the name is empty.
@@ -37,6 +39,7 @@ class LayerSpec(Value):
     forward_flops: float = 0.0
     output_bytes: int = 0
     activation_bytes: int = 0
+    operators: tuple[OperatorSpec, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -94,6 +97,7 @@ class ModelSpec(Value):
         num_kv_heads: Key and value heads, where known [count].
         hidden_size: Width of the residual stream, where known [elements].
         vocab_size: Rows of the embedding, where known [count].
+        notes: What the description could not see, for people.
 
     Raises:
         ConfigError: There are no layers, names repeat, or a shared parameter names an unknown layer.
@@ -109,6 +113,7 @@ class ModelSpec(Value):
     num_kv_heads: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -1,0 +1,83 @@
+"""Operators of a layer as the planner sees them: shapes for matrix products, bytes for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from meshwright.values import Problems, Value
+
+__all__: list[str] = []
+
+OperatorKind = Literal["matmul", "batched_matmul", "attention", "elementwise"]
+Split = Literal["whole", "columns", "inner", "count", "rows"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSpec(Value):
+    """One operator of a layer's forward, for one sample, before anything is split.
+
+    A "matmul" multiplies rows by a weight: more samples are more rows. A "batched_matmul" multiplies two activations, and a
+    fused "attention" does so twice without keeping the scores: more samples are more products. Everything else is
+    "elementwise": it costs the bytes that it reads and writes.
+
+    Args:
+        kind: What it does.
+        name: Where it is in the layer, such as "attn.c_proj"; the layer itself where empty.
+        rows: Rows of the first factor; queries of attention [elements].
+        inner: The size that is summed over; the head's size in attention [elements].
+        columns: Columns of the second factor; keys of attention [elements].
+        count: Products, such as heads or calls of a recurrent cell [count].
+        causal: Attention that skips what a causal mask hides, about half of the arithmetic.
+        traffic_bytes: What forward reads and writes, for an "elementwise" operator [bytes].
+        saved_bytes: What backward needs and nobody before it keeps [bytes].
+        num_params: Elements of its weights, the bias included [count].
+        split: What tensor parallelism can divide over its ranks: nothing; the "columns" of a weight; its "inner" size, whose
+            results are then summed; the "count" of heads; or the "rows" where the sequence is split.
+        is_core: Part of the attention core: scores, softmax, dropout and values, which selective recompute runs again.
+
+    Raises:
+        ConfigError: A number is negative, a product has no size, or the split does not fit the kind.
+    """
+
+    FORMAT: ClassVar[str] = "operator"
+
+    kind: OperatorKind
+    name: str = ""
+    rows: int = 0
+    inner: int = 0
+    columns: int = 0
+    count: int = 1
+    causal: bool = False
+    traffic_bytes: int = 0
+    saved_bytes: int = 0
+    num_params: int = 0
+    split: Split = "whole"
+    is_core: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"operator '{self.name}'")
+        for name in ("rows", "inner", "columns", "count", "traffic_bytes", "saved_bytes", "num_params"):
+            number = getattr(self, name)
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        is_product = self.kind != "elementwise"
+        if is_product:
+            for name in ("rows", "inner", "columns", "count"):
+                number = getattr(self, name)
+                problems.require(number >= 1, f"{name}={number} in a {self.kind} (rule: a product has sizes)")
+        problems.require(
+            self.split not in ("columns", "inner") or self.kind == "matmul",
+            f"split='{self.split}' in a {self.kind} (rule: only a matmul has a weight to split)",
+        )
+        problems.check()
+
+    @property
+    def forward_flops(self) -> float:
+        """Arithmetic of one sample's forward; a multiply-add is 2, and a causal mask leaves half [FLOPs]."""
+        if self.kind == "elementwise":
+            return 0.0
+        product = 2.0 * self.rows * self.inner * self.columns * self.count
+        if self.kind == "attention":
+            return product if self.causal else 2 * product
+        return product
