@@ -10,7 +10,7 @@ from meshwright.values import Problems, Value
 __all__: list[str] = []
 
 OperatorKind = Literal["matmul", "batched_matmul", "attention", "elementwise"]
-Split = Literal["whole", "columns", "inner", "count", "rows"]
+Split = Literal["whole", "columns", "inner", "inside", "rows"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,9 @@ class OperatorSpec(Value):
         traffic_bytes: What forward reads and writes, for an "elementwise" operator [bytes].
         saved_bytes: What backward needs and nobody before it keeps [bytes].
         num_params: Elements of its weights, the bias included [count].
-        split: What tensor parallelism can divide over its ranks: nothing; the "columns" of a weight; its "inner" size, whose
-            results are then summed; the "count" of heads; or the "rows" where the sequence is split.
+        split: What tensor parallelism can divide over its ranks. "whole": nothing. "columns": those of a weight. "inner": the
+            summed size of a weight, whose results all ranks then add up. "inside": it lies between those two, and each rank
+            has its heads or features. "rows": it lies outside, and is divided where sequences are split too.
         is_core: Part of the attention core: scores, softmax, dropout and values, which selective recompute runs again.
 
     Raises:
