@@ -232,6 +232,13 @@ def test_a_rank_that_does_not_look_need_not_cut_its_batch(plan: str) -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "tp=2,pp=2"])
+def test_labels_cut_to_the_longest_of_all_samples_equal_one_process(plan: str) -> None:
+    # The first look takes a few samples, whose longest is shorter than the labels.
+    for found, expected in testing.run_ranks(search_jobs.cut_to_the_longest, plan.count("=2") * 2, plan):
+        assert found == pytest.approx(expected, rel=FLOAT64)
+
+
 # -- embeddings -------------------------------------------------------------------------------------------------------
 
 

@@ -28,14 +28,20 @@ class FirstRun:
         run: (module, samples) -> outputs. It may not write into the samples.
         take: Returns the samples. It is called for a look alone: the user's own code may cut the batch, and raise on one rank.
         repeat: Makes two samples of a single one; returns None where there are more.
+        whole: All samples of the micro-batch.
     """
 
     def __init__(
-        self, run: Callable[[nn.Module, Any], Any], take: Callable[[], Any], repeat: Callable[[Any], Any | None]
+        self,
+        run: Callable[[nn.Module, Any], Any],
+        take: Callable[[], Any],
+        repeat: Callable[[Any], Any | None],
+        whole: Any,
     ) -> None:
         self._run = run
         self._take = take
         self._repeat = repeat
+        self._whole = whole
 
     def __call__(self, module: nn.Module) -> Any:
         return self._run(module, self._take())
@@ -44,6 +50,10 @@ class FirstRun:
         """Return the run on two samples where this one has a single sample, with which BatchNorm cannot train."""
         two = self._repeat(self._take())
         return None if two is None else lambda module: self._run(module, two)
+
+    def on_all(self, module: nn.Module) -> Any:
+        """Run on all samples: labels may have been cut to the longest sample of them, which the few may lack."""
+        return self._run(module, self._whole)
 
 
 def tell_everyone(
@@ -72,7 +82,7 @@ def tell_everyone(
     if group.group_rank == first and run is not None:
         try:
             with kept_random_states([device], module=module), _kept_tensors(module):
-                told = {"seen": _look_or_look_at_two(run, look)}
+                told = {"seen": _look_or_look_again(run, look)}
         except MeshwrightError as error:
             failure, told = error, {"refused": error.message, "fix": error.fix}
         except Exception as error:  # noqa: BLE001 - the user's forward or loss: every rank must hear of it
@@ -91,17 +101,20 @@ def tell_everyone(
     return answer["seen"]
 
 
-def _look_or_look_at_two(run: Run, look: Callable[[Run], Any]) -> Any:
-    """Return what `look` gives; where the code raises with a rank's only sample, which may be for evaluation alone, with two."""
+def _look_or_look_again(run: Run, look: Callable[[Run], Any]) -> Any:
+    """Return what `look` gives; where the user's code raises with a few samples, what it gives with two or with all of them."""
     try:
         return look(run)
     except MeshwrightError:
         raise
     except Exception:
-        with contextlib.suppress(Exception):
-            if isinstance(run, FirstRun) and (again := run.on_two()) is not None:
-                return look(again)
-        raise
+        if not isinstance(run, FirstRun):
+            raise
+    with contextlib.suppress(Exception):
+        if (two := run.on_two()) is not None:
+            return look(two)
+    # What it raises now is what a step would raise.
+    return look(run.on_all)
 
 
 @contextlib.contextmanager

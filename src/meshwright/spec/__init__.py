@@ -3,7 +3,9 @@
 They are frozen and versioned, and convert to JSON and back.
 
 model       the model, without weights
-operator    operators of its layers
+layer       its layers, and the parameters that they share
+operator    operators of a layer
+transformer layers of a transformer, from its sizes
 plan        the plan
 plan_text   the one-line form of a plan
 supported   the plans that this version can apply
@@ -14,7 +16,8 @@ record      the record of a run
 To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """
 
-from meshwright.spec.model import LayerSpec, ModelSpec, SharedParameter
+from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.operator import OperatorSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown

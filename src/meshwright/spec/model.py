@@ -6,82 +6,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Literal, Self
 
-from meshwright.errors import did_you_mean
-from meshwright.spec.operator import OperatorSpec
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.transformer import TransformerShape, transformer_layers
 from meshwright.units import format_bytes
 from meshwright.values import Problems, Value
 
 __all__: list[str] = []
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec(Value):
-    """One layer: a piece of the model that a pipeline never cuts.
-
-    Args:
-        name: The module's name in the user's model.
-        num_params: Its parameters, shared ones included [count].
-        params_bytes: Their size [bytes].
-        forward_flops: Arithmetic of one forward pass of one sample; a multiply-add is 2 [FLOPs].
-        output_bytes: What it hands to the next layer for one sample [bytes].
-        activation_bytes: What backward needs of one sample's forward, its input included [bytes].
-        operators: What its forward does, in order; empty where only the sums above are known.
-
-    Raises:
-        ConfigError: A number is negative, or the name is empty.
-    """
-
-    FORMAT: ClassVar[str] = "layer"
-
-    name: str
-    num_params: int = 0
-    params_bytes: int = 0
-    forward_flops: float = 0.0
-    output_bytes: int = 0
-    activation_bytes: int = 0
-    operators: tuple[OperatorSpec, ...] = ()
-
-    def __post_init__(self) -> None:
-        self._check_types()
-        problems = Problems(f"layer '{self.name}'")
-        problems.require(self.name != "", "the name is empty")
-        for name in ("num_params", "params_bytes", "forward_flops", "output_bytes", "activation_bytes"):
-            number = getattr(self, name)
-            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
-        problems.check()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SharedParameter(Value):
-    """One parameter that several layers use, such as tied embeddings.
-
-    Args:
-        names: Its FQNs; the first is the one that a checkpoint keeps.
-        layers: The layers that hold it, each once; each counts it in full.
-        num_params: Its elements [count].
-        params_bytes: Its size [bytes].
-
-    Raises:
-        ConfigError: It has fewer than two names or no layer, or a number is negative.
-    """
-
-    FORMAT: ClassVar[str] = "shared"
-
-    names: tuple[str, ...]
-    layers: tuple[str, ...]
-    num_params: int
-    params_bytes: int
-
-    def __post_init__(self) -> None:
-        self._check_types()
-        problems = Problems(f"shared parameter '{', '.join(self.names)}'")
-        problems.require(len(self.names) >= 2, f"{len(self.names)} names (rule: two or more)")
-        problems.require(len(self.layers) >= 1, "no layers (rule: one or more)")
-        for what, entries in (("names", self.names), ("layers", self.layers)):
-            problems.require(len(set(entries)) == len(entries), f"{what} {list(entries)} repeat (rule: each once)")
-        for name, number in (("num_params", self.num_params), ("params_bytes", self.params_bytes)):
-            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
-        problems.check()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +111,11 @@ class ModelSpec(Value):
         bias: bool | None = None,
         learned_positions: bool | None = None,
         element_bytes: int = 4,
+        fused_attention: bool = True,
+        causal: bool = True,
+        dropout: bool = False,
+        experts: int = 1,
+        experts_per_token: int = 1,
         name: str = "transformer",
     ) -> Self:
         """Return a decoder-only transformer, without torch.
@@ -212,6 +148,11 @@ class ModelSpec(Value):
             bias: Whether the block's linear layers have biases; the head never has one.
             learned_positions: Whether positions are an embedding of ``sequence`` rows.
             element_bytes: Size of a parameter and of an activation: 4 for fp32, 2 for bf16 [bytes].
+            fused_attention: Attention by one kernel that keeps no scores; otherwise two products and a softmax.
+            causal: Whether a token sees only those before it.
+            dropout: Whether there is dropout, whose masks are kept.
+            experts: MLPs of a block, of which each token passes some; 1 is a plain MLP [count].
+            experts_per_token: MLPs that a token passes [count].
             name: What to call it.
 
         Returns:
@@ -228,96 +169,43 @@ class ModelSpec(Value):
         >>> gpt2.num_params
         124439808
         """
-        kv_heads = heads if kv_heads is None else kv_heads
-        intermediate = 4 * hidden if intermediate is None else intermediate
-        _check_transformer(
+        if head_size is None and heads >= 1 and hidden % heads:
+            raise ConfigError(
+                f"transformer: hidden={hidden} with heads={heads} (rule: heads divide hidden, unless head_size is given)",
+                fix=f"hidden={-(-hidden // heads) * heads}",
+            )
+        shape = TransformerShape(
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=kv_heads,
-            intermediate=intermediate,
-            head_size=head_size,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_size=head_size if head_size is not None else hidden // max(heads, 1),
+            intermediate=4 * hidden if intermediate is None else intermediate,
             vocab=vocab,
             sequence=sequence,
+            gated=gated,
+            tied=tied,
+            norm=norm or ("rms" if gated else "layer"),
+            bias=not gated if bias is None else bias,
+            learned_positions=not gated if learned_positions is None else learned_positions,
             element_bytes=element_bytes,
+            fused_attention=fused_attention,
+            causal=causal,
+            dropout=dropout,
+            experts=experts,
+            experts_per_token=experts_per_token,
         )
-        query = heads * (head_size or hidden // heads)
-        key = kv_heads * (head_size or hidden // heads)
-        norm_params = hidden if (norm or ("rms" if gated else "layer")) == "rms" else 2 * hidden
-        with_bias = not gated if bias is None else bias
-        with_positions = not gated if learned_positions is None else learned_positions
-
-        matrices = 2 * hidden * query + 2 * hidden * key + (3 if gated else 2) * hidden * intermediate
-        biases = query + 2 * key + hidden + (2 if gated else 1) * intermediate + hidden if with_bias else 0
-        saved = 4 * hidden + 2 * query + 2 * key + (4 if gated else 2) * intermediate
-        stream_bytes = sequence * hidden * element_bytes
-
-        def make_layer(name: str, num_params: int, flops: int, output: int, activations: int) -> LayerSpec:
-            return LayerSpec(
-                name=name,
-                num_params=num_params,
-                params_bytes=num_params * element_bytes,
-                forward_flops=float(flops),
-                output_bytes=output,
-                activation_bytes=activations,
-            )
-
-        embedding = (vocab + (sequence if with_positions else 0)) * hidden
-        block_params = matrices + biases + 2 * norm_params
-        block_flops = 2 * sequence * matrices + 4 * sequence**2 * query
-        block_activations = sequence * saved * element_bytes
-        head_flops = 2 * sequence * hidden * vocab
-        head_output = sequence * vocab * element_bytes
+        found, shared = transformer_layers(shape)
         return cls(
             name=name,
-            layers=(
-                make_layer("embedding", embedding, 0, stream_bytes, 0),
-                *(
-                    make_layer(f"blocks.{index}", block_params, block_flops, stream_bytes, block_activations)
-                    for index in range(layers)
-                ),
-                # The inputs of the norm and of the matrix, and the logits, which the loss keeps.
-                make_layer(
-                    "head", norm_params + vocab * hidden, head_flops, head_output, 2 * stream_bytes + head_output
-                ),
-            ),
-            shared=(
-                SharedParameter(
-                    names=("embedding.weight", "head.weight"),
-                    layers=("embedding", "head"),
-                    num_params=vocab * hidden,
-                    params_bytes=vocab * hidden * element_bytes,
-                ),
-            )
-            if tied
-            else (),
+            layers=found,
+            shared=shared,
             sequence_length=sequence,
             num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_kv_heads=shape.kv_heads,
             hidden_size=hidden,
             vocab_size=vocab,
         )
-
-
-def _check_transformer(*, hidden: int, heads: int, kv_heads: int, head_size: int | None, **sizes: int) -> None:
-    problems = Problems("transformer")
-    for name, size in {**sizes, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size}.items():
-        if size is None and name == "head_size":
-            continue
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        problems.require(whole and (size or 0) >= 1, f"{name}={size!r} (rule: a whole number, at least 1)")
-    problems.check()
-    problems.require(
-        head_size is not None or hidden % heads == 0,
-        f"hidden={hidden} with heads={heads} (rule: heads divide hidden, unless head_size is given)",
-        fix=f"hidden={-(-hidden // heads) * heads}",
-    )
-    problems.require(
-        heads % kv_heads == 0,
-        f"heads={heads} with kv_heads={kv_heads} (rule: kv_heads divide heads)",
-        fix=f"kv_heads={heads}",
-    )
-    problems.check()
 
 
 def _repeated(names: Iterable[str]) -> set[str]:

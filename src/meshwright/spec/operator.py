@@ -24,9 +24,9 @@ class OperatorSpec(Value):
     Args:
         kind: What it does.
         name: Where it is in the layer, such as "attn.c_proj"; the layer itself where empty.
-        rows: Rows of the first factor; queries of attention [elements].
+        rows: Rows of the first factor; queries of attention; of an elementwise operator the rows of its result [elements].
         inner: The size that is summed over; the head's size in attention [elements].
-        columns: Columns of the second factor; keys of attention [elements].
+        columns: Columns of the second factor; keys of attention; of an elementwise operator those of its result [elements].
         count: Products, such as heads or calls of a recurrent cell [count].
         causal: Attention that skips what a causal mask hides, about half of the arithmetic.
         traffic_bytes: What forward reads and writes, for an "elementwise" operator [bytes].
@@ -68,8 +68,8 @@ class OperatorSpec(Value):
                 number = getattr(self, name)
                 problems.require(number >= 1, f"{name}={number} in a {self.kind} (rule: a product has sizes)")
         problems.require(
-            self.split not in ("columns", "inner") or self.kind == "matmul",
-            f"split='{self.split}' in a {self.kind} (rule: only a matmul has a weight to split)",
+            self.split not in ("columns", "inner") or self.kind == "matmul" or self.num_params > 0,
+            f"split='{self.split}' in a {self.kind} without weights (rule: only weights have columns and an inner size)",
         )
         problems.check()
 

@@ -241,3 +241,49 @@ def steps_with_a_batch_that_one_rank_cannot_cut(plan: str, rank: int) -> list[fl
     split = HalvesOnAllRanksBut(rank)
     with mw.apply_plan(normalising_model(), plan, loss_fn=loss, optimizer=sgd, seed=0, split=split) as applied:
         return [applied.step(vectors(4, seed)).loss for seed in range(2)]
+
+
+class TrimmingModel(nn.Module):
+    """Cuts a batch to its longest sample, which is not among the first ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        del labels  # the loss has them
+        return self.head(self.layers(self.embedding(tokens[:, : int(lengths.max())])))
+
+
+def trimmed_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+def cut_to_the_longest(plan: str) -> tuple[list[float], list[float]]:
+    """Return losses under the plan and in a textbook loop, of batches whose labels end with the longest of all samples."""
+    lengths = torch.tensor([2, 3, 2, 3, 2, 3, 4, 5])
+    source = torch.Generator().manual_seed(1)
+    batches = [
+        {
+            "tokens": torch.randint(11, (8, 6), generator=source),
+            "lengths": lengths,
+            "labels": torch.randint(11, (8, 5), generator=source),
+        }
+        for _ in range(2)
+    ]
+    model, module = TrimmingModel().double(), TrimmingModel().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    expected: list[float] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = trimmed_loss(module(**batch), batch)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(model, plan, loss_fn=trimmed_loss, optimizer=sgd, seed=0) as applied:
+        return [applied.step(batch).loss for batch in batches], expected

@@ -79,7 +79,7 @@ class LossTerms:
             is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1
             return repeat_call(few, 1, 2, along_samples=True) if is_one else None
 
-        return FirstRun(self._try_out, take, repeat)
+        return FirstRun(self._try_out, take, repeat, part)
 
     def _try_out(self, module: nn.Module, few: Any) -> Any:
         few = own_copy(few)

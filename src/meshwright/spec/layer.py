@@ -1,0 +1,81 @@
+"""Layers of a model as the planner sees them, and the parameters that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from meshwright.spec.operator import OperatorSpec
+from meshwright.values import Problems, Value
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec(Value):
+    """One layer: a piece of the model that a pipeline never cuts.
+
+    Args:
+        name: The module's name in the user's model.
+        num_params: Its parameters, shared ones included [count].
+        params_bytes: Their size [bytes].
+        forward_flops: Arithmetic of one forward pass of one sample; a multiply-add is 2 [FLOPs].
+        output_bytes: What it hands to the next layer for one sample [bytes].
+        activation_bytes: What backward needs of one sample's forward, its input included [bytes].
+        operators: What its forward does, in order; empty where only the sums above are known.
+
+    Raises:
+        ConfigError: A number is negative, or the name is empty.
+    """
+
+    FORMAT: ClassVar[str] = "layer"
+
+    name: str
+    num_params: int = 0
+    params_bytes: int = 0
+    forward_flops: float = 0.0
+    output_bytes: int = 0
+    activation_bytes: int = 0
+    operators: tuple[OperatorSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"layer '{self.name}'")
+        problems.require(self.name != "", "the name is empty")
+        for name in ("num_params", "params_bytes", "forward_flops", "output_bytes", "activation_bytes"):
+            number = getattr(self, name)
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParameter(Value):
+    """One parameter that several layers use, such as tied embeddings.
+
+    Args:
+        names: Its FQNs; the first is the one that a checkpoint keeps.
+        layers: The layers that hold it, each once; each counts it in full.
+        num_params: Its elements [count].
+        params_bytes: Its size [bytes].
+
+    Raises:
+        ConfigError: It has fewer than two names or no layer, or a number is negative.
+    """
+
+    FORMAT: ClassVar[str] = "shared"
+
+    names: tuple[str, ...]
+    layers: tuple[str, ...]
+    num_params: int
+    params_bytes: int
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems(f"shared parameter '{', '.join(self.names)}'")
+        problems.require(len(self.names) >= 2, f"{len(self.names)} names (rule: two or more)")
+        problems.require(len(self.layers) >= 1, "no layers (rule: one or more)")
+        for what, entries in (("names", self.names), ("layers", self.layers)):
+            problems.require(len(set(entries)) == len(entries), f"{what} {list(entries)} repeat (rule: each once)")
+        for name, number in (("num_params", self.num_params), ("params_bytes", self.params_bytes)):
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
