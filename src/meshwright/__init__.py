@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, load_cluster
     from meshwright.measure.verify import ParityReport, verify_plan
     from meshwright.mesh import MeshSpec
+    from meshwright.plan.search.ranking import make_plans, predict_plan
+    from meshwright.plan.search.select import select_strategy
     from meshwright.ranks.join import join_world
     from meshwright.ranks.launch import launch
     from meshwright.ranks.world import current_world
@@ -91,8 +93,11 @@ __all__ = [
     "load_checkpoint",
     "load_cluster",
     "make_loader",
+    "make_plans",
+    "predict_plan",
     "register_shm",
     "save_checkpoint",
+    "select_strategy",
     "split_batch",
     "verify_plan",
     "wait_for_checkpoint",
@@ -123,6 +128,8 @@ _NAMES_OF_MODULE: Final = {
     "hardware": ("ClusterSpec", "DeviceSpec", "LinkSpec", "load_cluster"),
     "measure.verify": ("ParityReport", "verify_plan"),
     "mesh": ("MeshSpec",),
+    "plan.search.ranking": ("make_plans", "predict_plan"),
+    "plan.search.select": ("select_strategy",),
     "run.accumulate": ("GradientAccumulation",),
     "describe.batches": ("split_batch",),
     "run.checkpoints.loading": ("load_checkpoint",),

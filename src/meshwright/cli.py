@@ -101,6 +101,28 @@ def verify(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A known model, or a Hugging Face config.json.", show_default=False)
+    ],
+    cluster: Annotated[str, typer.Option(help='Devices: "8xh100-sxm", "2x8xa100-sxm-80gb", a JSON file.')],
+    global_batch: Annotated[int, typer.Option(min=1, help="Samples of one step over all devices.")],
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="What products are computed in.")] = "bf16",
+    optimizer: Annotated[Literal["adamw", "adam", "momentum", "sgd"], typer.Option(help="The optimizer.")] = "adamw",
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
+    json_path: JsonOption = None,
+) -> None:
+    """Rank the plans for a model on a cluster: time, memory, and why."""
+    from meshwright.hardware import load_cluster
+    from meshwright.plan.plan_table import list_plans, read_model
+    from meshwright.spec import TrainSpec
+
+    train = TrainSpec(global_batch_size=global_batch, precision=precision, optimizer=optimizer)
+    print(list_plans(read_model(model, sequence=sequence), load_cluster(cluster), train, top=top, json_path=json_path))
+
+
+@app.command()
 def schedule(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one step.")] = 8,

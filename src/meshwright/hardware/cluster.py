@@ -12,7 +12,7 @@ from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
 
-DTYPES: Final = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+DTYPES: Final = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

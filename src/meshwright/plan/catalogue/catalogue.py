@@ -1,0 +1,57 @@
+"""Catalogue of known architectures."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, Final
+
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.spec.model import ModelSpec
+
+__all__: list[str] = []
+
+_NOT_SIZES: Final = ("source", "published_params")
+
+
+def known_models() -> tuple[str, ...]:
+    """Return the names in the catalogue, in its order.
+
+    >>> "llama3-8b" in known_models()
+    True
+    """
+    return tuple(read_models()["models"])
+
+
+def find_model(name: str, *, sequence: int | None = None) -> ModelSpec:
+    """Return a known architecture.
+
+    Args:
+        name: Its name, such as "gpt3-175b"; case does not matter.
+        sequence: Tokens of a sample; None means what the model was trained with [tokens].
+
+    Raises:
+        ConfigError: There is no such name.
+
+    >>> find_model("gpt2").num_params
+    124439808
+    """
+    table = read_models()["models"]
+    key = name.strip().lower()
+    if key not in table:
+        raise ConfigError(
+            f"there is no model '{name}' in the catalogue{did_you_mean(key, table)}; known: {', '.join(table)}",
+            fix="use one of these, a config.json, or 'package.module:callable'",
+        )
+    sizes: dict[str, Any] = {field: value for field, value in table[key].items() if field not in _NOT_SIZES}
+    if sequence is not None:
+        sizes["sequence"] = sequence
+    return ModelSpec.transformer(name=key, **sizes)
+
+
+@functools.cache
+def read_models() -> Mapping[str, Any]:
+    """Return models.toml as it is: tables ``sources`` and ``models``."""
+    return tomllib.loads(resources.files("meshwright.plan.catalogue").joinpath("models.toml").read_text("utf-8"))

@@ -1,0 +1,96 @@
+"""Time and bytes of data parallelism and ZeRO in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.setup import Setup
+
+__all__: list[str] = []
+
+_ADAPTER_SHARE: Final = 0.005
+"""Trained parameters over all, where adapters alone are trained: LoRA of rank 16. An estimate [ratio]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataParallelCost:
+    """What data parallelism adds to a step of one rank."""
+
+    exposed_s: float
+    sent_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Hidden:
+    """An exchange, and the computation that can hide it."""
+
+    seconds: float
+    room_s: float
+
+
+def exchange(
+    setup: Setup, machine: Machine, *, num_params: float, forward_s: float, backward_s: float, depth: float
+) -> DataParallelCost:
+    """Return the time that nothing hides, and the bytes that a rank sends.
+
+    Args:
+        setup: Degrees, batch and numerics.
+        machine: The cluster.
+        num_params: Elements of this rank's parameters [count].
+        forward_s: Forward of all micro-batches on this rank [s].
+        backward_s: Backward of all micro-batches, recompute included [s].
+        depth: Layers of this rank, each of which can be exchanged while others run [count].
+
+    Source:
+        Volumes: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 7: twice the parameters for stages 0 to 2, three
+        times for stage 3.
+    """
+    group = setup.dp * setup.cp
+    if group == 1:
+        return DataParallelCost(0.0, 0.0)
+    trained = num_params * (1.0 if setup.trains_weights else _ADAPTER_SHARE)
+    gathered = (num_params if setup.zero >= 3 else trained) * setup.gathered_bytes
+    reduced = trained * setup.sent_gradient_bytes
+    shard = setup.shard if setup.zero else 1
+    in_shard, across = _hosts(setup, machine, shard), _hosts(setup, machine, group)
+    gather_s = machine.collective_s(gathered, shard, in_shard, rounds=1)
+    # ZeRO scatters sums over its shards, and copies of a shard are then summed.
+    scatter_s = machine.collective_s(reduced, shard, in_shard, rounds=1)
+    sum_s = machine.collective_s(reduced / shard, group // shard, min(across, group // shard), rounds=2)
+    own = (shard - 1) / shard
+    copies = 2 * reduced / shard * (group // shard - 1) / (group // shard)
+    if setup.zero >= 3:
+        calls = setup.micro_batches  # each gathers in forward and in backward, and scatters its gradients
+        before = _Hidden(calls * gather_s, forward_s)
+        after = _Hidden(calls * (gather_s + scatter_s + sum_s), backward_s)
+        sent = calls * (own * (2 * gathered + reduced) + copies)
+    else:
+        # The last micro-batch's backward hides the sums, the first one's forward the gathering of updated parameters.
+        rooms = setup.micro_batches * (setup.virtual if setup.pp > 1 else 1)
+        before = _Hidden(gather_s if setup.zero else 0.0, forward_s / rooms)
+        after = _Hidden(scatter_s + sum_s, backward_s / rooms)
+        sent = own * (gathered + reduced) + copies
+    return DataParallelCost(_exposed_s(setup, machine, before, after, depth), sent)
+
+
+def _exposed_s(setup: Setup, machine: Machine, before: _Hidden, after: _Hidden, depth: float) -> float:
+    """Return what sticks out of forward and backward, and what the rest slows them down by [s]."""
+    total = before.seconds + after.seconds
+    if not setup.overlap:
+        return total
+    share = machine.efficiency.overlap
+    # The first layer's exchange in forward, and the last one's in backward, hide behind nothing.
+    alone = 1 / max(2.0, depth)
+    exposed = sum(max(alone * one.seconds, one.seconds - share * one.room_s) for one in (before, after))
+    return exposed + machine.efficiency.interference * (total - exposed)
+
+
+def _hosts(setup: Setup, machine: Machine, group: int) -> int:
+    """Return the hosts that so many dp neighbours are on; tp ranks are neighbours, and pp ranks farthest apart [count]."""
+    in_host = machine.cluster.devices_per_host
+    if setup.num_devices <= in_host:
+        return 1
+    per_host = min(group, max(1, in_host // min(setup.tp, in_host)))
+    return -(-group // per_host)

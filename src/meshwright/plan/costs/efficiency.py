@@ -1,0 +1,104 @@
+"""Efficiency of a kind of device: which share of its data sheet a training step gets, and what every call costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, ClassVar
+
+from meshwright.values import FrozenMap, Problems, Value
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency(Value):
+    """Shares of the peaks of one kind of device, and fixed costs.
+
+    Args:
+        num_units: Processors that share the tiles of a product, such as streaming multiprocessors [count].
+        matmul: dtype -> share of the dense peak that large products of a training step reach; 0 to 1.
+        memory: Share of the memory's bandwidth that elementwise kernels reach; 0 to 1.
+        attention_forward: Share of the bf16 peak that fused attention reaches; 0 to 1.
+        attention_backward: The same for its backward.
+        inner_overhead: Elements that a tile's start and end cost, added to the summed size of a product [elements].
+        elementwise_passes: Traffic of elementwise operators as PyTorch runs them, over that of one fused pass [ratio].
+        kernel_s: The shortest kernel [s].
+        operator_s: Host time of one operator's forward, and of its backward [s].
+        collective_host_s: Host time of one collective in a layer [s].
+        link: Share of the link's bandwidth that a collective inside a host reaches; 0 to 1.
+        network: The same between hosts, with one network port.
+        rails: What each further port of a host adds, as a share of the first; 0 to 1.
+        link_latency_s: Fixed time of a collective inside a host [s].
+        network_latency_s: The same between hosts, and of a message to a neighbour [s].
+        hop_s: Time that each further step of a ring or tree adds [s].
+        interference: Share of overlapped communication by which it slows the computation down; 0 to 1.
+        overlap: Share of a pass that communication can hide behind; 0 to 1.
+        optimizer_bytes: Traffic of the optimizer for one parameter of its shard [bytes].
+        step_s: Fixed time of a step: clipping, logging, the loop [s].
+
+    Raises:
+        ConfigError: A share or a time is out of range.
+    """
+
+    FORMAT: ClassVar[str] = "efficiency"
+
+    num_units: int
+    matmul: Mapping[str, float] = dataclasses.field(default_factory=FrozenMap[float])
+    memory: float
+    attention_forward: float
+    attention_backward: float
+    inner_overhead: float
+    elementwise_passes: float
+    kernel_s: float
+    operator_s: float
+    collective_host_s: float
+    link: float
+    network: float
+    rails: float
+    link_latency_s: float
+    network_latency_s: float
+    hop_s: float
+    interference: float
+    overlap: float
+    optimizer_bytes: float
+    step_s: float
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems("efficiency")
+        problems.require(self.num_units >= 1, f"num_units={self.num_units} (rule: it is at least 1)")
+        for dtype, share in self.matmul.items():
+            problems.require(0 < share <= 1, f"matmul['{dtype}']={share} (rule: 0 < share <= 1)")
+        for name in ("memory", "attention_forward", "attention_backward", "link", "network"):
+            share = getattr(self, name)
+            problems.require(0 < share <= 1, f"{name}={share} (rule: 0 < share <= 1)")
+        for name in _NOT_NEGATIVE:
+            number = getattr(self, name)
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
+
+
+_NOT_NEGATIVE = (
+    "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
+    "network_latency_s", "hop_s", "interference", "overlap", "optimizer_bytes", "step_s",
+)  # fmt: skip
+
+
+@functools.cache
+def efficiency_of(device: str) -> Efficiency:
+    """Return the efficiency of a device of the table; that of devices in general where it has none of its own."""
+    table = read_table()
+    own = dict(table["devices"].get(device, table["devices"]["other"]))
+    own.pop("source", None)
+    own.pop("units_source", None)
+    return Efficiency(**({key: value for key, value in table["all"].items() if key != "source"} | own))
+
+
+@functools.cache
+def read_table() -> Mapping[str, Any]:
+    """Return efficiency.toml as it is: tables ``all`` and ``devices``."""
+    return tomllib.loads(resources.files("meshwright.plan.costs").joinpath("efficiency.toml").read_text("utf-8"))

@@ -1,0 +1,213 @@
+"""Cost of one layer on one rank: seconds of its passes and of their collectives, bytes kept for backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.setup import Setup
+from meshwright.spec.layer import LayerSpec
+from meshwright.spec.operator import OperatorSpec
+
+__all__: list[str] = []
+
+_FUSED_BACKWARD: Final = 2.5
+"""FLOPs of fused attention's backward over its forward: five products for two, one of them the scores again.
+Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1."""
+
+_ELEMENTWISE_BACKWARD: Final = 1.5
+"""Traffic of an elementwise operator's backward over its forward: it reads the gradient and an input, and writes one result
+for two of forward. An estimate [ratio]."""
+
+_CAST_BYTES: Final = 3.0
+"""Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
+
+_LOW_PRECISION: Final = ("fp8", "mxfp8", "nvfp4")
+
+
+@dataclasses.dataclass(slots=True)
+class LayerTimes:
+    """Seconds and bytes of one layer for one micro-batch on one rank."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    core_s: float = 0.0
+    """Of forward: the attention core, which selective recompute runs again."""
+    forward_comm_s: float = 0.0
+    """Collectives of tensor and context parallelism, which nothing hides."""
+    backward_comm_s: float = 0.0
+    sent_bytes: float = 0.0
+    """Bytes that a rank sends over tp in forward and backward [bytes]."""
+    saved_bytes: float = 0.0
+    saved_core_bytes: float = 0.0
+    input_bytes: float = 0.0
+    """What full recompute keeps [bytes]."""
+    num_params: float = 0.0
+    """Elements of this rank's part [count]."""
+    num_operators: int = 0
+    num_collectives: int = 0
+
+    def passes_s(self, machine: Machine, recompute: str) -> tuple[float, float, float]:
+        """Return seconds of forward, backward and recompute: the host may be slower than the device."""
+        forward = _slower(self.forward_s + self.forward_comm_s, self._host_s(machine))
+        backward = _slower(self.backward_s + self.backward_comm_s, self._host_s(machine))
+        again = {"full": forward, "selective": self.core_s}.get(recompute, 0.0)
+        return forward, backward, again
+
+    def _host_s(self, machine: Machine) -> float:
+        efficiency = machine.efficiency
+        return self.num_operators * efficiency.operator_s + self.num_collectives * efficiency.collective_host_s
+
+    def kept_bytes(self, recompute: str) -> float:
+        """Return what one micro-batch keeps between forward and backward [bytes]."""
+        if recompute == "full":
+            return min(self.input_bytes, self.saved_bytes)
+        return self.saved_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
+
+
+def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes: float) -> LayerTimes:
+    """Return the cost of a layer.
+
+    Args:
+        layer: The layer, with its operators; one without has its sums alone.
+        setup: Degrees, batch and numerics.
+        machine: The cluster.
+        model_bytes: Size of an element in the layer's own numbers [bytes].
+    """
+    times = LayerTimes()
+    scale = setup.micro_batch_size / setup.cp * setup.element_bytes / model_bytes
+    rows_cut = setup.tp if setup.sequence_parallel else 1
+    times.input_bytes = layer.output_bytes * scale / rows_cut
+    if not layer.operators:
+        _add_sums(times, layer, setup, machine, scale)
+        return times
+    column: OperatorSpec | None = None
+    for operator in layer.operators:
+        cut = {"whole": 1, "rows": rows_cut}.get(operator.split, setup.tp)
+        if operator.kind == "elementwise":
+            _add_elementwise(times, operator, setup, machine, scale / (1 if operator.split == "inner" else cut))
+        elif operator.kind == "attention":
+            _add_attention(times, operator, setup, machine, cut)
+        else:
+            _add_product(times, operator, setup, machine, cut)
+        times.num_params += operator.num_params / (1 if operator.split in ("whole", "rows", "inside") else setup.tp)
+        times.saved_bytes += operator.saved_bytes * scale / cut
+        times.saved_core_bytes += operator.saved_bytes * scale / cut if operator.is_core else 0.0
+        times.num_operators += 1
+        if setup.tp > 1:
+            if operator.split == "columns":
+                column = column or operator
+            elif operator.split == "inner":
+                _add_exchange(times, operator.rows * operator.count * operator.columns, setup, machine, forward=True)
+                if column is not None:
+                    _add_exchange(times, column.rows * column.count * column.inner, setup, machine, forward=False)
+                column = None
+    if column is not None:  # the head: nothing sums its results, but the gradient of its input
+        _add_exchange(times, column.rows * column.count * column.inner, setup, machine, forward=False)
+    return times
+
+
+def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machine, scale: float) -> None:
+    flops = layer.forward_flops * setup.micro_batch_size / setup.cp / setup.tp
+    seconds = flops / machine.flops_per_s(setup.dtype) + machine.traffic_s(2 * layer.output_bytes * scale)
+    times.forward_s += seconds
+    times.backward_s += 2 * seconds
+    times.saved_bytes += layer.activation_bytes * scale
+    times.num_params += layer.num_params / setup.tp
+    times.num_operators += 1
+
+
+def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, scale: float) -> None:
+    passes = machine.efficiency.elementwise_passes if setup.is_eager else 1.0
+    traffic = operator.traffic_bytes * scale * passes
+    forward = machine.traffic_s(traffic)
+    times.forward_s += forward
+    times.backward_s += machine.traffic_s(_ELEMENTWISE_BACKWARD * traffic)
+    times.core_s += forward if operator.is_core else 0.0
+
+
+def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, cut: int) -> None:
+    efficiency = machine.efficiency
+    peak = machine.peak("bf16" if setup.dtype in _LOW_PRECISION else setup.dtype)
+    flops = operator.forward_flops * setup.micro_batch_size / setup.cp / cut
+    forward = max(flops / (peak * efficiency.attention_forward), efficiency.kernel_s)
+    backward = max(_FUSED_BACKWARD * flops / (peak * efficiency.attention_backward), efficiency.kernel_s)
+    times.forward_s += forward
+    times.backward_s += backward
+    times.core_s += forward
+    if setup.cp > 1:
+        _add_ring(times, operator, setup, machine, (forward, backward))
+
+
+def _add_ring(
+    times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, hidden: tuple[float, float]
+) -> None:
+    # Keys and values of all other ranks pass by while the scores of those before are computed.
+    heads = operator.count / setup.tp
+    own = 2 * operator.rows * operator.inner * heads * setup.micro_batch_size / setup.cp * setup.element_bytes
+    inside = setup.tp * setup.cp <= machine.cluster.devices_per_host
+    seconds = (setup.cp - 1) * machine.message_s(own, inside=inside)
+    times.forward_comm_s += max(0.0, seconds - hidden[0])
+    times.backward_comm_s += max(0.0, 2 * seconds - hidden[1])
+    times.num_collectives += setup.cp - 1
+
+
+def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, cut: int) -> None:
+    samples = setup.micro_batch_size / setup.cp
+    rows, inner, columns, count = float(operator.rows), operator.inner, operator.columns, float(operator.count)
+    has_weight = operator.kind == "matmul"
+    if has_weight:
+        rows *= samples
+        if operator.split == "columns":
+            columns = -(-columns // cut)
+        elif operator.split == "inner":
+            inner = -(-inner // cut)
+        elif operator.split == "rows":
+            rows /= cut
+    else:
+        count *= samples / (cut if operator.split == "inside" else 1)
+    aligned = has_weight or (inner % 8 == 0 and columns % 8 == 0)
+    dtype = setup.dtype if has_weight and operator.name != "head" else _plain(setup.dtype)
+    height = max(1, round(rows))
+
+    def seconds(rows: int, inner: int, columns: int) -> float:
+        return machine.product_s((rows, inner, columns), count, dtype, setup.element_bytes, aligned=aligned)
+
+    forward = seconds(height, inner, columns)
+    times.forward_s += forward
+    times.core_s += forward if operator.is_core else 0.0
+    times.backward_s += seconds(height, columns, inner)
+    if not has_weight or setup.trains_weights:
+        times.backward_s += seconds(inner, height, columns)
+    if has_weight and dtype in _LOW_PRECISION:
+        cast = machine.traffic_s(_CAST_BYTES * height * inner * count)
+        times.forward_s += cast
+        times.backward_s += cast
+
+
+def _plain(dtype: str) -> str:
+    return "bf16" if dtype in _LOW_PRECISION else dtype
+
+
+def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Machine, *, forward: bool) -> None:
+    num_bytes = elements * setup.micro_batch_size / setup.cp * setup.element_bytes
+    spread = -(-setup.tp // machine.cluster.devices_per_host)
+    if (
+        setup.sequence_parallel
+    ):  # gather and scatter: the sum of an all-reduce's bytes, but for backward, which gathers again
+        rounds, calls = 1, 2
+    else:
+        rounds, calls = 2, 1
+    seconds = calls * machine.collective_s(num_bytes, setup.tp, spread, rounds=rounds)
+    if forward:
+        times.forward_comm_s += seconds
+    else:
+        times.backward_comm_s += seconds
+    times.num_collectives += calls
+    times.sent_bytes += 2 * (setup.tp - 1) / setup.tp * num_bytes
+
+
+def _slower(device_s: float, host_s: float) -> float:
+    # A smooth maximum: passes that the host can just feed wait for it here and there.
+    return (device_s**3 + host_s**3) ** (1 / 3)

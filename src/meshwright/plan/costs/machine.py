@@ -1,0 +1,116 @@
+"""Seconds of kernels and collectives on one kind of cluster."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final
+
+from meshwright.hardware import ClusterSpec
+from meshwright.plan.costs.efficiency import Efficiency
+
+__all__: list[str] = []
+
+_TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
+"""(rows, columns, speed): the tiles that a matrix product is cut into; a smaller one reads its operands more often.
+Source of the shapes: CUTLASS, media/docs/cpp/efficient_gemm.md, read 2026-11-24. The speeds are estimates."""
+
+_MISALIGNED: Final = 4.0
+"""Products whose inner size is no multiple of 8 elements leave the tensor cores' layout [ratio of times].
+Source of the rule: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"; the ratio is fitted to
+BigScience's rows with heads of 108 and 150 elements."""
+
+_REAL_KINDS: Final = {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+class Machine:
+    """What kernels and collectives take on the devices of a cluster.
+
+    Args:
+        cluster: Devices and links.
+        efficiency: Shares of their peaks.
+    """
+
+    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency) -> None:
+        self.cluster = cluster
+        self.efficiency = efficiency
+        device = cluster.device
+        self.memory_bytes_per_s = (device.memory_bytes_per_s or math.inf) * efficiency.memory
+        self.link_bytes_per_s = (cluster.link.bytes_per_s if cluster.link else math.inf) * efficiency.link
+        self.network_bytes_per_s = (cluster.network.bytes_per_s if cluster.network else math.inf) * efficiency.network
+        self.product_s = functools.lru_cache(maxsize=100_000)(self._product_s)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Return the arithmetic that large products reach in a dtype [FLOP/s]."""
+        kind = _REAL_KINDS.get(dtype, dtype)
+        shares = self.efficiency.matmul
+        share = shares.get(kind, min(shares.values()))
+        return self.peak(dtype) * share
+
+    def peak(self, dtype: str) -> float:
+        """Return the dense peak of a dtype; where it is unknown, that of the closest one that is known [FLOP/s]."""
+        peaks = self.cluster.device.peak_flops_per_s
+        kind = _REAL_KINDS.get(dtype, dtype)
+        if kind in peaks:
+            return peaks[kind]
+        if kind == "bf16" and "fp16" in peaks:
+            return peaks["fp16"]
+        return peaks["fp32"] if "fp32" in peaks else min(peaks.values())
+
+    def traffic_s(self, num_bytes: float) -> float:
+        """Return the time of one elementwise kernel that moves so much [s]."""
+        return max(num_bytes / self.memory_bytes_per_s, self.efficiency.kernel_s)
+
+    def _product_s(
+        self, sizes: tuple[int, int, int], count: float, dtype: str, element_bytes: float, *, aligned: bool
+    ) -> float:
+        """Return the time of ``count`` products of (rows, inner) by (inner, columns), by these three sizes [s]."""
+        rows, inner, columns = sizes
+        units = self.efficiency.num_units
+        rate = self.flops_per_s(dtype)
+        depth = inner + self.efficiency.inner_overhead
+        if units == 1:
+            arithmetic = 2.0 * count * rows * depth * columns / rate
+        else:
+            arithmetic = min(
+                _waves(count * math.ceil(rows / height) * math.ceil(columns / width) / units)
+                * (2.0 * height * width * depth * units / (rate * speed))
+                for height, width, speed in _TILES
+            )
+        moved = element_bytes * count * (rows * inner + inner * columns + rows * columns)
+        factor = 1.0 if aligned or units == 1 else _MISALIGNED
+        return max(arithmetic * factor, moved / self.memory_bytes_per_s, self.efficiency.kernel_s)
+
+    def collective_s(self, num_bytes: float, group: int, spread: int, *, rounds: int) -> float:
+        """Return the time of a collective of a tensor [s].
+
+        Args:
+            num_bytes: The whole tensor [bytes].
+            group: Devices that take part [count].
+            spread: Hosts that they are on [count].
+            rounds: 2 for an all-reduce, 1 for an all-gather or a reduce-scatter.
+        """
+        if group <= 1:
+            return 0.0
+        share = (group - 1) / group * num_bytes
+        if spread <= 1:
+            hops = rounds * math.log2(group)
+            return (
+                rounds * share / self.link_bytes_per_s + self.efficiency.link_latency_s + hops * self.efficiency.hop_s
+            )
+        per_host = max(1, group // spread)
+        ports = self.network_bytes_per_s * (1 + (per_host - 1) * self.efficiency.rails)
+        hops = rounds * (min(group, 8) + 3 * math.log2(spread))
+        rate = min(self.link_bytes_per_s, ports)
+        return rounds * share / rate + self.efficiency.network_latency_s + hops * self.efficiency.hop_s
+
+    def message_s(self, num_bytes: float, *, inside: bool) -> float:
+        """Return the time of a message to a neighbour, in the same host or in another one [s]."""
+        if inside:
+            return num_bytes / self.link_bytes_per_s + self.efficiency.link_latency_s
+        return num_bytes / self.network_bytes_per_s + self.efficiency.network_latency_s
+
+
+def _waves(waves: float) -> float:
+    # The last wave is partly empty; libraries cut some of its tiles along the inner size, which fills half of the gap.
+    return max(1.0, 0.5 * math.ceil(waves) + 0.5 * waves)

@@ -1,0 +1,106 @@
+"""Bytes of one rank at the peak of a step: states of its parameters, activations in flight, buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshwright.plan.costs.setup import Setup
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """What one pp rank holds, before ZeRO."""
+
+    num_params: float
+    """Elements of its parameters [count]."""
+    activation_bytes: float
+    """What its stages keep for all micro-batches in flight [bytes]."""
+    largest_params: float
+    """Elements of its largest layer, which ZeRO-3 gathers [count]."""
+    output_bytes: float
+    """The largest result that is alive beside what is kept, such as the logits in fp32 [bytes]."""
+    recomputed_bytes: float
+    """What one layer keeps while it is run again [bytes]."""
+
+    def exceeds(self, other: RankLoad) -> bool:
+        """Tell whether this rank holds at least as much of everything, and more of something."""
+        mine, others = self._sizes(), other._sizes()
+        return mine != others and all(one >= another for one, another in zip(mine, others, strict=True))
+
+    def _sizes(self) -> tuple[float, ...]:
+        return self.num_params, self.activation_bytes, self.largest_params, self.output_bytes, self.recomputed_bytes
+
+
+@dataclasses.dataclass(slots=True)
+class RankMemory:
+    """Bytes of one rank at the peak; `MemoryBreakdown` documents them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def peak(self) -> float:
+        """The sum [bytes]."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def state_bytes(num_params: float, setup: Setup) -> tuple[float, float, float]:
+    """Return bytes of parameters, gradients and optimizer on one rank.
+
+    Source:
+        Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3 and figure 1: stage 1 shards the optimizer, 2 also the
+        gradients, 3 also the parameters.
+    """
+    states, shard = setup.states, setup.shard
+    trained = num_params if setup.trains_weights else 0.0
+    parameters = num_params * states.parameter / (shard if setup.zero >= 3 else 1)
+    gradients = trained * states.gradient / (shard if setup.zero >= 2 else 1)
+    optimizer = trained * states.optimizer / (shard if setup.zero >= 1 else 1)
+    return parameters, gradients, 0.0 if setup.offloads_optimizer else optimizer
+
+
+def micro_batches_in_flight(rank: int, setup: Setup) -> float:
+    """Return for how many micro-batches a pp rank keeps all of its stages at the peak [count].
+
+    Source:
+        Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3 (1F1B: p - rank; interleaved: 1 + (p - 1) / (p v) of p for the
+        first rank); Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1 as 1F1B, ZB-H2 up to 2 p - 1, ZB-V p for all).
+    """
+    ranks, micro_batches = setup.pp, setup.micro_batches
+    if ranks == 1:
+        return 1.0
+    if setup.schedule == "gpipe":
+        return micro_batches
+    if setup.schedule == "interleaved":
+        chunks = 2 * (ranks - rank - 1) + (setup.virtual - 1) * ranks + 1
+        return min(chunks / setup.virtual, micro_batches)
+    if setup.schedule == "zb-h1":
+        return min(ranks, micro_batches)
+    if setup.schedule == "zb-h2":
+        return min(2 * ranks - 1, micro_batches)
+    if setup.schedule == "zbv":
+        return min(ranks, micro_batches)
+    return min(ranks - rank, micro_batches)
+
+
+def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMemory:
+    """Return the memory of one rank at its peak."""
+    parameters, gradients, optimizer = state_bytes(load.num_params, setup)
+    buffers = load.output_bytes + load.recomputed_bytes
+    if setup.zero >= 3:
+        # The layer that runs and the one that is gathered ahead, and the gradients of one before they are scattered.
+        buffers += load.largest_params * (2 * setup.gathered_bytes + setup.states.gradient)
+    elif setup.zero and setup.dp > 1:
+        buffers += min(bucket_bytes, load.num_params * setup.sent_gradient_bytes)
+    return RankMemory(parameters, gradients, optimizer, load.activation_bytes, buffers)
+
+
+def fullest(memories: Sequence[RankMemory]) -> RankMemory:
+    """Return the memory of the fullest rank."""
+    return max(memories, key=lambda memory: memory.peak)

@@ -1,0 +1,103 @@
+"""Setup of a step: everything beside model and cluster that its cost depends on, as plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+from meshwright.spec.train import TrainSpec
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes that a rank keeps for one parameter, before anything is sharded."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Degrees, batch and numerics of one step.
+
+    `of` makes it from a plan of this project; published runs of other tools are written down directly.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int = 0
+    shard: int = 1
+    """Neighbours that ZeRO shards over [count]."""
+    virtual: int = 1
+    schedule: str = "1f1b"
+    """gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv."""
+    micro_batches: int = 1
+    micro_batch_size: float = 1.0
+    """Samples of one forward of one rank [samples]."""
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    dtype: str = "fp32"
+    """What products are computed in: fp32, tf32, bf16, fp16, fp8, mxfp8 or nvfp4."""
+    element_bytes: float = 4.0
+    """Of an activation [bytes]."""
+    states: StateBytes = StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)
+    sent_gradient_bytes: float = 4.0
+    """Of one gradient element as it is reduced [bytes]."""
+    gathered_bytes: float = 4.0
+    """Of one parameter element as ZeRO-3 gathers it, or ZeRO-1 after the update [bytes]."""
+    overlap: bool = True
+    is_eager: bool = True
+    """Whether PyTorch runs one kernel after the other as the model says, with today's fused attention and overlap."""
+    trains_weights: bool = True
+    """False where adapters alone are trained, whose gradients are small."""
+    offloads_optimizer: bool = False
+
+    @classmethod
+    def of(cls, model: ModelSpec, plan: Plan, train: TrainSpec) -> Self:
+        """Return the setup of a plan: samples that do not divide count on average."""
+        own_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
+        is_bf16 = "bf16" in (plan.precision, train.precision)
+        size = 2.0 if is_bf16 else own_bytes
+        samples = plan.micro_batch_size or train.global_batch_size / (plan.dp * plan.micro_batches)
+        return cls(
+            dp=plan.dp,
+            tp=plan.tp,
+            pp=plan.pp,
+            cp=plan.cp,
+            zero=plan.zero,
+            shard=plan.shard_degree if plan.zero else 1,
+            virtual=plan.virtual,
+            schedule=plan.schedule,
+            micro_batches=plan.micro_batches,
+            micro_batch_size=samples,
+            sequence_parallel=plan.uses_sequence_parallel,
+            recompute=plan.recompute,
+            dtype="bf16" if is_bf16 or own_bytes == 2.0 else "fp32",
+            element_bytes=size,
+            states=StateBytes(
+                parameter=own_bytes,
+                gradient=own_bytes,
+                optimizer=train.optimizer_bytes_per_param / 4.0 * own_bytes,
+            ),
+            sent_gradient_bytes=own_bytes,
+            gathered_bytes=own_bytes,
+            overlap=plan.overlap,
+            offloads_optimizer=plan.offload == "optimizer",
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices [count]."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks [count]."""
+        return self.pp * self.virtual

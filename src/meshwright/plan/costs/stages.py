@@ -1,0 +1,91 @@
+"""Stages of a pipeline: a balanced cut of layers, and the time that a schedule takes over them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+__all__: list[str] = []
+
+
+def balanced_cut(prefix: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return where stages begin and the last one ends, so that the costliest of them costs as little as it can.
+
+    Args:
+        prefix: Sums of the layers' costs: 0, the first, the first two, and so on [any one unit].
+        num_stages: Stages, at most the layers [count].
+
+    Returns:
+        Index of the first layer of each stage, and the number of layers.
+
+    >>> balanced_cut([0, 1, 2, 3, 6], 2)
+    (0, 3, 4)
+    """
+    num_layers = len(prefix) - 1
+    if num_stages == 1:
+        return (0, num_layers)
+    low, high = prefix[-1] / num_stages, prefix[-1]
+    for _ in range(24):
+        middle = (low + high) / 2
+        if _cut(prefix, middle, num_stages) is not None:
+            high = middle
+        else:
+            low = middle
+    return _cut(prefix, high, num_stages) or (*tuple(range(num_stages)), num_layers)
+
+
+def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, ...] | None:
+    """Return a cut into stages that cost at most ``limit``, each with a layer; None where there is none."""
+    num_layers = len(prefix) - 1
+    bounds = [0]
+    for stage in range(1, num_stages):
+        start = bounds[-1]
+        end = bisect.bisect_right(prefix, prefix[start] + limit * (1 + 1e-12)) - 1
+        end = min(end, num_layers - (num_stages - stage))
+        if end <= start:
+            return None
+        bounds.append(end)
+    if prefix[num_layers] - prefix[bounds[-1]] > limit * (1 + 1e-12):
+        return None
+    return (*bounds, num_layers)
+
+
+def rank_of_stage(stage: int, num_ranks: int, schedule: str) -> int:
+    """Return the pp rank that runs a stage: in turn, and back again in zbv's V."""
+    if schedule == "zbv":
+        return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
+    return stage % num_ranks
+
+
+def pipeline_s(
+    busy: Sequence[float], *, micro_batches: int, virtual: int, schedule: str, weight_fraction: float, send_s: float
+) -> tuple[float, float]:
+    """Return the time of all micro-batches, and of it the bubble [s].
+
+    Args:
+        busy: Seconds that each pp rank computes for one micro-batch [s].
+        micro_batches: Micro-batches of the step [count].
+        virtual: Stages of a rank [count].
+        schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv.
+        weight_fraction: Share of the time that gradients of weights take, which zero-bubble schedules defer.
+        send_s: A message to the next rank [s].
+
+    Source:
+        Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (1F1B and interleaved: (p - 1) / v of a micro-batch's time); Qi et
+        al. 2023, arXiv:2401.10241, section 2 (ZB-H1 leaves a third of 1F1B's bubble, ZB-H2 and ZB-V next to none).
+    """
+    ranks = len(busy)
+    slowest = max(busy)
+    if ranks == 1:
+        return micro_batches * slowest, 0.0
+    others = sum(busy) - slowest
+    fill = others + 2 * (ranks - 1) * send_s
+    if schedule == "interleaved":
+        fill = others / virtual + 2 * (ranks - 1) * send_s
+    elif schedule == "zb-h1":
+        fill = others * max(0.0, 1 - 2 * weight_fraction) + 2 * (ranks - 1) * send_s
+    elif schedule in ("zb-h2", "zbv"):
+        fill = others * max(0.0, 1 - 3 * weight_fraction) + 2 * (ranks - 1) * send_s
+    # A rank with fewer micro-batches than ranks starves even where stages are interleaved.
+    steady = micro_batches * slowest
+    return steady + fill, fill

@@ -1,0 +1,286 @@
+"""Cost of a step: seconds and bytes of a setup of a model on a cluster, broken down."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Final
+
+from meshwright.hardware import ClusterSpec
+from meshwright.plan.costs.data_parallel_cost import exchange
+from meshwright.plan.costs.efficiency import Efficiency, efficiency_of
+from meshwright.plan.costs.layer_times import LayerTimes, layer_times
+from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.rank_memory import RankLoad, RankMemory, fullest, micro_batches_in_flight, rank_memory
+from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.stages import balanced_cut, pipeline_s, rank_of_stage
+from meshwright.spec.layer import LayerSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
+
+__all__: list[str] = []
+
+_BUCKET_BYTES: Final = 40 * 2**20
+"""Gradients that are reduced together [bytes]."""
+
+_ACCUMULATED_BYTES: Final = 10.0
+"""Traffic of one gradient element that is added to those of the micro-batches before: 2 read, 4 read, 4 written [bytes]."""
+
+_WEIGHT_FRACTION: Final = 1 / 3
+"""Share of forward and backward that gradients of weights take: one of three products [ratio]."""
+
+_HOST_LINK_BYTES_PER_S: Final = 20e9
+"""What a device copies to and from its host: two thirds of PCIe 4.0 x16. An estimate [bytes/s]."""
+
+_HOST_MEMORY_BYTES_PER_S: Final = 25e9
+"""A device's share of its host's memory bandwidth: 200 GB/s over 8 devices. An estimate [bytes/s]."""
+
+_ASYNCHRONOUS: Final = 0.3
+"""Share of a message between stages that is not hidden where messages are posted ahead. An estimate [ratio]."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepCost:
+    """Seconds and bytes of one step."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    bubble_s: float
+    exposed_comm_s: float
+    optimizer_s: float
+    memory: RankMemory
+    sent_bytes: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """The step's time [s]."""
+        busy = self.forward_s + self.backward_s + self.recompute_s
+        return busy + self.bubble_s + self.exposed_comm_s + self.optimizer_s
+
+
+@dataclasses.dataclass(slots=True)
+class _Pipeline:
+    """What a step costs before data parallelism: setups that differ in ZeRO alone share it."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    bubble_s: float
+    waits_s: float
+    num_params: float
+    sent_tp_bytes: float
+    loads: list[RankLoad]
+
+
+class StepCosts:
+    """Costs of any setup of one model on one cluster; what setups have in common is computed once.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        efficiency: Shares of its peaks; None means those of its device in the table.
+    """
+
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        self.model = model
+        self.machine = Machine(cluster, efficiency or efficiency_of(cluster.device.name))
+        self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
+        self._kinds, self._kind = _kinds_of(model)
+        self._times = functools.lru_cache(maxsize=4096)(self._times_of)
+        self._pipelines = functools.lru_cache(maxsize=4096)(self._pipeline_of)
+
+    def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
+        setup = Setup(**dict(zip(_SEEN, seen, strict=True)))  # type: ignore[arg-type]
+        return tuple(layer_times(kind, setup, self.machine, model_bytes=self._model_bytes) for kind in self._kinds)
+
+    def cost(self, setup: Setup) -> StepCost:
+        """Return the cost of one step."""
+        pipeline = self._pipelines(*_piped(setup))
+        backward = pipeline.backward_s + pipeline.recompute_s
+        shared = exchange(
+            setup,
+            self.machine,
+            num_params=pipeline.num_params,
+            forward_s=pipeline.forward_s,
+            backward_s=backward,
+            depth=len(self._kind) / setup.pp,
+        )
+        return StepCost(
+            forward_s=pipeline.forward_s,
+            backward_s=pipeline.backward_s,
+            recompute_s=pipeline.recompute_s,
+            bubble_s=pipeline.bubble_s,
+            exposed_comm_s=shared.exposed_s + pipeline.waits_s,
+            optimizer_s=self._optimizer_s(pipeline.num_params, setup),
+            memory=fullest([rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in pipeline.loads]),
+            sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes},
+        )
+
+    def _pipeline_of(self, *piped: object) -> _Pipeline:
+        setup = Setup(**dict(zip(_PIPED, piped, strict=True)))  # type: ignore[arg-type]
+        kinds = self._times(*_seen(setup))
+        passes = [times.passes_s(self.machine, setup.recompute) for times in kinds]
+        accumulated = 0.0
+        if setup.trains_weights and setup.micro_batches > 1:
+            accumulated = _ACCUMULATED_BYTES / self.machine.memory_bytes_per_s
+        totals = self._sums(
+            [sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True)]
+        )
+        placed = _StagesOnRanks(balanced_cut(totals, min(setup.num_stages, len(self._kind))), setup)
+        busy = placed.on_ranks(totals)
+        params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
+        slowest = max(range(setup.pp), key=busy.__getitem__)
+        send_s = self._send_s(kinds, setup)
+        waits = 2 * setup.virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
+        total, bubble = pipeline_s(
+            [one + waits for one in busy],
+            micro_batches=setup.micro_batches,
+            virtual=setup.virtual,
+            schedule=setup.schedule,
+            weight_fraction=_WEIGHT_FRACTION if setup.trains_weights else 0.0,
+            send_s=send_s,
+        )
+        forward, backward, again = (
+            placed.on_ranks(self._sums([one[part] for one in passes]))[slowest] * setup.micro_batches
+            for part in range(3)
+        )
+        backward += params[slowest] * accumulated * setup.micro_batches
+        sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
+        return _Pipeline(
+            forward_s=forward,
+            backward_s=backward,
+            recompute_s=again,
+            bubble_s=bubble,
+            waits_s=max(0.0, total - bubble - forward - backward - again),
+            num_params=max(params),
+            sent_tp_bytes=sent * setup.micro_batches,
+            loads=self._loads(kinds, params, placed, setup),
+        )
+
+    def seconds(self, setup: Setup) -> float:
+        """Return the time of one step [s]."""
+        return self.cost(setup).step_s
+
+    def predict(self, setup: Setup) -> Prediction:
+        """Return the cost of one step as a value."""
+        cost = self.cost(setup)
+        memory = cost.memory
+        return Prediction(
+            time=TimeBreakdown(
+                forward_s=cost.forward_s,
+                backward_s=cost.backward_s,
+                recompute_s=cost.recompute_s,
+                bubble_s=cost.bubble_s,
+                exposed_comm_s=cost.exposed_comm_s,
+                optimizer_s=cost.optimizer_s,
+            ),
+            memory=MemoryBreakdown(
+                parameters_bytes=round(memory.parameters),
+                gradients_bytes=round(memory.gradients),
+                optimizer_bytes=round(memory.optimizer),
+                activations_bytes=round(memory.activations),
+                buffers_bytes=round(memory.buffers),
+            ),
+            sent_bytes={axis: round(sent) for axis, sent in cost.sent_bytes.items()},
+            mfu=self._mfu(cost.step_s, setup),
+        )
+
+    def _sums(self, of_kinds: Sequence[float]) -> list[float]:
+        """Return the sums of the layers' values up to each layer, from those of the kinds."""
+        return [0.0, *itertools.accumulate([of_kinds[kind] for kind in self._kind])]
+
+    def _send_s(self, kinds: Sequence[LayerTimes], setup: Setup) -> float:
+        if setup.pp == 1:
+            return 0.0
+        width = max((kinds[kind].input_bytes for kind in self._kind[:-1]), default=0.0)
+        if not setup.sequence_parallel and setup.overlap:
+            width /= setup.tp  # tp ranks hold the same result: each sends a share, and the receivers gather
+        return self.machine.message_s(width, inside=setup.num_devices <= self.machine.cluster.devices_per_host)
+
+    def _optimizer_s(self, num_params: float, setup: Setup) -> float:
+        efficiency = self.machine.efficiency
+        own = num_params / (setup.shard if setup.zero else 1) * (1.0 if setup.trains_weights else 0.01)
+        if setup.offloads_optimizer:
+            moved = own * (setup.sent_gradient_bytes + setup.gathered_bytes) / _HOST_LINK_BYTES_PER_S
+            return moved + own * efficiency.optimizer_bytes / _HOST_MEMORY_BYTES_PER_S + efficiency.step_s
+        return own * efficiency.optimizer_bytes / self.machine.memory_bytes_per_s + efficiency.step_s
+
+    def _mfu(self, step_s: float, setup: Setup) -> float | None:
+        if not self.machine.cluster.device.peak_flops_per_s or step_s <= 0:
+            return None
+        samples = setup.micro_batch_size * setup.micro_batches * setup.dp
+        peak = self.machine.peak(setup.dtype) * setup.num_devices
+        return min(1.0, 3.0 * self.model.forward_flops * samples / (step_s * peak))
+
+    def _loads(
+        self, kinds: Sequence[LayerTimes], params: Sequence[float], placed: _StagesOnRanks, setup: Setup
+    ) -> list[RankLoad]:
+        """Return what the ranks hold, without those that another one exceeds in everything."""
+        kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
+        largest = placed.most([kinds[kind].num_params for kind in self._kind])
+        again = placed.most([kinds[kind].saved_bytes for kind in self._kind])
+        outputs = kinds[self._kind[-1]].input_bytes
+        loads = [
+            RankLoad(
+                num_params=params[rank],
+                activation_bytes=kept[rank] * micro_batches_in_flight(rank, setup),
+                largest_params=largest[rank],
+                output_bytes=outputs if rank == placed.ranks[-1] else 0.0,
+                recomputed_bytes=again[rank] if setup.recompute == "full" else 0.0,
+            )
+            for rank in range(setup.pp)
+        ]
+        return [one for one in loads if not any(other.exceeds(one) for other in loads)]
+
+
+class _StagesOnRanks:
+    """Stages of a setup, and the ranks that run them."""
+
+    def __init__(self, bounds: Sequence[int], setup: Setup) -> None:
+        self.bounds = bounds
+        self.num_ranks = setup.pp
+        self.ranks = [rank_of_stage(stage, setup.pp, setup.schedule) for stage in range(len(bounds) - 1)]
+
+    def on_ranks(self, sums: Sequence[float]) -> list[float]:
+        """Return what each rank's stages sum up to."""
+        found = [0.0] * self.num_ranks
+        for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
+            found[rank] += sums[last] - sums[first]
+        return found
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """Return the largest value among each rank's layers."""
+        found = [0.0] * self.num_ranks
+        for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
+            found[rank] = max(found[rank], *values[first:last])
+        return found
+
+
+_SEEN: Final = (
+    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "is_eager", "trains_weights",
+)  # fmt: skip
+"""What a layer sees of a setup: setups that differ in nothing else share its cost."""
+
+_PIPED: Final = (*_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap")
+"""What a pipeline sees of a setup."""
+
+_seen: Final = operator.attrgetter(*_SEEN)
+_piped: Final = operator.attrgetter(*_PIPED)
+
+
+def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:
+    """Return one layer of each kind, and the kind of each layer: equal layers are costed once; their names differ."""
+    known: dict[tuple[object, ...], int] = {}
+    kinds: list[LayerSpec] = []
+    of_layers: list[int] = []
+    for layer in model.layers:
+        sums = (layer.num_params, layer.forward_flops, layer.output_bytes, layer.activation_bytes)
+        kind = known.setdefault((*sums, layer.operators), len(kinds))
+        if kind == len(kinds):
+            kinds.append(layer)
+        of_layers.append(kind)
+    return kinds, of_layers

@@ -1,0 +1,73 @@
+"""Listing of plans: what `meshwright plan` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.errors import ConfigError
+from meshwright.hardware import ClusterSpec
+from meshwright.plan.catalogue.catalogue import find_model
+from meshwright.plan.catalogue.hugging_face import read_hugging_face
+from meshwright.plan.search.ranking import make_plans
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+from meshwright.spec.train import TrainSpec
+from meshwright.units import format_bytes, format_seconds
+
+__all__: list[str] = []
+
+
+def read_model(text: str, *, sequence: int | None = None) -> ModelSpec:
+    """Return a model by a name of the catalogue, a Hugging Face `config.json`, or a ModelSpec's JSON file.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    path = Path(text)
+    if text.endswith(".json") or path.is_dir():
+        if path.is_file() and '"meshwright.model"' in path.read_text(encoding="utf-8", errors="replace")[:200]:
+            if sequence is not None:
+                raise ConfigError(
+                    f"model: '{text}' is described for its own sequence length", fix="leave --sequence out"
+                )
+            return ModelSpec.from_json(path.read_text(encoding="utf-8"))
+        return read_hugging_face(path, sequence=sequence)
+    return find_model(text, sequence=sequence)
+
+
+def list_plans(
+    spec: ModelSpec, cluster: ClusterSpec, train: TrainSpec, *, top: int, json_path: Path | None = None
+) -> str:
+    """Return the best plans as text, and write them as JSON where a path is given."""
+    plans = make_plans(spec, cluster, train, top=top)
+    if json_path is not None:
+        json_path.write_text(json.dumps([plan.to_dict() for plan in plans], indent=2) + "\n", encoding="utf-8")
+    heads = [f"{spec}", f"{cluster}, {train.global_batch_size} samples a step", ""]
+    return "\n".join([*heads, *_table(plans, train), "", *_why(plans[0])])
+
+
+def _table(plans: Sequence[Plan], train: TrainSpec) -> list[str]:
+    rows = [("", "plan", "step", "samples/s", "memory", "bubble", "MFU")]
+    for rank, plan in enumerate(plans, start=1):
+        prediction = plan.prediction
+        if prediction is None:  # a plan of make_plans has one
+            continue
+        rows.append(
+            (
+                f"{rank}.",
+                str(plan),
+                format_seconds(prediction.step_s),
+                f"{train.global_batch_size / prediction.step_s:.4g}",
+                format_bytes(prediction.peak_bytes),
+                f"{prediction.bubble_fraction:.0%}",
+                "-" if prediction.mfu is None else f"{prediction.mfu:.0%}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _why(plan: Plan) -> list[str]:
+    return [f"Why '{plan}':", *(f"- {reason}" for reason in plan.reasons)]

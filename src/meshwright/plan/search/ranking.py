@@ -1,0 +1,164 @@
+"""Ranking of plans: every mix is costed, those that fit are sorted by the time of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import Counter
+from typing import Final
+
+from meshwright.errors import ConfigError, PlanError
+from meshwright.hardware import ClusterSpec
+from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.step_costs import StepCosts
+from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
+from meshwright.plan.search.explanation import reasons_for
+from meshwright.plan.search.space import Rejected, Task, all_choices, all_degrees, rule_against
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+from meshwright.spec.prediction import Prediction
+from meshwright.spec.train import TrainSpec
+from meshwright.units import format_bytes
+
+__all__: list[str] = []
+
+USABLE_FRACTION: Final = 0.92
+"""Share of a device's memory that a plan may fill: the rest is for the allocator's gaps and the libraries. An estimate."""
+
+
+@dataclasses.dataclass(slots=True)
+class FoundPlans:
+    """What a search found."""
+
+    task: Task
+    fitting: list[Candidate]
+    """The best of those that fit, the fastest first."""
+    misses: list[Candidate]
+    """Those that need the least more memory, the least first."""
+    faster_misses: list[Candidate]
+    """Those that would be faster than the best one if they fitted, by the memory that they lack."""
+    rejected: Counter[str]
+    """Rule -> degrees that it left out [count]."""
+    examples: dict[str, Rejected]
+    num_costed: int
+    limit_bytes: float
+
+
+def make_plans(
+    spec: ModelSpec, cluster: ClusterSpec, train: TrainSpec, *, top: int = 5, memory_fraction: float = USABLE_FRACTION
+) -> list[Plan]:
+    """Return the best plans for a model on a cluster, the fastest first.
+
+    Args:
+        spec: The model.
+        cluster: The devices; all of them are used.
+        train: Global batch, optimizer and precision.
+        top: Plans to return at most [count].
+        memory_fraction: Share of a device's memory that a plan may fill; 0 to 1.
+
+    Returns:
+        Plans with ``prediction`` and ``reasons``, at least one.
+
+    Raises:
+        PlanError: No plan fits into the memory; the message names the nearest ones, and by how much they miss.
+        ConfigError: An argument is out of range.
+
+    >>> from meshwright.hardware import load_cluster
+    >>> gpt = ModelSpec.transformer(layers=12, hidden=768, heads=12, vocab=50257, sequence=1024)
+    >>> plans = make_plans(gpt, load_cluster("8xa100-sxm-80gb"), TrainSpec(global_batch_size=64, precision="bf16"))
+    >>> plans[0].num_devices
+    8
+    """
+    if top < 1:
+        raise ConfigError(f"top={top} (rule: it is at least 1)", fix="top=5")
+    if not 0 < memory_fraction <= 1:
+        raise ConfigError(
+            f"memory_fraction={memory_fraction} (rule: 0 < memory_fraction <= 1)", fix="memory_fraction=0.92"
+        )
+    costs = StepCosts(spec, cluster)
+    found = search(costs, Task(spec, cluster, train), top=top, memory_fraction=memory_fraction)
+    if not found.fitting:
+        raise _nothing_fits(found)
+    return [
+        plan_of(candidate, train).replace(
+            prediction=costs.predict(setup_of(base_setup(spec, train), candidate.degrees, candidate.choice, train)),
+            reasons=reasons_for(
+                candidate,
+                found.task,
+                best=found.fitting[0],
+                faster_misses=found.faster_misses,
+                limit_bytes=found.limit_bytes,
+            ),
+        )
+        for candidate in found.fitting
+    ]
+
+
+def predict_plan(spec: ModelSpec, cluster: ClusterSpec, train: TrainSpec, plan: Plan) -> Prediction:
+    """Return what a step of any plan is expected to cost.
+
+    Args:
+        spec: The model.
+        cluster: The devices.
+        train: Global batch, optimizer and precision.
+        plan: The plan; it may use fewer devices than the cluster has.
+
+    Raises:
+        ConfigError: The plan uses more devices than the cluster has.
+    """
+    if plan.num_devices > cluster.num_devices:
+        raise ConfigError(
+            f"plan: '{plan}' uses {plan.num_devices} devices, the cluster '{cluster.name}' has {cluster.num_devices}",
+            fix="use a cluster with more devices",
+        )
+    return StepCosts(spec, cluster).predict(Setup.of(spec, plan, train))
+
+
+def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) -> FoundPlans:
+    """Cost every mix, and keep the best."""
+    limit = task.cluster.device.memory_bytes * memory_fraction
+    base = base_setup(task.model, task.train)
+    found = FoundPlans(task, [], [], [], Counter(), {}, 0, limit)
+    fitting: list[tuple[tuple[float, int], int, Candidate]] = []
+    missing: list[Candidate] = []
+    for degrees in all_degrees(task):
+        rejected = rule_against(degrees, task)
+        if rejected is not None:
+            found.rejected[rejected.rule] += 1
+            found.examples.setdefault(rejected.rule, rejected)
+            continue
+        for choice in all_choices(degrees, task):
+            cost = costs.cost(setup_of(base, degrees, choice, task.train))
+            found.num_costed += 1
+            candidate = Candidate(degrees, choice, cost)
+            if cost.memory.peak <= limit:
+                heapq.heappush(fitting, ((-candidate.key()[0], -candidate.key()[1]), -found.num_costed, candidate))
+                if len(fitting) > top:
+                    heapq.heappop(fitting)
+            else:
+                missing.append(candidate)
+    found.fitting = [
+        candidate for *_, candidate in sorted(fitting, key=lambda entry: (-entry[0][0], -entry[0][1], -entry[1]))
+    ]
+    found.misses = heapq.nsmallest(3, missing, key=lambda candidate: candidate.cost.memory.peak)
+    if found.fitting:
+        best = found.fitting[0].cost.step_s
+        faster = [candidate for candidate in missing if candidate.cost.step_s < best * 0.98]
+        found.faster_misses = heapq.nsmallest(3, faster, key=lambda candidate: candidate.cost.memory.peak)
+    return found
+
+
+def _nothing_fits(found: FoundPlans) -> PlanError:
+    if not found.misses:
+        rules = "; ".join(rejected.reason for rejected in found.examples.values())
+        return PlanError(f"no plan for {found.task.cluster}: every split of its devices breaks a rule: {rules}")
+    limit = found.limit_bytes
+    lines = "".join(
+        f"\n  {plan_of(miss, found.task.train)}: {format_bytes(miss.cost.memory.peak)}, "
+        f"{format_bytes(miss.cost.memory.peak - limit)} too much"
+        for miss in found.misses
+    )
+    return PlanError(
+        f"no plan fits: a device of {found.task.cluster.name} has {format_bytes(limit)} to fill; the nearest are{lines}",
+        fix="use more devices, devices with more memory, a smaller batch or shorter sequences",
+    )

@@ -1,0 +1,198 @@
+"""Space of plans: every mix of degrees, schedules, ZeRO and recompute, and the rules that leave some out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from meshwright.hardware import ClusterSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.train import TrainSpec
+
+__all__: list[str] = []
+
+_MAX_TP_HOSTS: Final = 1
+"""Hosts that one tensor parallel group may be on: its collectives are in every layer, and nothing hides them [count]."""
+
+_MAX_MICRO_BATCH: Final = 64
+"""Samples of one forward on a rank that are tried [samples]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Degrees:
+    """How the devices and the batch are split: what decides the layers' costs."""
+
+    dp: int
+    tp: int
+    pp: int
+    micro_batches: int
+    micro_batch_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What is planned for."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    train: TrainSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rejected:
+    """Degrees that a rule leaves out."""
+
+    degrees: Degrees
+    rule: str
+    reason: str
+
+
+Rule = Callable[[Degrees, Task], str | None]
+"""Returns why such degrees are left out, with the numbers; None where they may stay."""
+
+
+def heads_divide(degrees: Degrees, task: Task) -> str | None:
+    """A rank of tensor parallelism has whole heads."""
+    heads = task.model.num_heads
+    if heads is not None and heads % degrees.tp:
+        return f"tp={degrees.tp} does not divide {heads} heads"
+    return None
+
+
+def key_value_heads_divide(degrees: Degrees, task: Task) -> str | None:
+    """A rank of tensor parallelism has whole key and value heads."""
+    heads = task.model.num_kv_heads
+    if heads is not None and heads % degrees.tp:
+        return f"tp={degrees.tp} does not divide {heads} key and value heads"
+    return None
+
+
+def something_to_split(degrees: Degrees, task: Task) -> str | None:
+    """Tensor parallelism needs layers that it can split."""
+    if degrees.tp == 1:
+        return None
+    operators = [operator for layer in task.model.layers for operator in layer.operators]
+    if operators and not any(operator.split in ("columns", "inner") for operator in operators):
+        return f"tp={degrees.tp}, and no layer has a product that it can split"
+    return None
+
+
+def tp_inside_a_host(degrees: Degrees, task: Task) -> str | None:
+    """Tensor parallelism stays where the links are fast."""
+    in_host = task.cluster.devices_per_host
+    if degrees.tp > _MAX_TP_HOSTS * in_host:
+        return f"tp={degrees.tp} is more than the {in_host} devices of a host, whose links alone are fast enough"
+    return None
+
+
+def a_layer_for_each_stage(degrees: Degrees, task: Task) -> str | None:
+    """Every stage of a pipeline has a layer."""
+    layers = len(task.model.layers)
+    if degrees.pp > layers:
+        return f"pp={degrees.pp} is more than the {layers} layers"
+    return None
+
+
+def a_sample_for_each_rank(degrees: Degrees, task: Task) -> str | None:
+    """Every data parallel rank has a sample."""
+    batch = task.train.global_batch_size
+    if degrees.dp > batch:
+        return f"dp={degrees.dp} is more than the {batch} samples of a step"
+    return None
+
+
+def a_full_pipeline(degrees: Degrees, task: Task) -> str | None:
+    """A pipeline has at least as many micro-batches as ranks, where the batch has that many."""
+    share = -(-task.train.global_batch_size // degrees.dp)
+    if degrees.micro_batches >= min(degrees.pp, share):
+        return None
+    return f"{degrees.micro_batches} micro-batches leave most of pp={degrees.pp} ranks idle; {share} samples allow more"
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    heads_divide,
+    key_value_heads_divide,
+    something_to_split,
+    tp_inside_a_host,
+    a_layer_for_each_stage,
+    a_sample_for_each_rank,
+    a_full_pipeline,
+)
+
+
+def rule_against(degrees: Degrees, task: Task) -> Rejected | None:
+    """Return the first rule that leaves these degrees out."""
+    for rule in RULES:
+        reason = rule(degrees, task)
+        if reason is not None:
+            return Rejected(degrees, rule.__name__, reason)
+    return None
+
+
+def all_degrees(task: Task) -> Iterator[Degrees]:
+    """Yield every way to split the devices over tp, pp and dp, and a rank's samples into micro-batches."""
+    devices, batch = task.cluster.num_devices, task.train.global_batch_size
+    for tp in _divisors(devices):
+        for pp in _divisors(devices // tp):
+            dp = devices // tp // pp
+            share = -(-batch // dp)
+            for size in _sizes(share):
+                yield Degrees(dp, tp, pp, -(-share // size), size)
+
+
+def _sizes(share: int) -> list[int]:
+    """Return sizes of micro-batches that divide a rank's samples."""
+    return [size for size in _divisors(share) if size <= _MAX_MICRO_BATCH]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What is chosen beside the degrees."""
+
+    zero: int
+    shard: int | None
+    schedule: str
+    virtual: int
+    recompute: str
+    offload: str
+
+
+def all_choices(degrees: Degrees, task: Task) -> Iterator[Choice]:
+    """Yield every mix of schedule, recompute, ZeRO and offload that these degrees can have."""
+    for schedule, virtual in _schedules(degrees, task):
+        for recompute in ("none", "selective", "full"):
+            for zero, shard in _sharding(degrees, task):
+                yield Choice(zero, shard, schedule, virtual, recompute, "none")
+                if zero and task.train.optimizer_bytes_per_param:
+                    yield Choice(zero, shard, schedule, virtual, recompute, "optimizer")
+
+
+def _schedules(degrees: Degrees, task: Task) -> Iterator[tuple[str, int]]:
+    yield "1f1b", 1
+    if degrees.pp == 1:
+        return
+    yield "zb-h1", 1
+    layers = len(task.model.layers)
+    if 2 * degrees.pp <= layers:
+        yield "zbv", 2
+    for virtual in (2, 3, 4, 6, 8, 12):
+        # The interleaved order takes micro-batches in rounds of pp.
+        if virtual * degrees.pp <= layers and degrees.micro_batches % degrees.pp == 0:
+            yield "interleaved", virtual
+
+
+def _sharding(degrees: Degrees, task: Task) -> Iterator[tuple[int, int | None]]:
+    yield 0, None
+    if degrees.dp == 1:
+        return
+    in_host = max(1, task.cluster.devices_per_host // degrees.tp)
+    for zero in (1, 2, 3):
+        yield zero, None
+        if 1 < in_host < degrees.dp and degrees.dp % in_host == 0:
+            yield zero, in_host

@@ -1,0 +1,211 @@
+"""Costs of a step: published formulas to the digit, and rules that any model of a machine keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from meshwright.hardware import load_cluster
+from meshwright.plan.costs.data_parallel_cost import exchange
+from meshwright.plan.costs.efficiency import efficiency_of, read_table
+from meshwright.plan.costs.layer_times import layer_times
+from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.rank_memory import micro_batches_in_flight, state_bytes
+from meshwright.plan.costs.setup import Setup, StateBytes
+from meshwright.plan.costs.stages import balanced_cut, pipeline_s
+from meshwright.plan.costs.step_costs import StepCosts
+from meshwright.schedule import PipelineSchedule
+from meshwright.spec import ModelSpec, Plan, TrainSpec
+
+MIXED = StateBytes(parameter=2.0, gradient=2.0, optimizer=12.0)
+"""fp16 training of the ZeRO paper: fp16 parameters and gradients, fp32 copy and two moments."""
+
+
+def machine(name: str = "4x8xa100-sxm-80gb") -> Machine:
+    cluster = load_cluster(name)
+    return Machine(cluster, efficiency_of(cluster.device.name))
+
+
+def gpt(**changes: object) -> ModelSpec:
+    sizes: dict[str, object] = {
+        "layers": 8,
+        "hidden": 1024,
+        "heads": 16,
+        "vocab": 8192,
+        "sequence": 512,
+        "element_bytes": 2,
+    }
+    return ModelSpec.transformer(**(sizes | changes))  # type: ignore[arg-type]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected_gb"),
+    # Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 7.5 billion parameters over 64 devices.
+    [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],
+)
+def test_states_are_those_of_the_zero_papers_figure(zero: int, expected_gb: float) -> None:
+    setup = Setup(dp=64, zero=zero, shard=64 if zero else 1, states=MIXED)
+    assert sum(state_bytes(7.5e9, setup)) / 1e9 == pytest.approx(expected_gb, abs=0.05)
+
+
+@pytest.mark.parametrize(("dp", "zero", "expected"), [(1, 0, 18.0), (8, 1, 6 + 12 / 8), (64, 1, 6 + 12 / 64)])
+def test_megatrons_bytes_for_each_parameter(dp: int, zero: int, expected: float) -> None:
+    # Megatron-LM, docs: bf16 parameters, fp32 gradients and optimizer: 18, and 6 + 12 / d with a distributed optimizer.
+    states = StateBytes(parameter=2.0, gradient=4.0, optimizer=12.0)
+    assert sum(state_bytes(1.0, Setup(dp=dp, zero=zero, shard=dp if zero else 1, states=states))) == expected
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "recompute", "formula"),
+    # Korthikanti et al. 2022, arXiv:2205.05198, table 2, without the factor s b h: (s, h, a, t) -> bytes.
+    [
+        (1, False, "none", lambda s, h, a, t: 34 + 5 * a * s / h),
+        (4, False, "none", lambda s, h, a, t: 10 + 24 / t + 5 * a * s / (h * t)),
+        (4, True, "none", lambda s, h, a, t: 34 / t + 5 * a * s / (h * t)),
+        (4, False, "selective", lambda s, h, a, t: 10 + 24 / t),
+        (4, True, "selective", lambda s, h, a, t: 34 / t),
+        (4, False, "full", lambda s, h, a, t: 2),
+    ],
+)
+def test_activations_are_those_of_korthikanti(tp, sequence_parallel, recompute, formula) -> None:
+    hidden, heads, sequence, batch = 1024, 16, 512, 3
+    model = gpt(hidden=hidden, heads=heads, sequence=sequence, fused_attention=False, dropout=True, bias=False)
+    setup = Setup(tp=tp, micro_batch_size=batch, sequence_parallel=sequence_parallel, dtype="fp16", element_bytes=2.0)
+    times = layer_times(model.layers[1], setup, machine(), model_bytes=2.0)
+    expected = sequence * batch * hidden * formula(sequence, hidden, heads, tp)
+    assert times.kept_bytes(recompute) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 12)])
+def test_micro_batches_in_flight_are_those_that_the_schedule_holds(
+    schedule: Any, ranks: int, micro_batches: int
+) -> None:
+    virtual = 2 if schedule in ("interleaved", "zbv") else 1
+    built = PipelineSchedule.build(schedule, num_ranks=ranks, num_micro_batches=micro_batches, virtual=virtual)
+    simulated = built.simulate().peak_activations
+    setup = Setup(pp=ranks, schedule=schedule, virtual=virtual, micro_batches=micro_batches)
+    for rank, held in enumerate(simulated):
+        predicted = micro_batches_in_flight(rank, setup) * virtual
+        assert held <= predicted + 1e-9
+        if schedule in ("gpipe", "1f1b"):
+            assert predicted == held
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (4, 8), (8, 64)])
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+def test_bubbles_are_the_papers(ranks: int, micro_batches: int, schedule: str, virtual: int) -> None:
+    # Narayanan et al. 2021, arXiv:2104.04473, section 2.2: (p - 1) / (v m) of the time without a bubble.
+    total, bubble = pipeline_s(
+        [1.0] * ranks,
+        micro_batches=micro_batches,
+        virtual=virtual,
+        schedule=schedule,
+        weight_fraction=1 / 3,
+        send_s=0.0,
+    )
+    assert bubble / micro_batches == pytest.approx((ranks - 1) / (virtual * micro_batches))
+    assert total == pytest.approx(micro_batches + bubble)
+
+
+def test_zb_h1_leaves_a_third_of_the_bubble() -> None:
+    # Qi et al. 2023, arXiv:2401.10241, table 1: (p - 1)(T_F + T_B - T_W) for (p - 1)(T_F + T_B + T_W), all three equal.
+    bubbles = [
+        pipeline_s([3.0] * 4, micro_batches=8, virtual=1, schedule=kind, weight_fraction=1 / 3, send_s=0.0)[1]
+        for kind in ("1f1b", "zb-h1")
+    ]
+    assert bubbles[1] == pytest.approx(bubbles[0] / 3)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_collectives_send_the_volumes_of_a_ring(rounds: int) -> None:
+    # Thakur et al. 2005, doi:10.1177/1094342005051521: (n - 1) / n of the tensor, twice for an all-reduce.
+    found = machine()
+    size = 1e12  # so that latency is nothing
+    seconds = found.collective_s(size, 8, 1, rounds=rounds)
+    assert seconds * found.link_bytes_per_s / size == pytest.approx(rounds * 7 / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize(("zero", "volume"), [(0, 2.0), (1, 2.0), (2, 2.0), (3, 3.0)])
+def test_zero_sends_the_volumes_of_its_paper(zero: int, volume: float) -> None:
+    setup = Setup(dp=64, zero=zero, shard=64 if zero else 1, sent_gradient_bytes=2.0, gathered_bytes=2.0)
+    sent = exchange(
+        setup, machine("8x8xa100-sxm-80gb"), num_params=1e9, forward_s=1.0, backward_s=2.0, depth=10
+    ).sent_bytes
+    assert sent == pytest.approx(volume * 2e9 * 63 / 64)
+
+
+def test_sharding_inside_a_host_sends_less_between_hosts() -> None:
+    wide = Setup(dp=32, zero=2, shard=32, overlap=False)
+    narrow = dataclasses.replace(wide, shard=8)
+    seconds = [
+        exchange(setup, machine(), num_params=1e9, forward_s=1.0, backward_s=2.0, depth=10).exposed_s
+        for setup in (wide, narrow)
+    ]
+    assert seconds[1] < seconds[0]
+
+
+@pytest.mark.parametrize("change", [{"tp": 2}, {"recompute": "full"}, {"micro_batch_size": 2.0}, {"dtype": "fp32"}])
+def test_more_work_takes_more_time(change: dict[str, object]) -> None:
+    model = gpt(hidden=4096, heads=32)
+    costs = StepCosts(model, load_cluster("1x8xa100-sxm-80gb"))
+    base = Setup(tp=4, micro_batch_size=1.0, dtype="bf16", element_bytes=2.0)
+    assert costs.seconds(dataclasses.replace(base, **change)) > costs.seconds(base)  # type: ignore[arg-type]
+
+
+def test_parts_add_up_and_memory_is_the_fullest_ranks() -> None:
+    costs = StepCosts(gpt(), load_cluster("1x8xa100-sxm-80gb"))
+    setup = Setup(dp=2, pp=4, micro_batches=8, zero=1, shard=2, dtype="bf16", element_bytes=2.0)
+    prediction, cost = costs.predict(setup), costs.cost(setup)
+    assert prediction.step_s == pytest.approx(cost.step_s)
+    assert prediction.peak_bytes == pytest.approx(cost.memory.peak, abs=5)
+    assert prediction.mfu is not None
+    assert 0 < prediction.mfu < 1
+
+
+def test_a_plans_setup_is_read_off_the_plan() -> None:
+    plan = Plan.parse("dp=4,tp=2,pp=2,zero=2,shard=2,micro_batches=4,schedule=zbv,recompute=full,precision=bf16")
+    setup = Setup.of(gpt(element_bytes=4), plan, TrainSpec(global_batch_size=64))
+    assert (setup.dp, setup.tp, setup.pp, setup.zero, setup.shard, setup.virtual) == (4, 2, 2, 2, 2, 2)
+    assert (setup.micro_batch_size, setup.dtype, setup.element_bytes) == (4.0, "bf16", 2.0)
+    assert setup.sequence_parallel
+    assert setup.states == StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", [[1, 1, 1, 1], [5, 1, 1, 1, 1, 7], [3, 1, 4, 1, 5, 9, 2, 6], [1] * 9 + [4]])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_the_cut_is_the_best_of_all_cuts(costs: list[float], num_stages: int) -> None:
+    prefix = [0.0, *itertools.accumulate(costs)]
+
+    def largest(bounds: tuple[int, ...]) -> float:
+        return max(prefix[last] - prefix[first] for first, last in itertools.pairwise(bounds))
+
+    found = balanced_cut(prefix, num_stages)
+    every = ((0, *middle, len(costs)) for middle in itertools.combinations(range(1, len(costs)), num_stages - 1))
+    assert len(found) == num_stages + 1
+    assert largest(found) == pytest.approx(min(largest(bounds) for bounds in every))
+
+
+# -- efficiency -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", sorted(read_table()["devices"]))
+def test_efficiencies_are_sound_and_have_a_source(device: str) -> None:
+    table = read_table()
+    assert table["all"]["source"]
+    found = efficiency_of(device)
+    assert all(0 < share <= 1 for share in found.matmul.values())
+    assert math.isfinite(found.operator_s)

@@ -1,0 +1,159 @@
+"""Search of plans: the same answer as brute force, rules with reasons, and refusals that help."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from meshwright.errors import ConfigError, PlanError
+from meshwright.hardware import load_cluster
+from meshwright.plan.catalogue.catalogue import find_model, known_models, read_models
+from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.step_costs import StepCosts
+from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
+from meshwright.plan.search.ranking import make_plans, predict_plan, search
+from meshwright.plan.search.select import select_strategy
+from meshwright.plan.search.space import RULES, Choice, Degrees, Task, all_choices, all_degrees, rule_against
+from meshwright.spec import ModelSpec, Plan, TrainSpec
+
+TRAIN = TrainSpec(global_batch_size=16, precision="bf16")
+
+
+def gpt(**changes: int) -> ModelSpec:
+    sizes = {"layers": 6, "hidden": 2048, "heads": 16, "vocab": 32000, "sequence": 1024}
+    return ModelSpec.transformer(**(sizes | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cluster", ["1xa100-sxm-80gb", "4xa100-sxm-40gb", "2x4xv100-sxm2-32gb-with-network"])
+def test_the_search_finds_what_brute_force_finds(cluster: str) -> None:
+    found = load_cluster("2x4xa100-sxm-40gb" if "network" in cluster else cluster)
+    task = Task(gpt(), found, TRAIN)
+    costs = StepCosts(task.model, found)
+    best = search(costs, task, top=3, memory_fraction=0.9).fitting
+    limit = found.device.memory_bytes * 0.9
+    every: list[Candidate] = []
+    for dp, tp, pp, micro in itertools.product(range(1, 9), range(1, 9), range(1, 9), range(1, 17)):
+        if dp * tp * pp != found.num_devices or 16 % dp or (16 // dp) % micro:
+            continue
+        degrees = Degrees(dp, tp, pp, micro, 16 // dp // micro)
+        if rule_against(degrees, task) is None:
+            for choice in all_choices(degrees, task):
+                setup = Setup.of(task.model, plan_of_choice(degrees, choice), TRAIN)
+                every.append(Candidate(degrees, choice, StepCosts(task.model, found).cost(setup)))
+    fitting = sorted((one for one in every if one.cost.memory.peak <= limit), key=Candidate.key)
+    assert [one.key() for one in best] == [pytest.approx(one.key()) for one in fitting[:3]]
+
+
+def plan_of_choice(degrees: Degrees, choice: Choice) -> Plan:
+    return Plan(
+        dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, micro_batches=degrees.micro_batches, precision="bf16",
+        **{name: getattr(choice, name) for name in ("zero", "shard", "schedule", "virtual", "recompute", "offload")},
+    )  # fmt: skip
+
+
+def test_every_candidates_setup_is_that_of_its_plan() -> None:
+    task = Task(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN)
+    base, costs = base_setup(task.model, TRAIN), StepCosts(task.model, task.cluster)
+    seen = 0
+    for degrees in all_degrees(task):
+        if rule_against(degrees, task) is not None:
+            continue
+        for choice in all_choices(degrees, task):
+            setup = setup_of(base, degrees, choice, TRAIN)
+            plan = plan_of(Candidate(degrees, choice, costs.cost(setup)), TRAIN)
+            assert setup == Setup.of(task.model, plan, TRAIN)
+            assert plan.num_devices == 8
+            seen += 1
+    assert seen > 100
+
+
+@pytest.mark.parametrize(
+    ("degrees", "rule"),
+    [
+        (Degrees(1, 8, 1, 16, 1), "heads_divide"),
+        (Degrees(1, 1, 16, 16, 1), "a_layer_for_each_stage"),
+        (Degrees(32, 1, 1, 1, 1), "a_sample_for_each_rank"),
+        (Degrees(1, 12, 1, 16, 1), "tp_inside_a_host"),
+        (Degrees(2, 1, 4, 1, 8), "a_full_pipeline"),
+    ],
+)
+def test_rules_leave_out_and_say_why(degrees: Degrees, rule: str) -> None:
+    task = Task(gpt(heads=12, hidden=1536), load_cluster("2x8xa100-sxm-80gb"), TRAIN)
+    rejected = rule_against(degrees, task)
+    assert rejected is not None
+    assert rejected.rule == rule
+    assert any(character.isdigit() for character in rejected.reason)
+
+
+def test_rules_are_named_once() -> None:
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)
+
+
+def test_plans_come_with_prediction_and_reasons_and_can_be_predicted_again() -> None:
+    cluster = load_cluster("8xa100-sxm-80gb")
+    plans = make_plans(gpt(), cluster, TRAIN, top=4)
+    assert len(plans) == 4
+    for plan in plans:
+        assert plan.reasons
+        assert plan.prediction == predict_plan(gpt(), cluster, TRAIN, plan)
+        assert Plan.parse(str(plan), num_devices=8) == plan
+
+
+def test_nothing_fits_names_the_nearest_and_how_much_they_miss() -> None:
+    with pytest.raises(PlanError, match="no plan fits") as caught:
+        make_plans(find_model("gpt3-175b"), load_cluster("1xa100-sxm-40gb"), TRAIN)
+    assert caught.value.exit_code == 3
+    assert "too much" in str(caught.value)
+    assert caught.value.fix
+
+
+def test_more_memory_makes_a_faster_plan_possible_and_the_best_plan_says_so() -> None:
+    tight = make_plans(gpt(hidden=4096, heads=32, layers=24), load_cluster("8xa100-sxm-40gb"), TRAIN, top=1)[0]
+    said = [reason for reason in tight.reasons if "more per device" in reason]
+    roomy = make_plans(gpt(hidden=4096, heads=32, layers=24), load_cluster("8xa100-sxm-80gb"), TRAIN, top=1)[0]
+    assert tight.prediction is not None
+    assert roomy.prediction is not None
+    if roomy.prediction.step_s < 0.95 * tight.prediction.step_s:
+        assert said
+
+
+def test_a_plan_of_too_many_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match="uses 16 devices"):
+        predict_plan(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, Plan(dp=16))
+
+
+@pytest.mark.parametrize("arguments", [{"top": 0}, {"memory_fraction": 0.0}, {"memory_fraction": 1.5}])
+def test_arguments_out_of_range_are_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="rule"):
+        make_plans(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8, 12, 16, 64, 1024])
+@pytest.mark.parametrize("size", ["125M", "7B", 1.3e9, "llama3-8b"])
+def test_a_strategy_for_three_numbers_uses_all_devices(size: str | float, devices: int) -> None:
+    try:
+        plan = select_strategy(size, 1024, devices, device="h200-sxm")
+    except PlanError:
+        assert devices == 1
+        return
+    assert plan.num_devices == devices
+    assert plan.reasons
+
+
+@pytest.mark.parametrize("size", ["", "7X", "-3B", "seven", 0, -1])
+def test_a_size_that_is_none_is_refused(size: str | float) -> None:
+    with pytest.raises(ConfigError, match="model_size"):
+        select_strategy(size, 8, 1)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_known_models_have_their_published_parameters(name: str) -> None:
+    row = read_models()["models"][name]
+    assert row["source"] in read_models()["sources"]
+    assert find_model(name).num_params == pytest.approx(row["published_params"], rel=0.03)
+
+
+def test_an_unknown_model_is_refused_with_a_likely_one() -> None:
+    with pytest.raises(ConfigError, match="llama3-8b"):
+        find_model("lama3-8b")
