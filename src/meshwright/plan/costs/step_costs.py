@@ -87,9 +87,14 @@ class StepCosts:
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
         self.model = model
-        self.machine = Machine(cluster, efficiency or efficiency_of(cluster.device.name))
+        self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
+        self.use(efficiency or efficiency_of(cluster.device.name))
+
+    def use(self, efficiency: Efficiency) -> None:
+        """Cost with other shares from now on."""
+        self.machine = Machine(self.cluster, efficiency)
         self._times = functools.lru_cache(maxsize=4096)(self._times_of)
         self._pipelines = functools.lru_cache(maxsize=4096)(self._pipeline_of)
 

@@ -1,0 +1,187 @@
+"""Fit of `efficiency.toml` to published step times: coordinate search, every source with the same weight.
+
+    python -m benchmarks.planner.fit ROWS.json [ROWS.json ...] --seconds 600 --out FIT.json
+    python -m benchmarks.planner.fit ROWS.json --seconds 300 --leave-out zero-bubble --out FIT.json
+
+It starts from the table, prints errors before and after, and writes the constants; it never edits the table. A source's score is
+its median error and part of its 90th percentile, so that a few odd rows cannot pull the constants. ``--leave-out`` fits without
+a source and reports the error on it: the honest estimate for rows that nobody has seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner import errors
+from benchmarks.planner.rows import cluster_of, model_of, setup_of
+
+from meshwright.plan.costs.efficiency import Efficiency, read_table
+from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.step_costs import StepCosts
+
+BOUNDS = {
+    "memory": (0.5, 0.92),
+    "attention_forward": (0.25, 0.75),
+    "attention_backward": (0.2, 0.7),
+    "link": (0.55, 0.95),
+    "network": (0.5, 0.95),
+    "rails": (0.08, 1.0),
+    "overlap": (0.2, 1.0),
+    "interference": (0.02, 0.4),
+    "elementwise_passes": (1.0, 5.0),
+    "kernel_s": (2e-6, 12e-6),
+    "operator_s": (8e-6, 60e-6),
+    "collective_host_s": (20e-6, 600e-6),
+    "optimizer_bytes": (16.0, 60.0),
+    "inner_overhead": (16.0, 200.0),
+    "network_latency_s": (5e-6, 60e-6),
+    "link_latency_s": (4e-6, 30e-6),
+    "hop_s": (0.5e-6, 6e-6),
+    "step_s": (0.0, 20e-3),
+    "matmul": (0.2, 0.87),
+}
+"""What a constant may be: outside it would no longer mean what it is called. 0.87 is what a product alone reaches at most."""
+
+Name = tuple[str, ...]
+"""("all", field), (device, field), or (device, "matmul", dtype)."""
+
+
+@dataclasses.dataclass
+class Case:
+    """A row, ready to be costed."""
+
+    row: errors.Row
+    setup: Setup
+    costs: StepCosts
+    device: str
+
+
+class Fit:
+    """Constants, and the score that they get."""
+
+    def __init__(self, rows: list[errors.Row], *, most: int) -> None:
+        table = read_table()
+        self.common: dict[str, float] = {key: value for key, value in table["all"].items() if key != "source"}
+        self.devices: dict[str, dict[str, Any]] = {
+            name: {
+                key: dict(value) if isinstance(value, dict) else value for key, value in own.items() if key != "source"
+            }
+            for name, own in table["devices"].items()
+        }
+        self.groups = {
+            group: [self._case(row) for row in random.sample(own, min(most, len(own)))]
+            for group, own in errors.by_group(rows).items()
+        }
+
+    @staticmethod
+    def _case(row: errors.Row) -> Case:
+        cluster = cluster_of(row)
+        return Case(row, setup_of(row), StepCosts(model_of(row), cluster), cluster.device.name)
+
+    def names(self) -> list[Name]:
+        used = {case.device for cases in self.groups.values() for case in cases}
+        found: list[Name] = [("all", key) for key in self.common]
+        for device in sorted(used & set(self.devices)):
+            for key, value in self.devices[device].items():
+                if key == "matmul":
+                    found += [(device, key, dtype) for dtype in value if dtype != "fp32"]
+                elif key != "num_units":
+                    found.append((device, key))
+        return found
+
+    def __getitem__(self, name: Name) -> float:
+        if name[0] == "all":
+            return self.common[name[1]]
+        own = self.devices[name[0]][name[1]]
+        return own[name[2]] if len(name) == 3 else own
+
+    def __setitem__(self, name: Name, value: float) -> None:
+        low, high = BOUNDS.get(name[1], (0.0, math.inf))
+        value = min(high, max(low, value))
+        if name[0] == "all":
+            self.common[name[1]] = value
+        elif len(name) == 3:
+            self.devices[name[0]][name[1]][name[2]] = value
+        else:
+            self.devices[name[0]][name[1]] = value
+
+    def efficiency(self, device: str) -> Efficiency:
+        shares: dict[str, Any] = {**self.common, **self.devices.get(device, self.devices["other"])}
+        return Efficiency(**shares)
+
+    def ratios(self, group: str) -> list[float]:
+        known: dict[str, Efficiency] = {}
+        found: list[float] = []
+        for case in self.groups[group]:
+            if case.device not in known:
+                known[case.device] = self.efficiency(case.device)
+            case.costs.use(known[case.device])
+            found.append(case.costs.seconds(case.setup) / case.row["measured"]["step_time_s"])
+        return found
+
+    def score(self, *, without: str | None = None) -> float:
+        total = weights = 0.0
+        for group in self.groups:
+            if group == without:
+                continue
+            gaps = sorted(abs(math.log(ratio)) for ratio in self.ratios(group))
+            weight = 1.0 if len(gaps) >= 10 else 0.4
+            mean = sum(min(gap, 0.6) for gap in gaps) / len(gaps)
+            total += weight * (errors.quantile(gaps, 0.5) + 0.4 * errors.quantile(gaps, 0.9) + 0.3 * mean)
+            weights += weight
+        return total / weights
+
+    def search(self, seconds: float, *, without: str | None) -> None:
+        names = self.names()
+        steps = dict.fromkeys(names, 0.15)
+        best, start = self.score(without=without), time.monotonic()
+        while time.monotonic() - start < seconds and max(steps.values()) > 0.01:
+            random.shuffle(names)
+            for name in names:
+                value, moved = self[name], False
+                for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                    self[name] = value * factor
+                    score = self.score(without=without)
+                    if score < best - 1e-6:
+                        best, moved = score, True
+                        break
+                    self[name] = value
+                steps[name] = min(0.4, 1.3 * steps[name]) if moved else 0.6 * steps[name]
+                if time.monotonic() - start > seconds:
+                    break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, nargs="+")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long to search")
+    parser.add_argument("--most", type=int, default=120, help="rows of one source that are used, drawn at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--leave-out", help="a source that is not fitted, whose error is reported")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    random.seed(options.seed)
+    rows = errors.usable([row for path in options.rows for row in json.loads(path.read_text())])
+    fit = Fit(rows, most=options.most)
+    print(f"score {fit.score(without=options.leave_out):.4f}", flush=True)
+    fit.search(options.seconds, without=options.leave_out)
+    print(f"score {fit.score(without=options.leave_out):.4f}")
+    cases = {id(case.row): case for cases in fit.groups.values() for case in cases}
+    seconds = {key: case.costs.seconds(case.setup) for key, case in cases.items()}
+    table = errors.errors_of([case.row for case in cases.values()], lambda row: seconds[id(row)])
+    print(errors.show(table))
+    if options.out is not None:
+        found = {"all": fit.common, "devices": fit.devices, "errors": table, "left_out": options.leave_out}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
