@@ -33,7 +33,7 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             *("Plan", "MeshSpec", "PipelineSchedule", "TrainSpec", "ModelSpec", "Prediction", "RunRecord"),
             *("ClusterSpec", "DeviceSpec", "LinkSpec", "load_cluster"),
-            *("make_plans", "predict_plan", "select_strategy"),
+            *("make_plans", "predict_plan", "select_strategy", "probe_cluster"),
         ),
     ),
     "Ranks": ("meshwright", ("launch", "join_world", "current_world", "register_shm")),

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.planner import errors
 from benchmarks.planner.rows import cluster_of, model_of, setup_of
 
-from meshwright.plan.costs.efficiency import Efficiency, read_table
+from meshwright.hardware.efficiency import Efficiency, read_table
 from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.step_costs import StepCosts
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorkerKilledError,
     )
     from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, load_cluster
+    from meshwright.measure.probe import probe_cluster
     from meshwright.measure.verify import ParityReport, verify_plan
     from meshwright.mesh import MeshSpec
     from meshwright.plan.search.ranking import make_plans, predict_plan
@@ -95,6 +96,7 @@ __all__ = [
     "make_loader",
     "make_plans",
     "predict_plan",
+    "probe_cluster",
     "register_shm",
     "save_checkpoint",
     "select_strategy",
@@ -126,6 +128,7 @@ _NAMES_OF_MODULE: Final = {
         "WorkerKilledError",
     ),
     "hardware": ("ClusterSpec", "DeviceSpec", "LinkSpec", "load_cluster"),
+    "measure.probe": ("probe_cluster",),
     "measure.verify": ("ParityReport", "verify_plan"),
     "mesh": ("MeshSpec",),
     "plan.search.ranking": ("make_plans", "predict_plan"),

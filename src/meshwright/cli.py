@@ -123,6 +123,21 @@ def plan(
 
 
 @app.command()
+def probe(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cluster to this JSON file.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Ranks; the visible GPUs, or the cores.")] = None,
+) -> None:
+    """Measure this machine, for `meshwright plan --cluster FILE`."""
+    from meshwright.measure.probe import probe_cluster
+    from meshwright.measure.probe_listing import show_cluster, show_stage
+
+    cluster = probe_cluster(devices, on_stage=show_stage)
+    if output is not None:
+        output.write_text(cluster.to_json(indent=2) + "\n", encoding="utf-8")
+    print(show_cluster(cluster))
+
+
+@app.command()
 def schedule(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one step.")] = 8,

@@ -2,10 +2,11 @@
 
 Every number in the table has a source; a device without one is not in it.
 
-cluster  devices, links, clusters
-table    the table of known devices, read from `devices.toml`
+cluster     devices, links, clusters
+efficiency  shares of a device's peaks that steps reach, read from `efficiency.toml`
+table       the table of known devices, read from `devices.toml`
 
-To add a device, add a row in `devices.toml`, with its source.
+To add a device, add a row in `devices.toml`, with its source, and one in `efficiency.toml`.
 """
 
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Final
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.hardware.efficiency import Efficiency
 from meshwright.units import format_bandwidth, format_bytes
 from meshwright.values import FrozenMap, Problems, Value
 
@@ -109,6 +110,7 @@ class ClusterSpec(Value):
         num_hosts: Hosts [count].
         link: What connects devices of one host; None where nothing does or nobody knows.
         network: What connects a device to other hosts; needed with more than one.
+        efficiency: Shares of the device's peaks that were measured here; None means those of the table of known devices.
 
     Raises:
         ConfigError: A count is below 1, or there are several hosts and no network.
@@ -122,6 +124,7 @@ class ClusterSpec(Value):
     num_hosts: int = 1
     link: LinkSpec | None = None
     network: LinkSpec | None = None
+    efficiency: Efficiency | None = None
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -1,13 +1,16 @@
-"""Measurement of parity: whether a plan computes what one device computes.
+"""Measurement: whether a plan computes what one device computes, and what this machine can do.
 
 `verify_plan` runs a plan beside an oracle, plain PyTorch without code of this package, and compares every parameter.
 
-verify      verify_plan: plan and plain process side by side
-oracle      plain PyTorch in one process, sharing no code with the package
-recording   steps under a plan, with the gradients that the optimizer saw
-parity      differences of two sets of tensors, and the report
-resolution  resolution of the model's own arithmetic
-outputs     the first module whose output differs
+verify         verify_plan: plan and plain process side by side
+oracle         plain PyTorch in one process, sharing no code with the package
+recording      steps under a plan, with the gradients that the optimizer saw
+parity         differences of two sets of tensors, and the report
+resolution     resolution of the model's own arithmetic
+outputs        the first module whose output differs
+probe          this machine as a cluster
+probe_ranks    its measurements, on ranks
+probe_listing  what `meshwright probe` prints
 
 To compare something more, record it in `oracle.py` and in `recording.py`.
 """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from meshwright.hardware import load_cluster
+from meshwright.hardware.efficiency import efficiency_of, read_table
 from meshwright.plan.costs.data_parallel_cost import exchange
-from meshwright.plan.costs.efficiency import efficiency_of, read_table
 from meshwright.plan.costs.layer_times import layer_times
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.rank_memory import micro_batches_in_flight, state_bytes

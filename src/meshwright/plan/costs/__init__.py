@@ -1,7 +1,6 @@
 """Costs of a plan: seconds and bytes of a step, worked out from the model's operators and the cluster. Free of torch.
 
 setup               degrees, batch and numerics of a step
-efficiency          shares of a device's peaks, read from `efficiency.toml`
 machine             seconds of kernels and collectives
 layer_times         one layer on one rank
 stages              balanced cuts, and time of schedules
@@ -9,7 +8,7 @@ data_parallel_cost  what data parallelism and ZeRO add
 rank_memory         bytes of a rank at its peak
 step_costs          the whole step
 
-To add a device, add its shares to `efficiency.toml`; to add a strategy, touch `step_costs.py` and `rank_memory.py`.
+To add a strategy, touch `step_costs.py` and `rank_memory.py`.
 """
 
 __all__: list[str] = []

@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
-from meshwright.plan.costs.efficiency import Efficiency
+from meshwright.hardware.efficiency import Efficiency
 
 __all__: list[str] = []
 

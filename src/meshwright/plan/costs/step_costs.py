@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
+from meshwright.hardware.efficiency import Efficiency, efficiency_of
 from meshwright.plan.costs.data_parallel_cost import exchange
-from meshwright.plan.costs.efficiency import Efficiency, efficiency_of
 from meshwright.plan.costs.layer_times import LayerTimes, layer_times
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.rank_memory import RankLoad, RankMemory, fullest, micro_batches_in_flight, rank_memory
@@ -82,7 +82,7 @@ class StepCosts:
     Args:
         model: The model.
         cluster: The cluster.
-        efficiency: Shares of its peaks; None means those of its device in the table.
+        efficiency: Shares of its peaks; None means those that the cluster has, or else those of its device in the table.
     """
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
@@ -90,7 +90,7 @@ class StepCosts:
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
-        self.use(efficiency or efficiency_of(cluster.device.name))
+        self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
     def use(self, efficiency: Efficiency) -> None:
         """Cost with other shares from now on."""

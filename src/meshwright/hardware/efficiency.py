@@ -101,4 +101,4 @@ def efficiency_of(device: str) -> Efficiency:
 @functools.cache
 def read_table() -> Mapping[str, Any]:
     """Return efficiency.toml as it is: tables ``all`` and ``devices``."""
-    return tomllib.loads(resources.files("meshwright.plan.costs").joinpath("efficiency.toml").read_text("utf-8"))
+    return tomllib.loads(resources.files("meshwright.hardware").joinpath("efficiency.toml").read_text("utf-8"))

@@ -1,0 +1,41 @@
+"""Probe of this machine: real ranks, numbers in range, and a file that the planner reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import meshwright as mw
+from meshwright.errors import ConfigError
+from meshwright.measure.probe_listing import show_cluster
+from meshwright.measure.probe_ranks import STAGES
+
+
+def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
+    seen: list[str] = []
+    cluster = mw.probe_cluster(2, budget_s=0.005, on_stage=lambda name, _index, _count: seen.append(name))
+    assert seen == list(STAGES)
+    assert cluster.num_devices == 2
+    assert cluster.link is not None
+    assert cluster.efficiency is not None
+    assert cluster.device.peak("fp32") > 1e8
+    assert all("measured 20" in text and "spread" in text for text in cluster.device.sources.values())
+    path = tmp_path / "host.json"
+    path.write_text(cluster.to_json(indent=2), encoding="utf-8")
+    read = mw.load_cluster(path)
+    assert read == cluster
+    assert "2 x cpu" in show_cluster(read)
+    spec = mw.ModelSpec.transformer(layers=4, hidden=128, heads=4, vocab=256, sequence=64)
+    plans = mw.make_plans(spec, read, mw.TrainSpec(global_batch_size=8), top=3)
+    assert all(plan.num_devices == 2 and plan.prediction is not None for plan in plans)
+
+
+def test_one_rank_has_no_link() -> None:
+    assert mw.probe_cluster(1, budget_s=0.005).link is None
+
+
+@pytest.mark.parametrize("arguments", [{"num_devices": 0}, {"budget_s": 0.0}])
+def test_arguments_out_of_range_are_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="rule"):
+        mw.probe_cluster(**arguments)  # type: ignore[arg-type]
