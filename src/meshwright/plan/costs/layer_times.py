@@ -23,6 +23,9 @@ for two of forward. An estimate [ratio]."""
 _CAST_BYTES: Final = 3.0
 """Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
 
+_LOSS_BYTES: Final = 8.0
+"""For each logit, its copy in fp32 and the gradient of that: cross-entropy is in fp32, whatever the model's is [bytes]."""
+
 _LOW_PRECISION: Final = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -43,6 +46,8 @@ class LayerTimes:
     saved_core_bytes: float = 0.0
     input_bytes: float = 0.0
     """What full recompute keeps [bytes]."""
+    loss_bytes: float = 0.0
+    """What the loss needs beside what is kept, where this layer is the last one [bytes]."""
     num_params: float = 0.0
     """Elements of this rank's part [count]."""
     num_operators: int = 0
@@ -79,6 +84,8 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
     scale = setup.micro_batch_size / setup.cp * setup.element_bytes / model_bytes
     rows_cut = setup.tp if setup.sequence_parallel else 1
     times.input_bytes = layer.output_bytes * scale / rows_cut
+    divided = setup.tp if any(operator.split == "columns" for operator in layer.operators) else 1
+    times.loss_bytes = _LOSS_BYTES * layer.output_bytes / model_bytes * setup.micro_batch_size / setup.cp / divided
     if not layer.operators:
         _add_sums(times, layer, setup, machine, scale)
         return times

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import Final
 
 __all__: list[str] = []
 
+_SLACK: Final = 0.01
+"""By how much the costliest stage may exceed the least that it can cost [ratio]."""
+
 
 def balanced_cut(prefix: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return where stages begin and the last one ends, so that the costliest of them costs as little as it can.
+    """Return where stages begin and the last one ends, so that the costliest of them costs as little as it can, within 1 %.
 
     Args:
         prefix: Sums of the layers' costs: 0, the first, the first two, and so on [any one unit].
@@ -31,23 +35,28 @@ def balanced_cut(prefix: Sequence[float], num_stages: int) -> tuple[int, ...]:
             high = middle
         else:
             low = middle
-    return _cut(prefix, high, num_stages) or (*tuple(range(num_stages)), num_layers)
+    # A little slower is good enough where the first stage, which holds the most micro-batches, gets less to hold.
+    best = _cut(prefix, high * (1 + _SLACK), num_stages) or _cut(prefix, high, num_stages)
+    return best or (*range(num_stages), num_layers)
 
 
 def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, ...] | None:
-    """Return a cut into stages that cost at most ``limit``, each with a layer; None where there is none."""
+    """Return a cut into stages that cost at most ``limit``, each with a layer; None where there is none.
+
+    Stages are filled from the last one, so that the first one has what is left: it holds the most micro-batches.
+    """
     num_layers = len(prefix) - 1
-    bounds = [0]
-    for stage in range(1, num_stages):
-        start = bounds[-1]
-        end = bisect.bisect_right(prefix, prefix[start] + limit * (1 + 1e-12)) - 1
-        end = min(end, num_layers - (num_stages - stage))
-        if end <= start:
+    limit *= 1 + 1e-12
+    bounds = [num_layers]
+    for left in range(num_stages - 1, 0, -1):
+        end = bounds[-1]
+        start = max(bisect.bisect_left(prefix, prefix[end] - limit), left)
+        if start >= end:
             return None
-        bounds.append(end)
-    if prefix[num_layers] - prefix[bounds[-1]] > limit * (1 + 1e-12):
+        bounds.append(start)
+    if prefix[bounds[-1]] > limit:
         return None
-    return (*bounds, num_layers)
+    return (0, *reversed(bounds))
 
 
 def rank_of_stage(stage: int, num_ranks: int, schedule: str) -> int:

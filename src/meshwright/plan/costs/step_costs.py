@@ -228,7 +228,7 @@ class StepCosts:
         kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
         largest = placed.most([kinds[kind].num_params for kind in self._kind])
         again = placed.most([kinds[kind].saved_bytes for kind in self._kind])
-        outputs = kinds[self._kind[-1]].input_bytes
+        outputs = kinds[self._kind[-1]].loss_bytes
         loads = [
             RankLoad(
                 num_params=params[rank],
