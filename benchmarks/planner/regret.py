@@ -2,9 +2,9 @@
 
     python -m benchmarks.planner.regret ROWS.json [ROWS.json ...]
 
-A cell is what one source measured of one model, on as many GPUs, with one global batch: four plans or more. Regret is the measured time of
-the plan that is predicted to be fastest over that of the fastest one, less 1; Kendall's tau counts pairs that are in order, less
-those that are not.
+A cell is what one source measured of one model, on as many GPUs, with one global batch: four plans or more. Regret is the
+measured time of the plan that is predicted to be fastest over that of the fastest one, less 1. Kendall's tau counts pairs that
+are in order, less those that are not.
 """
 
 from __future__ import annotations
