@@ -35,6 +35,7 @@ BOUNDS = {
     "network": (0.5, 0.95),
     "rails": (0.08, 1.0),
     "overlap": (0.2, 1.0),
+    "tp_overlap": (0.0, 0.9),
     "interference": (0.02, 0.4),
     "elementwise_passes": (1.0, 5.0),
     "kernel_s": (2e-6, 12e-6),

@@ -173,6 +173,7 @@ def setup_of(row: dict[str, Any]) -> Setup:
         sent_gradient_bytes=2.0 if is_half or zero == 3 else 4.0,
         gathered_bytes=2.0,
         overlap=recent,
+        overlaps_tp=recent,
         is_eager=recent,
         trains_weights="lora" not in (row.get("task") or "").lower(),
     )

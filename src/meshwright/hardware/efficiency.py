@@ -35,6 +35,7 @@ class Efficiency(Value):
         link_latency_s: Fixed time of a collective inside a host [s].
         network_latency_s: The same between hosts, and of a message to a neighbour [s].
         hop_s: Time that each further step of a ring or tree adds [s].
+        tp_overlap: Share of tensor parallelism's collectives that software with overlapped sequence parallelism hides; 0 to 1.
         interference: Share of overlapped communication by which it slows the computation down; 0 to 1.
         overlap: Share of a pass that communication can hide behind; 0 to 1.
         optimizer_bytes: Traffic of the optimizer for one parameter of its shard [bytes].
@@ -62,6 +63,7 @@ class Efficiency(Value):
     link_latency_s: float
     network_latency_s: float
     hop_s: float
+    tp_overlap: float
     interference: float
     overlap: float
     optimizer_bytes: float
@@ -84,7 +86,7 @@ class Efficiency(Value):
 
 _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
-    "network_latency_s", "hop_s", "interference", "overlap", "optimizer_bytes", "step_s",
+    "network_latency_s", "hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
 )  # fmt: skip
 
 

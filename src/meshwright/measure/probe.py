@@ -106,6 +106,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             link_latency_s=link.latency_s or 0.0 if link else 0.0,
             network_latency_s=0.0,
             hop_s=0.0,
+            tp_overlap=0.0,
             # A core that sends does not compute: nothing hides, and nothing is slowed down.
             interference=0.0 if is_cpu else 0.1,
             overlap=0.0 if is_cpu else 1.0,

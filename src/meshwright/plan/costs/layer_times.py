@@ -207,6 +207,8 @@ def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Mac
     else:
         rounds, calls = 2, 1
     seconds = calls * machine.collective_s(num_bytes, setup.tp, spread, rounds=rounds)
+    if setup.overlaps_tp and setup.sequence_parallel:
+        seconds *= 1 - machine.efficiency.tp_overlap
     if forward:
         times.forward_comm_s += seconds
     else:

@@ -53,6 +53,8 @@ class Setup:
     gathered_bytes: float = 4.0
     """Of one parameter element as ZeRO-3 gathers it, or ZeRO-1 after the update [bytes]."""
     overlap: bool = True
+    overlaps_tp: bool = False
+    """Whether collectives of sequence parallelism run piece by piece beside their products: this project's do not."""
     is_eager: bool = True
     """Whether PyTorch runs one kernel after the other as the model says, with today's fused attention and overlap."""
     trains_weights: bool = True

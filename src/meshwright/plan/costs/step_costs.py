@@ -266,7 +266,7 @@ class _StagesOnRanks:
 
 
 _SEEN: Final = (
-    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "is_eager", "trains_weights",
+    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "overlaps_tp", "is_eager", "trains_weights",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
