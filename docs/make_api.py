@@ -31,7 +31,16 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Plans and descriptions": (
         "meshwright",
         (
-            *("Plan", "MeshSpec", "PipelineSchedule", "TrainSpec", "ModelSpec", "Prediction", "RunRecord"),
+            *(
+                "describe_model",
+                "Plan",
+                "MeshSpec",
+                "PipelineSchedule",
+                "TrainSpec",
+                "ModelSpec",
+                "Prediction",
+                "RunRecord",
+            ),
             *("ClusterSpec", "DeviceSpec", "LinkSpec", "load_cluster"),
             *("make_plans", "predict_plan", "select_strategy", "probe_cluster"),
         ),

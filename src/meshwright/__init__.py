@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwright.comm.shm.backend import register_shm
     from meshwright.compare.run_plans import compare_plans
     from meshwright.describe.batches import split_batch
+    from meshwright.describe.describing import describe_model
     from meshwright.errors import (
         ApplyError,
         CheckpointError,
@@ -89,6 +90,7 @@ __all__ = [
     "apply_plan",
     "compare_plans",
     "current_world",
+    "describe_model",
     "join_world",
     "launch",
     "load_checkpoint",
@@ -135,6 +137,7 @@ _NAMES_OF_MODULE: Final = {
     "plan.search.select": ("select_strategy",),
     "run.accumulate": ("GradientAccumulation",),
     "describe.batches": ("split_batch",),
+    "describe.describing": ("describe_model",),
     "run.checkpoints.loading": ("load_checkpoint",),
     "run.checkpoints.saving": ("save_checkpoint", "wait_for_checkpoint"),
     "run.losses.loss": ("Loss",),

@@ -24,10 +24,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "ATTENTIONS",
     "DEAR_OPERATORS",
     "GLOBAL_MODULE_HOOKS",
+    "GROUPED_MM",
     "LINEAR",
     "PIN_MEMORY",
+    "RNN_LAYER",
     "TURNS",
     "WEIGHT_NORM",
     "Convolution",
@@ -133,6 +136,21 @@ DEAR_OPERATORS = frozenset(
     }
 )
 """Matrix products, convolutions and attention: what selective recompute does not do twice."""
+
+ATTENTIONS = frozenset(
+    {
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+"""Attention in one call, which keeps no scores."""
+GROUPED_MM = _ATEN._grouped_mm.default
+"""Products of a group of rows each with a matrix of its own: experts."""
+RNN_LAYER = _ATEN.mkldnn_rnn_layer.default
+"""One direction of an LSTM's layer, over all time steps."""
 
 
 def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:

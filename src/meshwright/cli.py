@@ -151,6 +151,33 @@ def schedule(
     print(PipelineSchedule.build(kind, num_ranks=stages, num_micro_batches=micro_batches).draw())
 
 
+@app.command()
+def describe(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="package.module:callable, a Hugging Face config.json, or a known model.",
+            show_default=False,
+        ),
+    ],
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of the example batch.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="PACKAGE.MODULE:CALLABLE", help="What returns an example batch.")
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Show a model's layers: parameters, arithmetic, memory and splits, found without running it."""
+    from meshwright.describe.model_table import format_model
+    from meshwright.train.model_names import find_model
+
+    spec = find_model(model, batch_size=batch_size, sequence=sequence, batch=batch)
+    if json_path is not None:
+        json_path.write_text(spec.to_json(indent=2) + "\n", encoding="utf-8")
+    print(format_model(spec))
+
+
 checkpoint = typer.Typer(
     name="checkpoint", help="Look into checkpoints, prove them, and convert weights.", no_args_is_help=True
 )

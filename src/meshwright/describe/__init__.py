@@ -2,10 +2,19 @@
 
 Planning and the one-process modes use it; it never changes the model.
 
-layers   layers of a module in the order in which they run
-batches  forms of a batch, counts of its samples, its shares
+describing    `describe_model`: any module as a ModelSpec
+fakes         modules and batches without memory
+recorder      record of one forward: operators, and what backward keeps
+product_sizes operators that are products, with their sizes
+flow          which product feeds which: attention cores, candidates for splits
+per_sample    numbers of one sample
+layer_specs   layers of a ModelSpec, from the record
+module_facts  heads, width and vocabulary, from the config or the operators
+model_table   the description as text
+layers        layers of a module in the order in which they run
+batches       forms of a batch, counts of its samples, its shares
 
-To accept another form of batch, touch `batches.py`.
+To count another operator as a product, touch `product_sizes.py`; to accept another form of batch, touch `batches.py`.
 """
 
 __all__: list[str] = []

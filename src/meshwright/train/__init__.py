@@ -11,6 +11,7 @@ launcher     the launching side of a run
 resume       settings that a run keeps when it is continued
 restarts     restarts of ranks that were lost
 models       model targets
+model_names  models that a command line names, described
 optim        optimizer, parameter groups and learning rate
 losses       losses that a configuration can name
 events       a run's folder

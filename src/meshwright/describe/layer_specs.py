@@ -1,0 +1,289 @@
+"""Layers of a ModelSpec, from the record of one forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import nn
+
+from meshwright.describe.flow import ProductFlow, core_steps
+from meshwright.describe.layers import find_layers
+from meshwright.describe.per_sample import Samples
+from meshwright.describe.recorder import ForwardRecorder, LayerCall, Step
+from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.operator import OperatorSpec, Split
+from meshwright.units import format_bytes
+
+__all__: list[str] = []
+
+_MANY_OPERATORS: Final = 256
+"""Beyond these, equal operators of a layer are counted together [count]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ownership:
+    """Parameters of a module, by their first names."""
+
+    names: Mapping[str, tuple[str, ...]]
+    """All names."""
+    shapes: Mapping[str, tuple[int, ...]]
+    nbytes: Mapping[str, int]
+    homes: Mapping[str, tuple[str, ...]]
+    """The layers that hold it; none for a parameter of a container."""
+
+    def numel(self, name: str) -> int:
+        """Return a parameter's elements [count]."""
+        total = 1
+        for size in self.shapes[name]:
+            total *= size
+        return total
+
+
+def layer_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's layers, each module once."""
+    first: dict[int, str] = {}
+    for name, layer in find_layers(module):
+        first.setdefault(id(layer), name)
+    return list(first.values())
+
+
+def ownership_of(module: nn.Module, layers: Sequence[str]) -> Ownership:
+    """Return who holds which parameter."""
+    by_id: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    known = set(layers)
+
+    def home(name: str) -> str | None:
+        parts = name.split(".")
+        paths = (".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1))
+        return next((path for path in paths if path in known), None)
+
+    homes = {}
+    for names in by_id.values():
+        found = dict.fromkeys(place for name in names if (place := home(name)) is not None)
+        homes[names[0]] = tuple(found)
+    return Ownership(
+        names={names[0]: tuple(names) for names in by_id.values()},
+        shapes={names[0]: tuple(tensors[key].shape) for key, names in by_id.items()},
+        nbytes={names[0]: tensors[key].nbytes for key, names in by_id.items()},
+        homes=homes,
+    )
+
+
+class LayerAssembly:
+    """Makes the layers of a ModelSpec.
+
+    Args:
+        recorder: The record of a forward.
+        layers: All layers, by name, in the order of their registration.
+        parameters: The module's parameters.
+        samples: The samples of that forward.
+    """
+
+    def __init__(
+        self, recorder: ForwardRecorder, layers: Sequence[str], parameters: Ownership, samples: Samples
+    ) -> None:
+        self.notes: list[str] = []
+        self._recorder = recorder
+        self._parameters = parameters
+        self._samples = samples
+        self._order = list(recorder.calls)
+        self._idle = [name for name in layers if name not in recorder.calls and self._holds(name)]
+        self._flow = ProductFlow(recorder.steps, recorder.outputs, parameters.names, parameters.shapes)
+        self._own = self._parameters_by_layer()
+
+    def _holds(self, layer: str) -> bool:
+        return any(layer in homes for homes in self._parameters.homes.values())
+
+    def _parameters_by_layer(self) -> dict[str, list[str]]:
+        own: dict[str, list[str]] = {name: [] for name in (*self._order, *self._idle)}
+        for name, homes in self._parameters.homes.items():
+            for layer in homes or (self._first_user(name),):
+                own[layer].append(name)
+        for step in self._recorder.steps:
+            for name in step.weights:
+                if name not in own[step.layer] and self._parameters.homes[name]:
+                    self._note_outside(name, step)
+        return own
+
+    def _first_user(self, name: str) -> str:
+        user = next((step.layer for step in self._recorder.steps if name in step.weights), None)
+        if user is None:
+            self.notes.append(f"'{name}' is used by no operator that was seen; it is counted in '{self._order[0]}'")
+        return user or self._order[0]
+
+    def _note_outside(self, name: str, step: Step) -> None:
+        note = f"'{name}' of '{self._parameters.homes[name][0]}' is used outside that layer, after or in '{step.layer}'"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def shared(self) -> tuple[SharedParameter, ...]:
+        """Return the parameters with several names."""
+        return tuple(
+            SharedParameter(
+                names=names,
+                layers=tuple(map(shown_name, self._parameters.homes[first])),
+                num_params=self._parameters.numel(first),
+                params_bytes=self._parameters.nbytes[first],
+            )
+            for first, names in self._parameters.names.items()
+            if len(names) > 1 and self._parameters.homes[first]
+        )
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Return the layers in the order in which they ran, then those that did not run."""
+        steps = self._recorder.steps
+        splits = self._flow.splits(self._recorder.calls)
+        core = core_steps(steps)
+        by_layer: dict[str, list[tuple[Step, Split, bool]]] = {name: [] for name in self._own}
+        for place, step in enumerate(steps):
+            by_layer[step.layer].append((step, splits[place], place in core))
+        made = [self._layer(name, found) for name, found in by_layer.items()]
+        self._note_what_is_fixed(made)
+        if self._idle:
+            listed = ", ".join(f"'{name}'" for name in self._idle[:5])
+            more = "" if len(self._idle) <= 5 else f" and {len(self._idle) - 5} more"
+            self.notes.append(f"with this batch {listed}{more} did not run: parameters are counted, work is not")
+        if self._flow.num_pairs:
+            self.notes.append(
+                f"{self._flow.num_pairs} pairs of column and row products are proposed for tensor parallelism; only the proof "
+                "that apply_plan runs decides each"
+            )
+        return tuple(made)
+
+    def _layer(self, name: str, found: list[tuple[Step, Split, bool]]) -> LayerSpec:
+        own = self._own[name]
+        seen: set[str] = set()
+        operators: list[OperatorSpec] = []
+        flops = 0.0
+        saved = 0.0
+        for step, split, is_core in found:
+            new = [each for each in step.weights if each not in seen]
+            seen.update(new)
+            num_params = sum(self._parameters.numel(each) for each in new)
+            operators += self._operators(name, step, split, is_core=is_core, num_params=num_params)
+            saved += self._samples.of_bytes(step.saved_bytes)
+            flops += self._flops(step)
+        call = self._recorder.calls.get(name, LayerCall())
+        return LayerSpec(
+            name=shown_name(name),
+            num_params=sum(self._parameters.numel(each) for each in own),
+            params_bytes=sum(self._parameters.nbytes[each] for each in own),
+            forward_flops=float(flops),
+            output_bytes=round(self._samples.of_bytes(call.output_bytes)),
+            activation_bytes=round(saved),
+            operators=tuple(_counted_together(operators)),
+        )
+
+    def _flops(self, step: Step) -> float:
+        shares = [self._samples.of_product(each, weight_factor=step.weight_factor) for each in step.products]
+        self._samples.fixed_flops += sum(
+            each.flops for each, share in zip(step.products, shares, strict=True) if share is None
+        )
+        return sum(share.flops / self._samples.count for share in shares if share is not None)
+
+    def _operators(self, layer: str, step: Step, split: Split, *, is_core: bool, num_params: int) -> list[OperatorSpec]:
+        name = name_inside(step.module, layer)
+        saved = self._samples.of_bytes(step.saved_bytes)
+        self._samples.fixed_bytes += self._samples.fixed_of(step.saved_bytes)
+        made: list[OperatorSpec] = []
+        for product in step.products:
+            share = self._samples.of_product(product, weight_factor=step.weight_factor)
+            if share is None:
+                continue
+            made.append(
+                OperatorSpec(
+                    kind="matmul" if step.weight_factor is not None else share.kind,
+                    name=name,
+                    rows=share.rows,
+                    inner=share.inner,
+                    columns=share.columns,
+                    count=share.count,
+                    causal=share.causal,
+                    saved_bytes=0 if made else round(saved),
+                    num_params=0 if made else num_params,
+                    split=split,
+                    is_core=is_core,
+                )
+            )
+        if step.products:
+            return made
+        traffic = self._samples.of_bytes((*step.read_bytes, *step.written_bytes))
+        if not round(traffic) and not round(saved) and not num_params:
+            return []
+        if split == "inner" and not num_params:
+            split = "whole"  # a second look-up in a table that is counted already
+        rows, columns = self._samples.shape_of(step.shape)
+        return [
+            OperatorSpec(
+                kind="elementwise",
+                name=name or step.function,
+                rows=rows,
+                columns=columns,
+                traffic_bytes=round(traffic),
+                saved_bytes=round(saved),
+                num_params=num_params,
+                split=split,
+                is_core=is_core,
+            )
+        ]
+
+    def _note_what_is_fixed(self, layers: Sequence[LayerSpec]) -> None:
+        if self._samples.fixed_bytes:
+            kept = sum(layer.activation_bytes for layer in layers)
+            self.notes.append(
+                f"{format_bytes(self._samples.fixed_bytes)} that backward needs do not grow with the samples (tables, masks), "
+                f"beside {format_bytes(kept)} for each sample; they are not counted"
+            )
+        if self._samples.grows_faster:
+            self.notes.append(
+                "some sizes grow with the square of the samples, as where samples are compared with samples; they are those of "
+                f"{self._samples.own} samples"
+            )
+        if self._samples.fixed_flops:
+            self.notes.append(
+                f"{self._samples.fixed_flops:.3g} FLOPs of a forward do not grow with the samples; they are not counted"
+            )
+
+
+def shown_name(layer: str) -> str:
+    """Return a layer's name in a ModelSpec; the module itself has none of its own."""
+    return layer or "model"
+
+
+def name_inside(module: str, layer: str) -> str:
+    """Return a module's name below a layer; that of a module outside of it stays."""
+    if module == layer:
+        return ""
+    return module.removeprefix(f"{layer}.") if layer else module
+
+
+def _counted_together(operators: list[OperatorSpec]) -> list[OperatorSpec]:
+    """Return the operators; of very many, equal products and each module's elementwise ones as one: calls of a recurrent cell."""
+    if len(operators) <= _MANY_OPERATORS:
+        return operators
+    found: dict[tuple[object, ...], OperatorSpec] = {}
+    for operator in operators:
+        is_product = operator.kind != "elementwise"
+        sizes = (operator.rows, operator.inner, operator.columns) if is_product else ()
+        key = (operator.kind, operator.name, operator.split, operator.is_core, operator.causal, *sizes)
+        first = found.get(key)
+        found[key] = operator if first is None else _joined(first, operator)
+    return list(found.values())
+
+
+def _joined(first: OperatorSpec, second: OperatorSpec) -> OperatorSpec:
+    is_product = first.kind != "elementwise"
+    return dataclasses.replace(
+        first,
+        count=first.count + second.count if is_product else first.count,
+        rows=first.rows if is_product else first.rows + second.rows,
+        traffic_bytes=first.traffic_bytes + second.traffic_bytes,
+        saved_bytes=first.saved_bytes + second.saved_bytes,
+        num_params=first.num_params + second.num_params,
+    )

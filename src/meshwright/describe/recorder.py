@@ -1,0 +1,249 @@
+"""Record of one forward: the operators of each layer, what they read and write, and what autograd keeps for backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import storage_id
+from meshwright.describe.fakes import Constants
+from meshwright.describe.product_sizes import EMBEDDINGS, LOOKUPS, SAVES_RESULT, Sizes, products_of
+from meshwright.trees import arguments_in, tensors_in
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Step:
+    """One operator call of a forward; views are none."""
+
+    function: str
+    layer: str
+    """The layer that was running, or the one before; the first that runs, where none has run."""
+    module: str
+    """The innermost module that was running."""
+    products: tuple[Sizes, ...]
+    is_lookup: bool
+    """Whether it looks up rows of a parameter."""
+    saves_result: bool
+    weights: tuple[str, ...]
+    """Parameters that it uses, by name."""
+    weight_factor: int | None
+    """Which factor of the product is made of parameters alone: 0, 1 or neither."""
+    weight: str
+    """The one parameter that this factor is made of; empty where there are several or none."""
+    is_constant: bool
+    """Whether it uses parameters alone."""
+    read_bytes: list[int]
+    written_bytes: list[int]
+    shape: tuple[int, ...]
+    """Of its first result."""
+    inputs: tuple[int, ...]
+    """Places of the steps whose results it reads."""
+    reads: frozenset[int]
+    """Memories that it reads."""
+    writes: frozenset[int]
+    saved_bytes: list[int] = dataclasses.field(default_factory=list)
+    """Sizes of the memories that are kept for its backward and that nobody before it keeps."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class LayerCall:
+    """What is known of a layer's calls."""
+
+    outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    """Shapes of what its last call returned."""
+    output_bytes: list[int] = dataclasses.field(default_factory=list)
+    num_calls: int = 0
+
+
+class ForwardRecorder(Constants):
+    """Records a forward that runs inside this context. Use it once.
+
+    Args:
+        module: The module that will run; hooks are put on it.
+        layers: Names of its layers.
+        constants: Whether small integer tensors are computed, above a fake mode.
+    """
+
+    def __init__(self, module: nn.Module, layers: Iterable[str], *, constants: bool) -> None:
+        super().__init__(is_on=constants)
+        self.steps: list[Step] = []
+        self.calls: dict[str, LayerCall] = {}
+        """By layer, in the order of the first calls."""
+        self.names: dict[int, str] = {}
+        """Memory of a parameter -> its first name."""
+        self.outputs: frozenset[int] = frozenset()
+        """Places of the steps whose results the model returns."""
+        self.where: str = ""
+        """The innermost module that is running."""
+        self._layers = set(layers)
+        self._whole = LayerCall(num_calls=1)
+        self._stack: list[str] = []
+        self._layer_stack: list[str] = []
+        self._last_layer = ""
+        self._producers: dict[int, int] = {}
+        self._made_of: dict[int, frozenset[str]] = {}  # memories that are made of parameters alone
+        self._kept: set[int] = set()
+        self._held: list[Any] = []  # a memory's id identifies it only while it lives
+        self._unplaced: list[tuple[int, int]] = []  # kept since the last step: memory, size
+        for name, parameter in module.named_parameters():
+            self.names[storage_id(parameter)] = name
+            self._made_of[storage_id(parameter)] = frozenset([name])
+            self._kept.add(storage_id(parameter))
+        self._kept.update(storage_id(buffer) for buffer in module.buffers())
+        for name, child in module.named_modules():
+            self._watch(name, child)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def __enter__(self) -> ForwardRecorder:
+        super().__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        super().__exit__(*error)
+        self._place_kept(None)
+        if not self.calls:  # its layers' parameters were used, and not their forwards
+            self.calls[""] = self._whole
+        for step in self.steps:
+            step.layer = step.layer or next(iter(self.calls), "")
+
+    def finish(self, outputs: Any) -> None:
+        """Note what the model returns."""
+        found = {self._producers.get(storage_id(tensor)) for tensor in tensors_in(outputs)}
+        self.outputs = frozenset(place for place in found if place is not None)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        is_layer = name in self._layers
+
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+            self.where = name
+            if is_layer:
+                self._layer_stack.append(name)
+                self.calls.setdefault(name, LayerCall()).num_calls += 1
+
+        def leave(_: nn.Module, __: Any, outputs: Any) -> None:
+            self._stack.pop()
+            self.where = self._stack[-1] if self._stack else ""
+            if is_layer:
+                self._layer_stack.pop()
+                self._last_layer = name
+            if is_layer or not name:
+                memories = {storage_id(tensor): tensor for tensor in tensors_in(outputs)}
+                call = self.calls[name] if is_layer else self._whole
+                call.outputs = [tuple(tensor.shape) for tensor in memories.values()]
+                call.output_bytes = [tensor.nbytes for tensor in memories.values()]
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
+
+    # -- one operator -------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self.run(func, args, kwargs)
+        if func.namespace != "prim":
+            outputs = list(arguments_in(result))
+            inputs = [*arguments_in(args), *arguments_in(kwargs)]
+            if outputs:
+                self._note(func, args, kwargs, result, inputs=inputs, outputs=outputs)
+        return result
+
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, result: Any, *, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        reads = {storage_id(tensor): tensor for tensor in inputs}
+        writes = {storage_id(tensor): tensor for tensor in outputs}
+        is_written = func._schema.is_mutable
+        if not is_written and writes.keys() <= reads.keys():
+            return  # a view
+        made_of = [self._made_of.get(memory, frozenset[str]()) for memory in reads]
+        is_constant = bool(made_of) and all(made_of)
+        weights = frozenset[str]().union(*made_of)
+        for memory in writes:
+            if memory in self.names:
+                continue
+            self._made_of.pop(memory, None)
+            if is_constant:
+                self._made_of[memory] = weights
+        if func.__name__.startswith(("empty", "new_empty")):
+            for memory in writes:
+                self._producers.pop(memory, None)
+            return
+        place = len(self.steps)
+        is_lookup = func in LOOKUPS
+        products = products_of(func, args, kwargs, result)
+        factor, weight = self._weight_of(products)
+        step = Step(
+            function=func.__name__.partition(".")[0],
+            layer=self._layer_stack[-1] if self._layer_stack else self._last_layer,
+            module=self.where,
+            products=tuple(dataclasses.replace(product, factors=()) for product in products),
+            is_lookup=func in EMBEDDINGS and bool(weights),
+            saves_result=func in SAVES_RESULT,
+            weights=tuple(sorted(weights)),
+            weight_factor=factor,
+            weight=weight,
+            is_constant=is_constant,
+            read_bytes=[t.nbytes for t in outputs] if is_lookup else [],
+            written_bytes=[_touched_bytes(tensor) for tensor in outputs],
+            shape=tuple(outputs[0].shape),
+            inputs=tuple({self._producers[memory] for memory in reads if memory in self._producers}),
+            reads=frozenset(reads),
+            writes=frozenset(writes),
+        )
+        step.read_bytes += [_touched_bytes(tensor) for tensor in (inputs[1:] if is_lookup else inputs)]
+        for memory in writes:
+            self._producers[memory] = place
+        self._place_kept(step)
+        self.steps.append(step)
+
+    def _weight_of(self, products: tuple[Sizes, ...]) -> tuple[int | None, str]:
+        """Return which factor of a product is made of parameters alone, and of which one."""
+        if not products:
+            return None, ""
+        made_of = [self._made_of.get(storage_id(factor), frozenset[str]()) for factor in products[0].factors]
+        if bool(made_of[0]) == bool(made_of[1]):
+            return None, ""
+        factor = 1 if made_of[1] else 0
+        return factor, next(iter(made_of[factor])) if len(made_of[factor]) == 1 else ""
+
+    # -- what is kept -------------------------------------------------------------------------------------------
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        memory = storage_id(tensor)
+        if memory not in self._kept:
+            self._kept.add(memory)
+            self._held.append(tensor.untyped_storage())
+            self._unplaced.append((memory, tensor.untyped_storage().nbytes()))
+        return tensor
+
+    def _place_kept(self, following: Step | None) -> None:
+        """Assign what autograd has kept since the last step to that step or to the one that follows."""
+        last = self.steps[-1] if self.steps else None
+        for memory, size in self._unplaced:
+            is_read = following is not None and memory in following.reads
+            is_made = last is not None and memory in last.writes
+            owner = following if is_read and not (is_made and last is not None and last.saves_result) else last
+            if owner is None:
+                owner = following
+            if owner is not None:
+                owner.saved_bytes.append(size)
+        self._unplaced = []
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's distinct entries; an expanded one has fewer than its shape says."""
+    entries = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        entries *= size if stride else min(size, 1)
+    return entries * tensor.element_size()

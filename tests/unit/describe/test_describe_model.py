@@ -1,0 +1,441 @@
+"""Descriptions of modules against numbers counted by hand, torch's own count of FLOPs, and what real runs keep."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshwright as mw
+from gpt import GPT, GPTConfig
+from meshwright.describe.describing import REAL_BYTES, describe_model
+from unit.describe.measured import counted_flops, growth, kept_by_layers
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8, inner: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.blocks = nn.ModuleList([Mlp() for _ in range(2)])
+        self.head = nn.Linear(8, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class TiedByHand(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.linear(x, self.embedding.weight)
+
+
+class Experts(nn.Module):
+    """Routing whose sizes depend on values."""
+
+    def __init__(self, width: int = 8, num_experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList([Mlp(width) for _ in range(num_experts)])
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            out[rows, places] = expert(x[rows, places])
+        return out
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.ReLU()),
+        nn.Sequential(nn.ConvTranspose2d(8, 4, 2, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(4, 10),
+    )
+
+
+def gpt(**changes) -> nn.Module:
+    return GPT(
+        GPTConfig(**{"num_layers": 2, "hidden_size": 32, "vocabulary_size": 64, "tie_embeddings": False} | changes)
+    )
+
+
+def ids_of(num_samples: int, length: int = 12, top: int = 40):
+    return (torch.arange(num_samples * length).reshape(num_samples, length) % top,)
+
+
+def floats_of(num_samples: int, *shape: int):
+    return (torch.randn(num_samples, *shape),)
+
+
+CASES = {
+    "mlp": (Mlp, lambda n: floats_of(n, 5, 8)),
+    "convnet": (convnet, lambda n: floats_of(n, 3, 8, 8)),
+    "gpt": (gpt, ids_of),
+    "gpt with dropout": (functools.partial(gpt, dropout=0.5), ids_of),
+    "gpt with fewer key heads": (functools.partial(gpt, num_kv_heads=2), ids_of),
+    "tied": (Tied, ids_of),
+    "gru": (functools.partial(nn.GRU, 8, 16, batch_first=True), lambda n: floats_of(n, 5, 8)),
+    "encoder": (
+        functools.partial(nn.TransformerEncoderLayer, 16, 2, 32, batch_first=True),
+        lambda n: floats_of(n, 6, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops_are_torchs_own_count(name: str) -> None:
+    build, make_batch = CASES[name]
+    spec = describe_model(build, make_batch(2))
+    assert spec.forward_flops == counted_flops(build(), make_batch(2)) / 2 > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kept_bytes_are_those_of_a_real_run(name: str) -> None:
+    build, make_batch = CASES[name]
+    assert kept_by_layers(describe_model(build, make_batch(2))) == growth(build(), make_batch) > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operators_add_up_to_their_layers(name: str) -> None:
+    build, make_batch = CASES[name]
+    spec = describe_model(build, make_batch(2))
+    for layer in spec.layers:
+        assert sum(operator.saved_bytes for operator in layer.operators) == layer.activation_bytes
+        assert sum(operator.num_params for operator in layer.operators) == layer.num_params
+        # A causal mask halves an operator's arithmetic; a layer's is counted without it, as for MFU.
+        whole = sum(op.forward_flops * (2 if op.causal else 1) for op in layer.operators)
+        assert whole == layer.forward_flops
+
+
+def test_an_mlp_by_hand() -> None:
+    spec = describe_model(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.zeros(3, 8),))
+    first, relu, last = spec.layers
+    assert (first.num_params, first.forward_flops, first.output_bytes) == (8 * 16 + 16, 2 * 8 * 16, 16 * 4)
+    assert first.activation_bytes == 8 * 4
+    assert relu.activation_bytes == 16 * 4  # its result, which the last layer keeps with it
+    assert (last.activation_bytes, last.output_bytes) == (0, 4 * 4)
+    assert [op.split for layer in spec.layers for op in layer.operators] == ["columns", "inside", "inner"]
+    assert relu.operators[0].traffic_bytes == 2 * 16 * 4
+    assert spec.num_params == 8 * 16 + 16 + 16 * 4 + 4
+    assert mw.ModelSpec.from_json(spec.to_json()) == spec
+
+
+def test_a_gpt_block_by_hand() -> None:
+    spec = describe_model(functools.partial(gpt, num_layers=1), ids_of(2, length=16))
+    block = next(layer for layer in spec.layers if layer.name == "layers.0")
+    length, width, inner = 16, 32, 96
+    matrices = 4 * width * width + 3 * width * inner
+    assert block.num_params == matrices + 2 * width
+    assert block.forward_flops == 2 * length * matrices + 4 * length**2 * width
+    products = {op.name: op for op in block.operators if op.kind == "matmul"}
+    assert (products["ffn.up"].rows, products["ffn.up"].inner, products["ffn.up"].columns) == (length, width, inner)
+    assert {name: op.split for name, op in products.items()} == {
+        **dict.fromkeys(("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up"), "columns"),
+        **dict.fromkeys(("attention.output", "ffn.down"), "inner"),
+    }
+    (core,) = (op for op in block.operators if op.is_core)
+    assert (core.kind, core.causal, core.count, core.rows, core.columns, core.split) == (
+        "attention",
+        True,
+        4,
+        16,
+        16,
+        "inside",
+    )
+    assert {op.split for op in block.operators if "norm" in op.name} == {"rows"}
+    assert (spec.sequence_length, spec.num_heads, spec.num_kv_heads) == (16, 4, 4)
+
+
+def test_scores_softmax_and_dropout_are_the_core() -> None:
+    block = describe_model(functools.partial(gpt, num_layers=1, dropout=0.5), ids_of(2)).layers[-3]
+    core = [op for op in block.operators if op.is_core]
+    assert [op.kind for op in core].count("batched_matmul") == 2
+    assert [core[0].kind, core[-1].kind] == ["batched_matmul"] * 2
+    assert sum(op.saved_bytes for op in core) > 3 * 4 * 12 * 12 * 4  # scores, mask and what it leaves, of four heads
+
+
+def test_a_convnet_by_hand() -> None:
+    spec = describe_model(convnet, floats_of(2, 3, 8, 8))
+    flops = [layer.forward_flops for layer in spec.layers]
+    products = [op for layer in spec.layers for op in layer.operators if op.kind == "matmul"]
+    assert sum(flops) == 2 * 64 * 27 * 8 + 2 * 16 * 36 * 4 * 2 + 2 * 16 * 8 * 16 + 2 * 4 * 10
+    grouped = [op for op in products if op.count == 2]
+    assert [(op.rows, op.inner, op.columns) for op in grouped] == [(16, 36, 4)]
+
+
+def test_an_lstm_by_hand() -> None:
+    spec = describe_model(functools.partial(nn.LSTM, 8, 16, batch_first=True), floats_of(3, 5, 8))
+    (layer,) = spec.layers
+    assert layer.name == "model"
+    assert any("workspace" in note for note in spec.notes)
+    assert layer.num_params == 4 * 16 * (8 + 16) + 2 * 4 * 16
+    assert layer.forward_flops == 2 * 5 * 4 * 16 * (8 + 16)
+    into, again = (op for op in layer.operators if op.kind == "matmul")
+    assert (into.rows, into.inner, into.columns, into.count) == (5, 8, 64, 1)
+    assert (again.rows, again.inner, again.columns, again.count) == (1, 16, 64, 5)
+
+
+def test_many_calls_of_a_cell_are_one_operator() -> None:
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(8, 8)
+
+        def forward(self, x):
+            hidden = x[:, 0]
+            for step in range(x.shape[1]):
+                hidden = self.cell(x[:, step], hidden)
+            return hidden
+
+    (layer,) = describe_model(Cells, floats_of(2, 100, 8)).layers
+    products = [op for op in layer.operators if op.kind == "matmul"]
+    assert sum(op.count for op in products) == 200
+    assert len(layer.operators) < 20
+    assert layer.forward_flops == 100 * 2 * 2 * 8 * 24
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    spec = describe_model(Tied, ids_of(2))
+    assert spec.num_params == sum(parameter.numel() for parameter in Tied().parameters())
+    (shared,) = spec.shared
+    assert shared.names == ("embedding.weight", "head.weight")
+    assert shared.layers == ("embedding", "head")
+    assert (spec.vocab_size, spec.hidden_size) == (40, 8)
+
+
+def test_a_parameter_used_outside_its_layer_is_told() -> None:
+    spec = describe_model(TiedByHand, ids_of(2))
+    assert spec.num_params == sum(parameter.numel() for parameter in TiedByHand().parameters())
+    assert spec.layers[-1].forward_flops == 2 * 12 * (2 * 8 * 16 + 8 * 40)
+    assert any("'embedding.weight' of 'embedding' is used outside that layer" in note for note in spec.notes)
+
+
+def test_a_loss_belongs_to_the_last_layer() -> None:
+    def loss_fn(outputs, batch):
+        return F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
+
+    def make_batch(num_samples):
+        return ids_of(num_samples)[0], ids_of(num_samples)[0]
+
+    spec = describe_model(Tied, make_batch(2), loss_fn=loss_fn)
+    assert kept_by_layers(spec) == growth(Tied(), make_batch, loss_fn)
+    assert {op.split for op in spec.layers[-1].operators if op.name == "loss"} == {"inside"}
+
+
+def test_routing_by_values_runs_for_real_and_says_so() -> None:
+    batch = floats_of(4, 6, 8)
+    spec = describe_model(Experts, batch)
+    assert any("the model was run for real with the 4 samples" in note for note in spec.notes)
+    rows = 4 * 6  # each goes to one expert
+    assert spec.forward_flops == pytest.approx((2 * rows * 8 * 4 + 2 * rows * 2 * 8 * 16) / 4, rel=1e-12)
+    assert sum(layer.num_params for layer in spec.layers) == sum(p.numel() for p in Experts().parameters())
+
+
+def test_a_large_model_that_needs_values_is_refused_with_its_place() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, REAL_BYTES // 16)
+            self.second = Experts()
+
+        def forward(self, x):
+            self.first(x)
+            return self.second(x)
+
+    with pytest.raises(mw.ConfigError, match=r"'second' needs values.*rule: at most 1 GiB") as caught:
+        describe_model(Large, floats_of(2, 3, 8))
+    assert "fewer or smaller layers" in caught.value.fix
+
+
+def test_an_integer_that_a_mask_gives_needs_no_real_run() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+
+        def forward(self, ids, mask):
+            x = self.table(ids)
+            return x if mask.all() else x * mask[..., None]
+
+    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3, dtype=torch.bool)}
+    spec = describe_model(Masked, batch)
+    assert not spec.notes
+    assert not any(op.name == "mul" for op in spec.layers[0].operators)
+
+
+def test_the_users_own_error_is_shown() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x[..., :4])
+
+    with pytest.raises(mw.UserCodeError, match="RuntimeError") as caught:
+        describe_model(Broken, floats_of(2, 8))
+    assert "forward" in caught.value.traceback_text
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "message"),
+    [
+        (lambda: 3, (torch.zeros(2, 8),), r"build_model returned int \(rule: an nn.Module\)"),
+        (Mlp, (torch.zeros(0, 8),), r"0 samples \(rule: at least 1\)"),
+        (Mlp, ({"x": torch.zeros(2, 8), "y": torch.zeros(3, 8)},), "different sizes in dim 0"),
+        (Mlp, (torch.zeros(2, 8),) * 3, "must be a pair"),
+    ],
+)
+def test_what_cannot_be_described_is_refused(build, batch, message: str) -> None:
+    with pytest.raises(mw.ConfigError, match=message) as caught:
+        describe_model(build, batch)
+    assert caught.value.fix
+
+
+def test_a_sequence_that_the_batch_has_not_is_refused() -> None:
+    with pytest.raises(mw.ConfigError, match=r"sequence_length=7, but dim 1 of the batch's tensors is \[5\]"):
+        describe_model(Mlp, floats_of(2, 5, 8), sequence_length=7)
+    assert describe_model(Mlp, floats_of(2, 5, 8), sequence_length=5).sequence_length == 5
+
+
+def test_a_given_module_is_not_changed() -> None:
+    model = convnet()
+    norm = model[0][1]
+    plain = norm.forward
+
+    def noted(x):
+        norm.last = x.shape
+        return plain(x)  # runs the norm of the model itself, in a copy too
+
+    norm.forward = noted
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    spec = describe_model(model, floats_of(2, 3, 8, 8))
+    torch.set_rng_state(state)
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not hasattr(norm, "last")
+    assert norm.forward is noted
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+
+
+def test_no_memory_is_taken() -> None:
+    spec = describe_model(lambda: nn.Sequential(nn.Linear(1 << 17, 1 << 17)), (torch.zeros(1, 1 << 17),))
+    assert spec.params_bytes > 1 << 36
+
+
+def test_what_does_not_grow_with_the_samples_is_told() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(8))
+            self.table = nn.Parameter(torch.zeros(6, 4))
+            self.make = nn.Linear(4, 8)
+
+        def forward(self, x):
+            return (x * self.scale) * self.make(self.table)
+
+    spec = describe_model(Biased, floats_of(2, 6, 8))
+    assert kept_by_layers(spec) == growth(Biased(), lambda n: floats_of(n, 6, 8)) == 2 * 6 * 8 * 4  # x, and x * scale
+    assert spec.forward_flops == 0
+    assert any(note.startswith("192 B that backward needs do not grow") for note in spec.notes)
+    assert any(note.startswith("384 FLOPs of a forward do not grow") for note in spec.notes)
+
+
+class Contrastive(nn.Module):
+    """Each sample is compared with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 16)
+        self.right = nn.Linear(8, 16)
+
+    def forward(self, x, y):
+        return self.left(x) @ self.right(y).t()
+
+
+def test_samples_that_meet_samples_are_those_of_the_example() -> None:
+    batch = {"x": torch.zeros(6, 8), "y": torch.zeros(6, 8)}
+    spec = describe_model(Contrastive, batch)
+    assert spec.forward_flops == counted_flops(Contrastive(), batch) / 6 == 2 * 2 * 8 * 16 + 2 * 16 * 6
+    assert any("square of the samples" in note and "6 samples" in note for note in spec.notes)
+    assert sum(op.forward_flops for layer in spec.layers for op in layer.operators) == spec.forward_flops
+
+
+def test_a_module_whose_forward_calls_none_of_its_layers_is_one_layer() -> None:
+    build = functools.partial(nn.MultiheadAttention, 16, 4, batch_first=True)
+    batch = {name: torch.ones(2, 5, 16) for name in ("query", "key", "value")}
+    (layer,) = describe_model(build, batch).layers
+    assert (layer.name, layer.num_params) == ("model", sum(parameter.numel() for parameter in build().parameters()))
+    assert layer.forward_flops == counted_flops(build(), batch) / 2 > 0
+
+
+def test_a_built_module_that_cannot_be_copied_is_refused_and_its_builder_taken() -> None:
+    class Locked(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    batch = floats_of(2, 8)
+    with pytest.raises(mw.ConfigError, match="is already built and cannot be copied") as caught:
+        describe_model(Locked(), batch)
+    assert caught.value.fix == "pass a function that builds it"
+    assert describe_model(Locked, batch).forward_flops == 2 * 2 * 8 * 16
+
+
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(mw.ConfigError, match="operators cannot be watched"):
+        describe_model(torch.jit.script(nn.Sequential(nn.Linear(8, 4))), floats_of(2, 8))
+
+
+def test_drop_rates_made_as_tensors_need_no_values() -> None:
+    class Rates(Mlp):
+        def __init__(self) -> None:
+            super().__init__(width=64, inner=128)
+            self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+
+    assert describe_model(Rates, floats_of(2, 64)).notes[0].startswith("1 pairs")
+
+
+def test_a_function_that_returns_one_module_again_does_not_have_it_changed() -> None:
+    model = Mlp()
+    describe_model(lambda: model, floats_of(2, 8))
+    assert all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+
+
+def test_a_batch_size_that_the_model_fixes_is_told() -> None:
+    class Fixed(Mlp):
+        def forward(self, x):
+            return super().forward(x.view(4, 8))
+
+    spec = describe_model(Fixed, floats_of(4, 8))
+    assert any("run with the 4 samples of the example batch" in note for note in spec.notes)
+    assert spec.forward_flops == 2 * 2 * 8 * 16
