@@ -21,6 +21,7 @@ STAGES: Final = ("products", "products alone", "memory", "operators", "attention
 """What is measured, in order."""
 
 _PRODUCT: Final = (512, 1024, 1024)
+_LARGE_PRODUCT: Final = (8192, 8192, 8192)
 _MEMORY_ELEMENTS: Final = 8 * 2**20
 _NUM_OPERATORS: Final = 64
 _ATTENTION: Final = (1, 8, 256, 64)
@@ -77,11 +78,15 @@ class _Probe:
             torch.cuda.synchronize(self._device)
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, device=self._device).to(dtype)
+        values = torch.randn(*shape, device=self._device)
+        return values.to(dtype)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        return _PRODUCT if self._device.type == "cpu" else _LARGE_PRODUCT
 
     def products(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        rows, inner, columns = _PRODUCT if self._device.type == "cpu" else (8192, 8192, 8192)
+        rows, inner, columns = self._sizes()
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             one, other = self._random(rows, inner, dtype=dtype), self._random(inner, columns, dtype=dtype)
             seconds, spread = self._time(lambda one=one, other=other: one @ other)
@@ -89,9 +94,9 @@ class _Probe:
         return found
 
     def products_alone(self) -> dict[str, Any]:
-        rows, inner, columns = _PRODUCT
         if self._world.rank != 0:
             return {}
+        rows, inner, columns = self._sizes()
         one, other = self._random(rows, inner), self._random(inner, columns)
         seconds, spread = self._time(lambda: one @ other)
         return {"product_alone": (2.0 * rows * inner * columns / seconds, spread)}
