@@ -154,8 +154,8 @@ def test_the_table_has_plans() -> None:
 
 def test_the_readme_is_short() -> None:
     words = re.sub(r"<!--.*?-->|\]\(.*?\)", " ", README).split()
-    assert len(README.splitlines()) <= 126
-    assert len(words) <= 950
+    assert len(README.splitlines()) <= 110
+    assert len(words) <= 900
 
 
 def test_the_picture_and_the_table_are_what_the_results_give() -> None:
