@@ -4,6 +4,9 @@ from __future__ import annotations
 
 __all__: list[str] = []
 
+_TOGETHER = ("docs/test_compare.py", "docs/test_wheel.py")
+"""Files whose tests look at one thing that takes seconds to make: a comparison, a wheel that is installed."""
+
 
 def is_hugging_face(nodeid: str) -> bool:
     """Tell whether a test's ranks import `transformers`."""
@@ -13,8 +16,8 @@ def is_hugging_face(nodeid: str) -> bool:
 def scope_of(nodeid: str) -> str:
     """Return the name of the tests that a test runs with, or its own.
 
-    Each worker has pools of its own, whose ranks would import `transformers`, and would make its own comparison.
+    Each worker has pools of its own, whose ranks would import `transformers`, and would make its own comparison and wheel.
     """
     if is_hugging_face(nodeid):
         return "hugging_face"
-    return "comparison" if "docs/test_compare.py" in nodeid else nodeid
+    return next((file for file in _TOGETHER if file in nodeid), nodeid)

@@ -22,7 +22,7 @@ A message says what is wrong, the numbers, the rule, and a fix that works.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Self
 
 __all__: list[str] = []
@@ -307,6 +307,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def tensors_differ(lines: Sequence[str], most: int = 12) -> str:
+    """Return how many tensors differ, and below it the first of the lines that say in what.
+
+    >>> print(tensors_differ(["w: [2] there", "b: missing"], most=1))
+    2 tensors differ
+      w: [2] there
+      and 1 more
+    """
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n  ".join([f"{len(lines)} tensors differ", *lines[:most], *more])
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -10,7 +10,11 @@ import pytest
 import meshwright as mw
 from meshwright.compare.comparison import Comparison
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # four starts of ranks, on however busy a machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("templates"),
+]  # four starts of ranks, on however busy a machine
 
 CLASSIC = Path(__file__).parents[2] / "examples" / "mlp_classic.toml"
 WIDTH, HIDDEN, BATCH = 64, 128, 8

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.docs.here import run_here
 
 from meshwright.plan.deepspeed.reader import Settings, parse_text, read_deepspeed
 
+pytestmark = pytest.mark.usefixtures("templates")
+
 ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "examples" / "mlp_classic.toml"
 SMALL = [
     "model.kwargs={input_size = 16, hidden_size = 32, middle_size = 16, output_size = 16}",
     "data.kwargs={num_samples = 64, input_size = 16, output_size = 16}",
@@ -35,13 +37,11 @@ ALIKE = [
 
 def run_train(folder: Path, plan: str, *words: str) -> tuple[list[str], list[dict]]:
     """The lines that a run prints, and its steps."""
-    config = ROOT / "examples" / "mlp_classic.toml"
-    command = [sys.executable, "-m", "meshwright", "train", str(config), "--plan", plan, *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    code, out, error = run_here(["train", str(CONFIG), "--plan", plan, *words], folder)
+    assert code == 0, error
     run = folder / "runs" / ("mlp_classic" if plan.endswith(".json") else "alike")
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return done.stdout.splitlines(), [event for event in events if event["event"] == "step"]
+    return out.splitlines(), [event for event in events if event["event"] == "step"]
 
 
 def settings_of(settings: list[str]) -> list[str]:

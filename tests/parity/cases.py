@@ -264,10 +264,12 @@ HUGGING_FACE: dict[str, Case] = {
     "hf_albert": Case(hf_models.build_albert, prompts, losses.logits_cross_entropy),
 }
 
-# 21 million parameters: few cells, few samples, one step.
+# 5 million parameters, 21 in the full grid: few cells, few samples, one step.
 WIDE: dict[str, Case] = {
     "tutorial_mlp_wide": Case(
-        tutorial_models.build_wide_mlp, functools.partial(numbers, num_in=2048, num_out=2048), losses.square
+        tutorial_models.build_wide_mlp,
+        functools.partial(numbers, num_in=tutorial_models.WIDE, num_out=tutorial_models.WIDE),
+        losses.square,
     ),
 }
 

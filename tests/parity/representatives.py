@@ -35,7 +35,6 @@ EXCHANGES = (
     "sentinels",
     "sharded",
     "sharded_parts",
-    "tensor",
     "weights",
 )
 """Files that are about what is sent: one cell of each of their tests is always there."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs.textbook_loop import losses_of
 from tests.tolerances import FLOAT64
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -81,16 +82,7 @@ def _loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _expected(kind: type[nn.Module], how: str) -> list[float]:
-    module, found = _build(kind), []
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(3):
-        batch = _batch(step, how)
-        optimizer.zero_grad()
-        loss = _loss(module(batch[0]), batch)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return losses_of(_build(kind), [_batch(step, how) for step in range(3)], _loss)
 
 
 def _found(line: str, kind: type[nn.Module], how: str) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.parity.jobs import search_jobs
 from tests.parity.models import search_models
+from tests.parity.turns import FULL_GRID
 from tests.tolerances import FLOAT64
 from torch import nn
 
@@ -41,7 +42,7 @@ def blocks_cut(layout: TensorLayout) -> set[str]:
     return {name.split(".")[1] for name in layout.cuts if name.startswith("layers.")}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 2, 3] if FULL_GRID else [1, 3])
 def test_ranks_come_to_the_sums_of_their_terms_in_one_order(zero: int) -> None:
     # One rank's term had a bias and the other's zeros in its place: autograd took the two graphs in other orders.
     layout = cut_of("by_hand")

@@ -285,7 +285,7 @@ def test_a_folder_for_checkpoints_that_cannot_be_written_ends_the_run_before_its
     assert caught.value.exit_code == 13
     code, shown = run(settings=["checkpoint.on_error=warn"])
     assert code == 0
-    assert "warning: no checkpoint can be written: runs/my run/checkpoints" in shown.err
+    assert "warning: no checkpoint can be written: cannot make runs/my run/checkpoints: File exists" in shown.err
     assert run(settings=["checkpoint.at_end=false"])[0] == 0
 
 

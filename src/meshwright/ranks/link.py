@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,9 @@ class RankLink:
         self.stop = False
         self.signal_name: str | None = None
         """The stop signal that this rank itself got; the watchdog passes it on."""
+        self.is_busy = threading.Event()
+        """Set while the rank joins or runs a call."""
+        self.is_busy.set()
 
     def emit(self, event: dict[str, Any]) -> None:
         """Send an event to the launching process."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _PERIOD_S = 0.2
+_IDLE_PERIOD_S = 1.0  # where no call runs: a pool keeps ranks for the next one
 _GROUP_PERIOD_S = 1.0
 _PATIENCE_S = 1.0
 
@@ -56,14 +57,20 @@ class _Watchdog:
         self._left_when_seen = 0
 
     def run(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(_PERIOD_S):
+        while True:
+            self._pause()
             now = time.monotonic()
             self._note_memory(now)
             if self._link.signal_name is not None and not self._signal_told:
                 self._signal_told = True
                 self._channel.send(("stop", self._link.signal_name))
             self._look_for_exception(now)
+
+    def _pause(self) -> None:
+        if self._link.is_busy.is_set():
+            time.sleep(_PERIOD_S)
+        else:
+            self._link.is_busy.wait(_IDLE_PERIOD_S)  # the beginning of a call ends it
 
     def _note_memory(self, now: float) -> None:
         if now - self._group_checked_at > _GROUP_PERIOD_S:

@@ -111,7 +111,9 @@ class Rank:
     def serve(self) -> None:
         """Run calls until told to exit."""
         while True:
+            self._link.is_busy.clear()
             message = self._calls.get()
+            self._link.is_busy.set()
             if message[0] == "exit":
                 return
             _, payload, main, stop = message

@@ -21,11 +21,10 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.durable import rename, write_new_file
+from meshwright.checkpoint.durable import rename, told_of, write_new_file
 from meshwright.errors import StorageError
 from meshwright.spec.record import RunRecord
 from meshwright.train.lock import FolderLock
@@ -53,7 +52,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _storage(path):
+        with told_of(path, "open"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(path / LOCK_FILE, path)
             try:
@@ -69,7 +68,7 @@ class RunDirectory:
         Raises:
             StorageError: The disk is full or gone.
         """
-        with _storage(self.path / EVENTS_FILE):
+        with told_of(self.path / EVENTS_FILE, "write"):
             self._events.write(json.dumps(_plain(event), allow_nan=False) + "\n")
             self._events.flush()
 
@@ -80,18 +79,17 @@ class RunDirectory:
             StorageError: The disk is full or gone.
         """
         path = self.path / RECORD_FILE
-        with _storage(path):
-            partial = path.with_suffix(".json.partial")
-            try:
-                with partial.open("w", encoding="utf-8") as file:
-                    file.write(record.to_json(indent=2) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
+        partial = path.with_suffix(".json.partial")
+        with told_of(partial, "remove"):
+            partial.unlink(missing_ok=True)  # of a run that was killed
+        try:
+            write_new_file(partial, [(record.to_json(indent=2) + "\n").encode()])
+            with told_of(path, "rename"):
                 partial.replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
 
     @property
     def has_record(self) -> bool:
@@ -110,7 +108,7 @@ class RunDirectory:
         Raises:
             StorageError: It cannot be read.
         """
-        with _storage(self.checkpoints), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with told_of(self.checkpoints, "read"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return any(name.startswith("step-") for name in os.listdir(self.checkpoints))
         return False
 
@@ -121,7 +119,7 @@ class RunDirectory:
         Raises:
             StorageError: They cannot be read.
         """
-        with _storage(self.path / EVENTS_FILE), (self.path / EVENTS_FILE).open(encoding="utf-8") as lines:
+        with told_of(self.path / EVENTS_FILE, "read"), (self.path / EVENTS_FILE).open(encoding="utf-8") as lines:
             return any(line.startswith('{"event": "step"') for line in lines)
 
     def set_checkpoints_aside(self) -> Path | None:
@@ -146,7 +144,7 @@ class RunDirectory:
         Raises:
             StorageError: One of these fails.
         """
-        with _storage(self.checkpoints):
+        with told_of(self.checkpoints, "make"):
             self.checkpoints.mkdir(exist_ok=True)
         probe = self.checkpoints / f"{_PROBE}{secrets.token_hex(4)}"
         other = probe.with_suffix(".renamed")
@@ -165,10 +163,10 @@ class RunDirectory:
             StorageError: The disk is full or gone.
         """
         try:
-            with _storage(self.path / EVENTS_FILE):
+            with told_of(self.path / EVENTS_FILE, "close"):
                 self._events.close()
         finally:
-            with _storage(self.path / LOCK_FILE):
+            with told_of(self.path / LOCK_FILE, "close"):
                 self._lock.close()
 
     def __enter__(self) -> RunDirectory:
@@ -189,7 +187,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         StorageError: There is no such file, or a line in its middle is damaged.
     """
     path = path / EVENTS_FILE if path.is_dir() else path
-    with _storage(path):
+    with told_of(path, "read"):
         lines = path.read_text(encoding="utf-8").split("\n")
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -225,14 +223,6 @@ def _drop_unfinished_line(path: Path) -> None:
             end = start
         if end < size:
             file.truncate(end)
-
-
-@contextlib.contextmanager
-def _storage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
 
 
 def _plain(value: Any) -> Any:

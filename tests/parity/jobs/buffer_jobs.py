@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from tests.parity.jobs.textbook_loop import steps_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -65,19 +66,13 @@ def plain(*, calls: int = 0) -> tuple[list[float], int]:
     """Return the same of one device, where `calls` calls come between an evaluation and a step."""
     torch.manual_seed(0)
     module = build()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    losses = []
+    losses, steps = [], steps_of(module, [batch(4, 10 + step) for step in range(3)], square)
     for step in range(3):
         pair = batch(1, step)
         losses.append(square(module(pair[0]), pair).item())
         for _ in range(calls):
             module(batch(2, step)[0])
-        pair = batch(4, 10 + step)
-        loss = square(module(pair[0]), pair)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(next(steps))
     return losses, int(module.state_dict()["1.seen"])
 
 

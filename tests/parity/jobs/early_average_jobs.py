@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import torch
+from tests.parity.jobs.textbook_loop import steps_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -89,11 +90,7 @@ def average_of_another_model() -> list[dict[str, Tensor]]:
 def average_on_one_device(num_steps: int = 3) -> dict[str, Tensor]:
     module = build()
     average = AveragedModel(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for batch in BATCHES[:num_steps]:
-        optimizer.zero_grad()
-        square(module(batch[0]), batch).backward()
-        optimizer.step()
+    for _ in steps_of(module, BATCHES[:num_steps], square):
         average.update_parameters(module)
     return {name: p.detach().clone() for name, p in average.module.named_parameters()}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -92,13 +93,4 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def plainly(kind: str) -> list[float]:
     """Train as one plain process."""
     torch.manual_seed(0)
-    model = Net(kind).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses: list[float] = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = mean(model(batch(step)[0]), batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(Net(kind).double(), map(batch, range(3)), mean)

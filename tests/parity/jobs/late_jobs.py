@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -145,14 +146,7 @@ def mean(outputs: Tensor, pair: Any) -> Tensor:
 def plain(block: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Train as one plain process."""
     model = build(block)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss = mean(model(batch(step)[0]), batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, map(batch, range(num_steps)), mean)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -70,22 +71,9 @@ def train(plan: str) -> Seen:
         return losses, {name: value for name, value in model.full_gradients().items() if value is not None}
 
 
-def plain_step(
-    module: Mixture, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer, step: int
-) -> float:
-    """Take one step as a textbook does; return its loss."""
-    batch = batch_of(step)
-    optimizer.zero_grad()
-    loss = loss_fn(module(batch[0]), batch)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
 def train_plainly() -> Seen:
     module = build()
-    loss_fn, optimizer = with_aux(module), torch.optim.SGD(module.parameters(), lr=0.1)
-    losses = [plain_step(module, loss_fn, optimizer, step) for step in range(3)]
+    losses = losses_of(module, map(batch_of, range(3)), with_aux(module))
     return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -107,5 +95,4 @@ def losses_beside_a_switch(plan: str | None) -> list[float]:
                 losses.append(model.step(batch_of(step)).loss)
                 model.module.temperature = 0.5  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return losses
-    optimizer = sgd(module.parameters())
-    return [plain_step(module, loss_fn, optimizer, step) for step in range(2)]
+    return losses_of(module, map(batch_of, range(2)), loss_fn)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.textbook_loop import steps_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -140,15 +141,11 @@ def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
 def run_plain(name: str) -> list[tuple[float, float]]:
     """Return loss and gradient norm of each step of a plain loop."""
     module = build(name)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    batches = [batch(name, step) for step in range(3)]
     found = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = loss_fn(module(batch(name, step)[0]), batch(name, step))
-        loss.backward()
+    for loss in steps_of(module, batches, loss_fn):
         grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        found.append((loss.item(), torch.cat([grad.flatten() for grad in grads]).norm().item()))
-        optimizer.step()
+        found.append((loss, torch.cat([grad.flatten() for grad in grads]).norm().item()))
     return found
 
 

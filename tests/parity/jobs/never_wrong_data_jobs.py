@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.parity.jobs.textbook_loop import steps_of
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -86,14 +87,10 @@ def plain(
     torch.manual_seed(0)
     module = build()
     made = optimizer(list(module.parameters()))
-    losses = []
-    for step, batch in enumerate(batches(num_steps)):
+    losses, steps = [], steps_of(module, batches(num_steps), loss_fn, optimizer=made)
+    for step in range(num_steps):
         change(None, module, made, step)
-        made.zero_grad(set_to_none=True)
-        loss = loss_fn(module(batch[0]), batch)
-        loss.backward()
-        made.step()
-        losses.append(loss.item())
+        losses.append(next(steps))
     return losses, {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -271,12 +268,8 @@ def average_early(plan: str) -> list[Tensor]:
 def plain_average() -> list[Tensor]:
     torch.manual_seed(0)
     module = build_net()
-    optimizer = Sgd(module.parameters())
     averaged = swa_utils.AveragedModel(module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
-    for batch in batches():
-        optimizer.zero_grad()
-        square(module(batch[0]), batch).backward()
-        optimizer.step()
+    for _ in steps_of(module, batches(), square, optimizer=Sgd(module.parameters())):
         averaged.update_parameters(module)
     return [parameter.detach() for parameter in averaged.parameters()]
 

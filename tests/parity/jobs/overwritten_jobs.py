@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tests.parity.jobs.never_wrong_data_jobs import Sgd, batches, square
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -46,13 +47,10 @@ def plainly_written(write: Any, after: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = build()
     optimizer = Sgd(list(module.parameters()))
-    for index, batch in enumerate(batches()):
-        if index == after:
-            with torch.no_grad():
-                write(module)
-        optimizer.zero_grad()
-        square(module(batch[0]), batch).backward()
-        optimizer.step()
+    losses_of(module, batches()[:after], square, optimizer=optimizer)
+    with torch.no_grad():
+        write(module)
+    losses_of(module, batches()[after:], square, optimizer=optimizer)
     return module.state_dict()
 
 
@@ -77,13 +75,7 @@ def penalized(plan: str | None, kind: str) -> tuple[list[float], dict[str, Tenso
     module, loss_fn, losses = build(), Penalized(kind), []
     loss_fn.module = module
     if plan is None:
-        optimizer = Sgd(list(module.parameters()))
-        for batch in batches():
-            optimizer.zero_grad()
-            loss = loss_fn(module(batch[0]), batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = losses_of(module, batches(), loss_fn, optimizer=Sgd(list(module.parameters())))
         return losses, module.state_dict()
     devices = ["cpu"] * mw.Plan.parse(plan).dp
     with mw.apply_plan(module, plan, loss_fn=loss_fn, optimizer=Sgd, devices=devices) as model:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.parity.jobs.textbook_loop import steps_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -124,15 +125,12 @@ def _build(make: Callable[[], nn.Module], read: str | None) -> Net:
 
 
 def _plainly(model: Net) -> tuple[list[float], list[float]]:
-    optimizer, losses, gates = _optimizer(model.parameters()), list[float](), list[float]()
+    losses, gates = list[float](), list[float]()
+    steps = steps_of(model, [_batch()] * NUM_STEPS, mean, optimizer=_optimizer(model.parameters()))
     for _ in range(NUM_STEPS):
         gate = model.gate if model.read is not None else next(model.parts.children()).get_parameter("gate")
         gates.append(gate.mean().item())
-        optimizer.zero_grad()
-        loss = mean(model(_batch()[0]), _batch())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(next(steps))
     return losses, gates
 
 

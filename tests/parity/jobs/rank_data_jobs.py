@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tests.parity.jobs.never_wrong_data_jobs import Sgd, batches, build_net, plain, planned, square
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -52,18 +53,7 @@ def looped(plan: str) -> list[float]:
 def plain_loops() -> list[float]:
     torch.manual_seed(0)
     module = build_loops()
-    optimizer = Sgd(module.parameters())
-    losses = []
-    for inputs, targets in loop_batches():
-        optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for rows in (slice(0, 4), slice(4, 8)):
-            loss = square(module(inputs[rows]), (None, targets[rows])) / 2
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        losses.append(total.item())
-    return losses
+    return losses_of(module, loop_batches(), square, optimizer=Sgd(module.parameters()), num_parts=2)
 
 
 class Cached(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.parity.jobs.textbook_loop import losses_of
+from tests.parity.jobs.textbook_loop import losses_of, steps_of
 from tests.parity.models.search_models import LENGTH, batch_of, build
 from torch import Tensor, nn
 
@@ -118,20 +118,15 @@ def train_plainly(name: str, script: Script) -> Seen:
     model = build(name)
     frozen_first(model, script.frozen)
     loss_fn = LOSSES[script.loss](model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, evaluated = [], []
-    for step, (num_samples, length) in enumerate(script.sizes):
-        batch = batch_of(name, num_samples, step, length)
+    batches = [batch_of(name, num_samples, step, length) for step, (num_samples, length) in enumerate(script.sizes)]
+    losses, evaluated, steps = [], [], steps_of(model, batches, loss_fn)
+    for step, batch in enumerate(batches):
         if step or script.evaluates_first:
             model.eval()
             with torch.no_grad():
                 evaluated.append(loss_fn(model(batch[0]), batch).item())
             model.train()
-        optimizer.zero_grad()
-        value = loss_fn(model(batch[0]), batch)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
+        losses.append(next(steps))
         if not step:
             frozen_first(model, ())
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tests.parity.jobs.never_wrong_pipeline_jobs import apply_script
 from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, plain_batch, square
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 STEPS = 3
@@ -152,20 +153,10 @@ def run_plain(name: str, evaluates: bool, parts: int) -> list[float]:
     """Return the losses of a plain loop over the same micro-batches."""
     torch.manual_seed(0)
     module = MODELS[name]().double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found: list[float] = []
     if evaluates:
         module.eval()
         with torch.no_grad():
             found.append(float(sum(square(module(x), None) for x in plain_batch(9)[0].chunk(parts)) / parts))
         module.train()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = []
-        for x in plain_batch(step)[0].chunk(parts):
-            loss = square(module(x), None) / parts
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        found.append(sum(losses))
-    return found
+    return found + losses_of(module, map(plain_batch, range(STEPS)), square, num_parts=parts)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tests.parity.jobs.never_wrong_pipeline_jobs import apply_script, own_rank
 from tests.parity.jobs.never_wrong_pipeline_states import Stack, plain_batch, square
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -111,17 +112,9 @@ def replace_before_the_first_batch(plan: str, starts: str, *, on_one_rank: bool)
 
 
 def run_plain_losses(steps: int) -> list[float]:
+    batches = [plain_batch(step) for step in range(steps)]
     torch.manual_seed(0)
-    module = Stack().double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = square(module(plain_batch(step)[0]), None)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(Stack().double(), batches, square)
 
 
 def step_after_a_forward(plan: str) -> list[float]:

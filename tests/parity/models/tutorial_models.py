@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 101
+WIDE = 2048 if os.environ.get("MESHWRIGHT_FULL_GRID") == "1" else 1024
+"""Features of the wide model [count]: two buckets by the default sizes, three in the full grid."""
 
 
 class ConvNet(nn.Module):
@@ -41,8 +45,8 @@ class FeedForward(nn.Module):
 
 
 def build_wide_mlp() -> nn.Module:
-    """21 million parameters in three linear layers; in float64 from the start, which saves a copy of them."""
-    sizes = ((2048, 4096), (4096, 2048), (2048, 2048))
+    """Three wide linear layers; in float64 from the start, which saves a copy of them."""
+    sizes = ((WIDE, 2 * WIDE), (2 * WIDE, WIDE), (WIDE, WIDE))
     first, second, third = (nn.Linear(*size, dtype=torch.float64) for size in sizes)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.manifest import Manifest, StoredPart, TensorEntry
+from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.tensor_files import TensorFile, dtype_name
 from meshwright.layout import ShardLayout, even_ranges
@@ -67,3 +68,16 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     sides = [side.contiguous().reshape(-1).view(torch.uint8) for side in (left, right)]
     return torch.equal(*sides)
+
+
+def tensors_of(step: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint by each of its names, after its files were checked."""
+    with OpenCheckpoint(step) as snapshot:
+        snapshot.check()
+        return {name: snapshot.read(name) for name in [*snapshot.manifest.tensors, *snapshot.manifest.aliases]}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Fail unless both have the same names, and each name's tensors the same bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []

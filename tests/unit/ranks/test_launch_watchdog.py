@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 
+from meshwright.ranks import watchdog
+from meshwright.ranks.link import RankLink
 from meshwright.ranks.watchdog import _handled_exception, is_in_flight
 
 Probe = Callable[[], None]
@@ -167,3 +172,35 @@ def test_looking_never_blocks_threads_that_start_and_end() -> None:
     # In Python 3.11 a collection during sys._current_exceptions() blocks all threads for ever (python/cpython#106883).
     done = subprocess.run([sys.executable, "-c", _LOOKING], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "ended"
+
+
+def test_an_idle_rank_is_looked_at_rarely_and_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Five looks a second at each of a pool's idle ranks took a twentieth of the machine.
+    monkeypatch.setattr(watchdog, "_IDLE_PERIOD_S", 3600.0)
+    link, looks = RankLink(Mock(), Mock()), queue.SimpleQueue[float]()
+    board = Mock()
+    board.read.return_value.num_left = 0
+    watched = watchdog._Watchdog(Mock(), link, board, Mock(), 0)
+    ended = threading.Event()
+
+    def look(now: float) -> None:
+        looks.put(now)
+        if ended.is_set():
+            raise SystemExit
+
+    def run() -> None:
+        with contextlib.suppress(SystemExit):
+            watched.run()
+
+    monkeypatch.setattr(watched, "_note_memory", look)
+    link.is_busy.clear()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    with pytest.raises(queue.Empty):
+        looks.get(timeout=2 * watchdog._PERIOD_S)
+    link.is_busy.set()
+    first, second = looks.get(timeout=30), looks.get(timeout=30)
+    assert second > first
+    ended.set()
+    thread.join(30)
+    assert not thread.is_alive()

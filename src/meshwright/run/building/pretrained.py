@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.checkpoint.bridges.huggingface import INDEX, WHOLE, HuggingFaceWeights
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, tensors_differ
 
 __all__: list[str] = []
-
-_MOST_SHOWN = 12
 
 
 def with_pretrained(
@@ -64,10 +62,8 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> Non
                 lines.append(f"{name}: {list(kind.shape)} there, the model has {list(tensor.shape)}")
         lines += [] if lines else _different_ties(module, sources, weights)
         if lines:
-            more = f"\n  and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
-            shown = "".join(f"\n  {line}" for line in lines[:_MOST_SHOWN])
             raise CheckpointError(
-                f"{path} has the weights of another model: {len(lines)} tensors differ{shown}{more}",
+                f"{path} has the weights of another model: {tensors_differ(lines)}",
                 fix="build the model from the config.json of the same directory",
             )
         filled: set[int] = set()

@@ -17,7 +17,7 @@ from meshwright.apply.held_state import HeldPart
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Saved, Store
 from meshwright.checkpoint.tensor_files import dtype_name
-from meshwright.errors import CheckpointError, ConfigError, StorageError
+from meshwright.errors import CheckpointError, ConfigError, StorageError, tensors_differ
 from meshwright.run.checkpoints.extra_states import load_states, refuse_missing
 from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
@@ -28,7 +28,6 @@ from meshwright.run.parallel_model import ParallelModel
 __all__: list[str] = []
 
 _LOG = logging.getLogger(__name__)
-_MOST_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +180,6 @@ def _candidates(directory: Path, step: int | None) -> list[Saved]:
     return [own for own in saved if step is None or own.step == step]
 
 
-def _listed(lines: Sequence[str]) -> str:
-    more = f"\n  and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
-    return f"{len(lines)} tensors differ" + "".join(f"\n  {line}" for line in lines[:_MOST_SHOWN]) + more
-
-
 class _Load:
     """One load, on one rank."""
 
@@ -204,7 +198,7 @@ class _Load:
         differences = self._differences(parts)
         if differences and not partial:
             raise CheckpointError(
-                f"{self._snapshot.path} is of another model: {_listed(list(differences.values()))}",
+                f"{self._snapshot.path} is of another model: {tensors_differ(list(differences.values()))}",
                 fix="build the model that was saved, or load what they have in common with partial=True, with_optimizer=False",
             )
         options = None if optimizer is None else self._options(optimizer, parts)
@@ -214,7 +208,7 @@ class _Load:
             self._engine.take_held_state()
         if optimizer is not None and options is not None:
             self._shared(lambda: self._read_optimizer(optimizer, options, parts, again=again), lambda _: None)
-        notes = [f"partly loaded: {_listed(list(differences.values()))}"] if differences and not again else []
+        notes = [f"partly loaded: {tensors_differ(list(differences.values()))}"] if differences and not again else []
         self._shared(lambda: notes.extend(self._continue_streams(again=again)), lambda _: None)
         self._model.stepper.state_was_loaded()
         return notes
