@@ -25,9 +25,9 @@ def gpt(**changes: int) -> ModelSpec:
     return ModelSpec.transformer(**(sizes | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cluster", ["1xa100-sxm-80gb", "4xa100-sxm-40gb", "2x4xv100-sxm2-32gb-with-network"])
+@pytest.mark.parametrize("cluster", ["1xa100-sxm-80gb", "4xa100-sxm-40gb", "2x3xa100-sxm-40gb"])
 def test_the_search_finds_what_brute_force_finds(cluster: str) -> None:
-    found = load_cluster("2x4xa100-sxm-40gb" if "network" in cluster else cluster)
+    found = load_cluster(cluster)
     task = Task(gpt(), found, TRAIN)
     costs = StepCosts(task.model, found)
     best = search(costs, task, top=3, memory_fraction=0.9).fitting
@@ -129,14 +129,9 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, float]) -> None
         make_plans(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8, 12, 16, 64, 1024])
-@pytest.mark.parametrize("size", ["125M", "7B", 1.3e9, "llama3-8b"])
+@pytest.mark.parametrize(("size", "devices"), [("125M", 1), ("125M", 2), (1.3e9, 12), ("7B", 64), ("llama3-8b", 8)])
 def test_a_strategy_for_three_numbers_uses_all_devices(size: str | float, devices: int) -> None:
-    try:
-        plan = select_strategy(size, 1024, devices, device="h200-sxm")
-    except PlanError:
-        assert devices == 1
-        return
+    plan = select_strategy(size, 256, devices, device="h200-sxm")
     assert plan.num_devices == devices
     assert plan.reasons
 
