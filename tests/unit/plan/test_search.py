@@ -34,9 +34,10 @@ def test_the_search_finds_what_brute_force_finds(cluster: str) -> None:
     limit = found.device.memory_bytes * 0.9
     every: list[Candidate] = []
     for dp, tp, pp, micro in itertools.product(range(1, 9), range(1, 9), range(1, 9), range(1, 17)):
-        if dp * tp * pp != found.num_devices or 16 % dp or (16 // dp) % micro:
+        share = -(-16 // dp)  # of the rank that has the most samples
+        if dp * tp * pp != found.num_devices or share % micro:
             continue
-        degrees = Degrees(dp, tp, pp, micro, 16 // dp // micro)
+        degrees = Degrees(dp, tp, pp, micro, share // micro)
         if rule_against(degrees, task) is None:
             for choice in all_choices(degrees, task):
                 setup = Setup.of(task.model, plan_of_choice(degrees, choice), TRAIN)
