@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 __all__: list[str] = []
 
 
-def ring_gradient_bytes(gradient_bytes: int, num_ranks: int) -> float:
+def ring_gradient_bytes(gradient_bytes: float, num_ranks: int) -> float:
     """Return what each rank of ``distributed`` sends in a step: ``2 (n - 1) / n`` of the gradients.
 
     Args:
@@ -35,9 +35,9 @@ def ring_gradient_bytes(gradient_bytes: int, num_ranks: int) -> float:
 
 
 def sharded_bytes(
-    gradient_bytes: int,
-    parameter_bytes: int,
-    gathered_bytes: int,
+    gradient_bytes: float,
+    parameter_bytes: float,
+    gathered_bytes: float,
     *,
     zero: int,
     shards: int,

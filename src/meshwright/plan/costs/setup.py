@@ -60,14 +60,19 @@ class Setup:
     trains_weights: bool = True
     """False where adapters alone are trained, whose gradients are small."""
     offloads_optimizer: bool = False
+    per_step: bool = False
+    """Whether ZeRO gathers once before the passes of a step and sums once after them, so that nothing hides it."""
+    global_batch_size: int | None = None
+    """Samples of a step; None where all micro-batches of all ranks are as large [samples]."""
 
     @classmethod
     def of(cls, model: ModelSpec, plan: Plan, train: TrainSpec) -> Self:
-        """Return the setup of a plan: samples that do not divide count on average."""
+        """Return the setup of a plan, on the rank with the most samples."""
         own_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         is_bf16 = "bf16" in (plan.precision, train.precision)
         size = 2.0 if is_bf16 else own_bytes
-        samples = plan.micro_batch_size or train.global_batch_size / (plan.dp * plan.micro_batches)
+        share = -(-train.global_batch_size // plan.dp)
+        micro_batches = max(plan.micro_batches, -(-share // (plan.micro_batch_size or share)))
         return cls(
             dp=plan.dp,
             tp=plan.tp,
@@ -77,8 +82,8 @@ class Setup:
             shard=plan.shard_degree if plan.zero else 1,
             virtual=plan.virtual,
             schedule=plan.schedule,
-            micro_batches=plan.micro_batches,
-            micro_batch_size=samples,
+            micro_batches=micro_batches,
+            micro_batch_size=share / micro_batches,
             sequence_parallel=plan.uses_sequence_parallel,
             recompute=plan.recompute,
             dtype="bf16" if is_bf16 or own_bytes == 2.0 else "fp32",
@@ -92,6 +97,8 @@ class Setup:
             gathered_bytes=own_bytes,
             overlap=plan.overlap,
             offloads_optimizer=plan.offload == "optimizer",
+            per_step=plan.zero == 1 or (plan.zero > 1 and plan.pp > 1),
+            global_batch_size=train.global_batch_size,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -90,6 +91,8 @@ class StepCosts:
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
+        place = {layer.name: index for index, layer in enumerate(model.layers)}
+        self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
         self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
     def use(self, efficiency: Efficiency) -> None:
@@ -138,6 +141,8 @@ class StepCosts:
         placed = _StagesOnRanks(balanced_cut(totals, min(setup.num_stages, len(self._kind))), setup)
         busy = placed.on_ranks(totals)
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
+        for rank, repeated in enumerate(placed.repeated(self._shared)):
+            params[rank] -= repeated / setup.tp
         slowest = max(range(setup.pp), key=busy.__getitem__)
         send_s = self._send_s(kinds, setup)
         waits = 2 * setup.virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
@@ -217,7 +222,7 @@ class StepCosts:
     def _mfu(self, step_s: float, setup: Setup) -> float | None:
         if not self.machine.cluster.device.peak_flops_per_s or step_s <= 0:
             return None
-        samples = setup.micro_batch_size * setup.micro_batches * setup.dp
+        samples = setup.global_batch_size or setup.micro_batch_size * setup.micro_batches * setup.dp
         peak = self.machine.peak(setup.dtype) * setup.num_devices
         return min(1.0, 3.0 * self.model.forward_flops * samples / (step_s * peak))
 
@@ -255,6 +260,15 @@ class _StagesOnRanks:
         found = [0.0] * self.num_ranks
         for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
             found[rank] += sums[last] - sums[first]
+        return found
+
+    def repeated(self, shared: Sequence[tuple[Sequence[int], int]]) -> list[float]:
+        """Return the elements that each rank's layers count more than once, from the layers that share parameters [count]."""
+        found = [0.0] * self.num_ranks
+        for layers, num_params in shared:
+            holders = [self.ranks[bisect.bisect_right(self.bounds, layer) - 1] for layer in layers]
+            for rank in set(holders):
+                found[rank] += (holders.count(rank) - 1) * num_params
         return found
 
     def most(self, values: Sequence[float]) -> list[float]:

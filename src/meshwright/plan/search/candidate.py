@@ -54,7 +54,7 @@ def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) ->
         tp=degrees.tp,
         pp=degrees.pp,
         micro_batches=degrees.micro_batches,
-        micro_batch_size=train.global_batch_size / (degrees.dp * degrees.micro_batches),
+        micro_batch_size=-(-train.global_batch_size // degrees.dp) / degrees.micro_batches,
         sequence_parallel=degrees.tp > 1,
         zero=choice.zero,
         shard=(choice.shard or degrees.dp) if choice.zero else 1,
@@ -62,6 +62,7 @@ def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) ->
         virtual=choice.virtual,
         recompute=choice.recompute,
         offloads_optimizer=choice.offload == "optimizer",
+        per_step=choice.zero == 1 or (choice.zero > 1 and degrees.pp > 1),
     )
 
 
