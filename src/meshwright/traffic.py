@@ -44,7 +44,7 @@ def sharded_bytes(
     replicas: int,
     passes: int,
     per_step: bool = False,
-    replicated_bytes: int | None = None,
+    replicated_bytes: float | None = None,
 ) -> float:
     """Return what each rank sends in a step of ZeRO: ``2P`` at stages 1 and 2, ``3P`` at stage 3, times ``(n - 1) / n``.
 

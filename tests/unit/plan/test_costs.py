@@ -221,7 +221,7 @@ def test_a_tied_table_counts_once_on_a_rank_that_holds_both_ends() -> None:
     alone, ends = Setup(), Setup(pp=2, micro_batches=2)
     for model in (tied, untied):
         assert StepCosts(model, cluster).predict(alone).memory.parameters_bytes == 4 * model.num_params
-    assert StepCosts(tied, cluster).predict(ends) == StepCosts(untied, cluster).predict(ends)
+    assert StepCosts(tied, cluster).predict(ends).memory == StepCosts(untied, cluster).predict(ends).memory
 
 
 @pytest.mark.parametrize(("zero", "parameters", "gradients"), [(1, 1.0, 1.0), (2, 1.0, 1.25), (3, 1.25, 1.25)])

@@ -54,12 +54,13 @@ def exchange(
     trained = num_params * (1.0 if setup.trains_weights else _ADAPTER_SHARE)
     gathered = (num_params if setup.zero >= 3 else trained) * setup.gathered_bytes
     reduced = trained * setup.sent_gradient_bytes
+    across_copies = trained * (setup.replicas_gradient_bytes or setup.sent_gradient_bytes)
     shard = setup.shard if setup.zero else 1
     in_shard, across = _hosts(setup, machine, shard), _hosts(setup, machine, group)
     gather_s = machine.collective_s(gathered, shard, in_shard, rounds=1)
     # ZeRO scatters sums over its shards, and copies of a shard are then summed.
     scatter_s = machine.collective_s(reduced, shard, in_shard, rounds=1)
-    sum_s = machine.collective_s(reduced / shard, group // shard, min(across, group // shard), rounds=2)
+    sum_s = machine.collective_s(across_copies / shard, group // shard, min(across, group // shard), rounds=2)
     if setup.zero >= 3 and not setup.per_step:
         calls = setup.micro_batches  # each gathers in forward and in backward, and scatters its gradients
         before = _Hidden(calls * gather_s, forward_s)
@@ -74,11 +75,11 @@ def exchange(
         )  # sums of a micro-batch are scattered before the next one's
         before = _Hidden(gather_s if setup.zero else 0.0, forward_s / rooms)
         after = _Hidden(calls * scatter_s + sum_s, backward_s * calls / rooms)
-    sent = _sent_bytes(setup, gathered, reduced, group)
+    sent = _sent_bytes(setup, gathered, reduced, across_copies, group)
     return DataParallelCost(_exposed_s(setup, machine, before, after, depth), sent)
 
 
-def _sent_bytes(setup: Setup, gathered: float, reduced: float, group: int) -> float:
+def _sent_bytes(setup: Setup, gathered: float, reduced: float, across_copies: float, group: int) -> float:
     if not setup.zero:
         return ring_gradient_bytes(reduced, group)
     kept_whole, sharded = (0.0, gathered) if setup.zero >= 3 else (gathered, 0.0)
@@ -91,6 +92,7 @@ def _sent_bytes(setup: Setup, gathered: float, reduced: float, group: int) -> fl
         replicas=group // setup.shard,
         passes=setup.micro_batches,
         per_step=setup.per_step,
+        replicated_bytes=across_copies,
     )
 
 

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import Final, Self
 
+from meshwright.errors import ConfigError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.train import TrainSpec
 
 __all__: list[str] = []
+
+
+_SENT_BYTES: Final = {"bf16": 2.0, "int8": 260 / 256, "int4": 68 / 128}
+"""Of one gradient element under a compression: a code, and its part of a block's scale in fp32, as `comm/compression` sends it
+[bytes]."""
+
+
+def _sent_gradient_bytes(compress: str) -> float:
+    if compress not in _SENT_BYTES:
+        raise ConfigError(
+            f"plan: compress={compress} has no cost (rule: what it sends depends on each matrix's shape; known: "
+            f"{', '.join(_SENT_BYTES)})",
+            fix="compress=int8",
+        )
+    return _SENT_BYTES[compress]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +81,15 @@ class Setup:
     global_batch_size: int | None = None
     """Samples of a step; None where all micro-batches of all ranks are as large [samples]."""
 
+    replicas_gradient_bytes: float | None = None
+    """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
+
     @classmethod
     def of(cls, model: ModelSpec, plan: Plan, train: TrainSpec) -> Self:
         """Return the setup of a plan, on the rank with the most samples."""
         own_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
+        sent = own_bytes if plan.compress == "none" else _sent_gradient_bytes(plan.compress)
+        has_copies = plan.zero > 0 and plan.shard_degree < plan.dp
         is_bf16 = "bf16" in (plan.precision, train.precision)
         size = 2.0 if is_bf16 else own_bytes
         share = -(-train.global_batch_size // plan.dp)
@@ -93,7 +114,8 @@ class Setup:
                 gradient=own_bytes,
                 optimizer=train.optimizer_bytes_per_param / 4.0 * own_bytes,
             ),
-            sent_gradient_bytes=own_bytes,
+            sent_gradient_bytes=own_bytes if has_copies else sent,
+            replicas_gradient_bytes=sent if has_copies else None,
             gathered_bytes=own_bytes,
             overlap=plan.overlap,
             offloads_optimizer=plan.offload == "optimizer",

@@ -21,6 +21,8 @@ from meshwright.plan.costs.stages import balanced_cut, pipeline_s, rank_of_stage
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
+from meshwright.traffic import cut_activation_bytes, ring_gradient_bytes
+from meshwright.values import Problems
 
 __all__: list[str] = []
 
@@ -74,6 +76,7 @@ class _Pipeline:
     waits_s: float
     num_params: float
     sent_tp_bytes: float
+    sent_pp_bytes: float
     loads: list[RankLoad]
 
 
@@ -84,9 +87,13 @@ class StepCosts:
         model: The model.
         cluster: The cluster.
         efficiency: Shares of its peaks; None means those that the cluster has, or else those of its device in the table.
+
+    Raises:
+        ConfigError: The cluster lacks a number that costs need.
     """
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        _require_numbers(cluster)
         self.model = model
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
@@ -125,7 +132,7 @@ class StepCosts:
             exposed_comm_s=shared.exposed_s + pipeline.waits_s,
             optimizer_s=self._optimizer_s(pipeline.num_params, setup),
             memory=fullest([rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in pipeline.loads]),
-            sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes},
+            sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes},
         )
 
     def _pipeline_of(self, *piped: object) -> _Pipeline:
@@ -168,8 +175,23 @@ class StepCosts:
             waits_s=max(0.0, total - bubble - forward - backward - again),
             num_params=max(params),
             sent_tp_bytes=sent * setup.micro_batches,
+            sent_pp_bytes=self._sent_pp_bytes(kinds, placed, setup),
             loads=self._loads(kinds, params, placed, setup),
         )
+
+    def _sent_pp_bytes(self, kinds: Sequence[LayerTimes], placed: _StagesOnRanks, setup: Setup) -> float:
+        """Return what a pp rank sends in the mean: activations, their gradients, and gradients of shared parameters [bytes]."""
+        if setup.pp == 1:
+            return 0.0
+        # Stages hand on whole sequences, also where layers run on slices of them.
+        slices = setup.tp if setup.sequence_parallel else 1
+        handed_on = [round(kinds[self._kind[end - 1]].input_bytes * slices) for end in placed.bounds[1:]]
+        messages = cut_activation_bytes(handed_on, placed.ranks, setup.micro_batches)
+        shared = 0.0
+        for layers, num_params in self._shared:
+            holders = len({placed.rank_of(layer) for layer in layers})
+            shared += holders * ring_gradient_bytes(num_params / setup.tp * setup.states.gradient, holders)
+        return (messages + shared) / setup.pp
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""
@@ -262,11 +284,15 @@ class _StagesOnRanks:
             found[rank] += sums[last] - sums[first]
         return found
 
+    def rank_of(self, layer: int) -> int:
+        """Return the rank that runs a layer."""
+        return self.ranks[bisect.bisect_right(self.bounds, layer) - 1]
+
     def repeated(self, shared: Sequence[tuple[Sequence[int], int]]) -> list[float]:
         """Return the elements that each rank's layers count more than once, from the layers that share parameters [count]."""
         found = [0.0] * self.num_ranks
         for layers, num_params in shared:
-            holders = [self.ranks[bisect.bisect_right(self.bounds, layer) - 1] for layer in layers]
+            holders = [self.rank_of(layer) for layer in layers]
             for rank in set(holders):
                 found[rank] += (holders.count(rank) - 1) * num_params
         return found
@@ -289,6 +315,27 @@ _PIPED: Final = (*_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "re
 
 _seen: Final = operator.attrgetter(*_SEEN)
 _piped: Final = operator.attrgetter(*_PIPED)
+
+
+def _require_numbers(cluster: ClusterSpec) -> None:
+    """Refuse what would cost nothing, or what no plan computes in."""
+    device, problems = cluster.device, Problems(f"cluster '{cluster.name}'")
+    problems.require(
+        any(dtype in device.peak_flops_per_s for dtype in ("fp32", "bf16", "fp16")),
+        f"peak_flops_per_s of {', '.join(device.peak_flops_per_s) or 'nothing'} (rule: fp32, bf16 or fp16 is there)",
+        fix="give the device peak_flops_per_s of fp32 and bf16",
+    )
+    problems.require(
+        device.memory_bytes_per_s is not None,
+        "memory_bytes_per_s is not known (rule: what an operator takes depends on it)",
+        fix="give the device memory_bytes_per_s",
+    )
+    problems.require(
+        cluster.devices_per_host == 1 or cluster.link is not None,
+        f"{cluster.devices_per_host} devices in a host and no link (rule: what they exchange takes time)",
+        fix="give the cluster a LinkSpec as link, or measure it by `meshwright probe`",
+    )
+    problems.check()
 
 
 def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:

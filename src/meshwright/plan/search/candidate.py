@@ -62,6 +62,9 @@ def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) ->
         virtual=choice.virtual,
         recompute=choice.recompute,
         offloads_optimizer=choice.offload == "optimizer",
+        replicas_gradient_bytes=(
+            base.sent_gradient_bytes if choice.zero and (choice.shard or degrees.dp) < degrees.dp else None
+        ),
         per_step=choice.zero == 1 or (choice.zero > 1 and degrees.pp > 1),
     )
 
