@@ -285,3 +285,15 @@ def test_the_rank_with_the_most_samples_is_costed(batch: int, dp: int, micro_bat
 def test_a_micro_batch_size_makes_as_many_parts_as_it_needs() -> None:
     setup = Setup.of(gpt(), Plan(dp=2, micro_batch_size=4), TrainSpec(global_batch_size=64))
     assert (setup.micro_batches, setup.micro_batch_size) == (8, 4.0)
+
+
+def test_selective_recompute_keeps_results_of_products_and_of_attention() -> None:
+    hidden, sequence, batch = 1024, 512, 3
+    model = gpt(hidden=hidden, sequence=sequence)
+    setup = Setup.of(model, Plan(recompute="selective"), TrainSpec(global_batch_size=batch))
+    times = layer_times(model.layers[1], setup, machine(), model_bytes=2.0)
+    # The input, queries, keys and values, attention's result, its projection, and both products of the MLP: of 16 h in all.
+    assert times.kept_bytes(setup.recompute) == 2 * sequence * batch * hidden * (1 + 3 + 1 + 1 + 4 + 1)
+    assert times.kept_bytes("none") == 2 * sequence * batch * hidden * 16
+    _, _, again = times.passes_s(machine(), setup.recompute)
+    assert again == times.elementwise_s < times.forward_s

@@ -18,6 +18,11 @@ _SENT_BYTES: Final = {"bf16": 2.0, "int8": 260 / 256, "int4": 68 / 128}
 [bytes]."""
 
 
+def run_again(recompute: str) -> str:
+    """Return what a plan's recompute runs again; `apply/recompute` keeps results of products and attention under "selective"."""
+    return "all_but_products" if recompute == "selective" else recompute
+
+
 def _sent_gradient_bytes(compress: str) -> float:
     if compress not in _SENT_BYTES:
         raise ConfigError(
@@ -59,6 +64,7 @@ class Setup:
     """Samples of one forward of one rank [samples]."""
     sequence_parallel: bool = False
     recompute: str = "none"
+    """none, full, selective (attention cores run again, as in Megatron) or all_but_products (as in this project)."""
     dtype: str = "fp32"
     """What products are computed in: fp32, tf32, bf16, fp16, fp8, mxfp8 or nvfp4."""
     element_bytes: float = 4.0
@@ -106,7 +112,7 @@ class Setup:
             micro_batches=micro_batches,
             micro_batch_size=share / micro_batches,
             sequence_parallel=plan.uses_sequence_parallel,
-            recompute=plan.recompute,
+            recompute=run_again(plan.recompute),
             dtype="bf16" if is_bf16 or own_bytes == 2.0 else "fp32",
             element_bytes=size,
             states=StateBytes(

@@ -262,7 +262,7 @@ class StepCosts:
                 activation_bytes=kept[rank] * micro_batches_in_flight(rank, setup),
                 largest_params=largest[rank],
                 output_bytes=outputs if rank == placed.ranks[-1] else 0.0,
-                recomputed_bytes=again[rank] if setup.recompute == "full" else 0.0,
+                recomputed_bytes=again[rank] if setup.recompute in ("full", "all_but_products") else 0.0,
             )
             for rank in range(setup.pp)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.setup import Setup, run_again
 from meshwright.plan.costs.step_costs import StepCost
 from meshwright.plan.search.space import Choice, Degrees
 from meshwright.spec.model import ModelSpec
@@ -60,7 +60,7 @@ def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) ->
         shard=(choice.shard or degrees.dp) if choice.zero else 1,
         schedule=choice.schedule,
         virtual=choice.virtual,
-        recompute=choice.recompute,
+        recompute=run_again(choice.recompute),
         offloads_optimizer=choice.offload == "optimizer",
         replicas_gradient_bytes=(
             base.sent_gradient_bytes if choice.zero and (choice.shard or degrees.dp) < degrees.dp else None
