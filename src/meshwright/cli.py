@@ -129,12 +129,12 @@ def probe(
 ) -> None:
     """Measure this machine, for `meshwright plan --cluster FILE`."""
     from meshwright.measure.probe import probe_cluster
-    from meshwright.measure.probe_listing import show_cluster, show_stage
+    from meshwright.measure.probe_listing import save_cluster, show_cluster, show_stage
 
     cluster = probe_cluster(devices, on_stage=show_stage)
-    if output is not None:
-        output.write_text(cluster.to_json(indent=2) + "\n", encoding="utf-8")
     print(show_cluster(cluster))
+    if output is not None:
+        save_cluster(cluster, output)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 __all__: list[str] = []
 
 
-def ring_gradient_bytes(gradient_bytes: int, num_ranks: int) -> float:
+def ring_gradient_bytes(gradient_bytes: float, num_ranks: int) -> float:
     """Return what each rank of ``distributed`` sends in a step: ``2 (n - 1) / n`` of the gradients.
 
     Args:
@@ -35,16 +35,16 @@ def ring_gradient_bytes(gradient_bytes: int, num_ranks: int) -> float:
 
 
 def sharded_bytes(
-    gradient_bytes: int,
-    parameter_bytes: int,
-    gathered_bytes: int,
+    gradient_bytes: float,
+    parameter_bytes: float,
+    gathered_bytes: float,
     *,
     zero: int,
     shards: int,
     replicas: int,
     passes: int,
     per_step: bool = False,
-    replicated_bytes: int | None = None,
+    replicated_bytes: float | None = None,
 ) -> float:
     """Return what each rank sends in a step of ZeRO: ``2P`` at stages 1 and 2, ``3P`` at stage 3, times ``(n - 1) / n``.
 

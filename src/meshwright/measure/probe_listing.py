@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from meshwright.errors import StorageError
 from meshwright.hardware.cluster import ClusterSpec
 from meshwright.units import format_bandwidth, format_bytes, format_seconds
 
@@ -20,6 +22,20 @@ def show_stage(name: str, index: int, count: int) -> None:
         text += "\n"
     sys.stderr.write(text)
     sys.stderr.flush()
+
+
+def save_cluster(cluster: ClusterSpec, path: Path) -> None:
+    """Write a cluster as JSON.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    try:
+        path.write_text(cluster.to_json(indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"the cluster could not be written to {path}: {error.strerror}", fix="-o cluster.json"
+        ) from error
 
 
 def show_cluster(cluster: ClusterSpec) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, StorageError
 from meshwright.hardware import ClusterSpec
 from meshwright.plan.catalogue.catalogue import find_model
 from meshwright.plan.catalogue.hugging_face import read_hugging_face
@@ -43,7 +43,12 @@ def list_plans(
     """Return the best plans as text, and write them as JSON where a path is given."""
     plans = make_plans(spec, cluster, train, top=top)
     if json_path is not None:
-        json_path.write_text(json.dumps([plan.to_dict() for plan in plans], indent=2) + "\n", encoding="utf-8")
+        try:
+            json_path.write_text(json.dumps([plan.to_dict() for plan in plans], indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"the plans could not be written to {json_path}: {error.strerror}", fix="--json plans.json"
+            ) from error
     heads = [f"{spec}", f"{cluster}, {train.global_batch_size} samples a step", ""]
     return "\n".join([*heads, *_table(plans, train), "", *_why(plans[0])])
 

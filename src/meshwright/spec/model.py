@@ -169,7 +169,8 @@ class ModelSpec(Value):
         >>> gpt2.num_params
         124439808
         """
-        if head_size is None and heads >= 1 and hidden % heads:
+        is_whole = _is_size(hidden) and _is_size(heads)
+        if head_size is None and is_whole and hidden % heads:
             raise ConfigError(
                 f"transformer: hidden={hidden} with heads={heads} (rule: heads divide hidden, unless head_size is given)",
                 fix=f"hidden={-(-hidden // heads) * heads}",
@@ -179,8 +180,8 @@ class ModelSpec(Value):
             hidden=hidden,
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
-            head_size=head_size if head_size is not None else hidden // max(heads, 1),
-            intermediate=4 * hidden if intermediate is None else intermediate,
+            head_size=head_size if head_size is not None else (hidden // heads if is_whole else 1),
+            intermediate=(4 * hidden if is_whole else 1) if intermediate is None else intermediate,
             vocab=vocab,
             sequence=sequence,
             gated=gated,
@@ -206,6 +207,10 @@ class ModelSpec(Value):
             hidden_size=hidden,
             vocab_size=vocab,
         )
+
+
+def _is_size(number: object) -> bool:
+    return isinstance(number, int) and number >= 1
 
 
 def _repeated(names: Iterable[str]) -> set[str]:

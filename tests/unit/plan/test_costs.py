@@ -20,6 +20,7 @@ from meshwright.plan.costs.stages import balanced_cut, pipeline_s
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.schedule import PipelineSchedule
 from meshwright.spec import ModelSpec, Plan, TrainSpec
+from meshwright.traffic import ring_gradient_bytes, sharded_bytes
 
 MIXED = StateBytes(parameter=2.0, gradient=2.0, optimizer=12.0)
 """fp16 training of the ZeRO paper: fp16 parameters and gradients, fp32 copy and two moments."""
@@ -118,6 +119,28 @@ def test_bubbles_are_the_papers(ranks: int, micro_batches: int, schedule: str, v
     assert total == pytest.approx(micro_batches + bubble)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zbv", 2)],
+)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 2), (4, 2), (4, 4), (4, 8), (8, 4), (8, 32), (3, 7)])
+def test_bubbles_are_those_of_the_schedules_that_run(
+    schedule: Any, virtual: int, ranks: int, micro_batches: int
+) -> None:
+    if schedule == "interleaved" and micro_batches % ranks:
+        return  # its order takes micro-batches in rounds of the ranks
+    built = PipelineSchedule.build(schedule, num_ranks=ranks, num_micro_batches=micro_batches, virtual=virtual)
+    total, bubble = pipeline_s(
+        [3.0] * ranks,
+        micro_batches=micro_batches,
+        virtual=virtual,
+        schedule=schedule,
+        weight_fraction=1 / 3,
+        send_s=0.0,
+    )
+    assert bubble / total == pytest.approx(built.simulate().bubble_fraction)
+
+
 def test_zb_h1_leaves_a_third_of_the_bubble() -> None:
     # Qi et al. 2023, arXiv:2401.10241, table 1: (p - 1)(T_F + T_B - T_W) for (p - 1)(T_F + T_B + T_W), all three equal.
     bubbles = [
@@ -209,3 +232,68 @@ def test_efficiencies_are_sound_and_have_a_source(device: str) -> None:
     found = efficiency_of(device)
     assert all(0 < share <= 1 for share in found.matmul.values())
     assert math.isfinite(found.operator_s)
+
+
+# -- what this project's engines do -----------------------------------------------------------------------------------
+
+
+def test_a_tied_table_counts_once_on_a_rank_that_holds_both_ends() -> None:
+    cluster = load_cluster("8xa100-sxm-80gb")
+    tied, untied = gpt(tied=True, element_bytes=4), gpt(element_bytes=4)
+    alone, ends = Setup(), Setup(pp=2, micro_batches=2)
+    for model in (tied, untied):
+        assert StepCosts(model, cluster).predict(alone).memory.parameters_bytes == 4 * model.num_params
+    assert StepCosts(tied, cluster).predict(ends).memory == StepCosts(untied, cluster).predict(ends).memory
+
+
+@pytest.mark.parametrize(("zero", "parameters", "gradients"), [(1, 1.0, 1.0), (2, 1.0, 1.25), (3, 1.25, 1.25)])
+def test_a_pipeline_has_values_and_gradients_whole_during_a_step(
+    zero: int, parameters: float, gradients: float
+) -> None:
+    plan = Plan(dp=4, pp=2, zero=zero, micro_batches=2)
+    setup = Setup.of(gpt(element_bytes=4), plan, TrainSpec(global_batch_size=16))
+    assert state_bytes(1.0, setup) == (4 * parameters, 4 * gradients, 2.0)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("shard", [2, 4])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_sent_bytes_are_those_that_runs_are_compared_with(zero: int, shard: int, pp: int) -> None:
+    plan = Plan(dp=4, pp=pp, zero=zero, shard=shard if zero else None, micro_batches=8)
+    setup = Setup.of(gpt(element_bytes=4), plan, TrainSpec(global_batch_size=32))
+    sent = exchange(setup, machine(), num_params=1e6, forward_s=1.0, backward_s=2.0, depth=10).sent_bytes
+    if not zero:
+        expected = ring_gradient_bytes(4e6, 4)
+    else:
+        whole, gathered = (0.0, 4e6) if zero == 3 else (4e6, 0.0)
+        expected = sharded_bytes(
+            4e6, whole, gathered, zero=zero, shards=shard, replicas=4 // shard, passes=8, per_step=pp > 1
+        )
+    assert sent == expected
+
+
+@pytest.mark.parametrize(("batch", "dp", "micro_batches"), [(9, 8, 2), (10, 4, 3), (1, 2, 1)])
+def test_the_rank_with_the_most_samples_is_costed(batch: int, dp: int, micro_batches: int) -> None:
+    setup = Setup.of(gpt(), Plan(dp=dp, micro_batches=micro_batches), TrainSpec(global_batch_size=batch))
+    assert setup.micro_batch_size * setup.micro_batches == -(-batch // dp)
+    prediction = StepCosts(gpt(), load_cluster("8xa100-sxm-80gb")).predict(setup)
+    assert prediction.mfu is not None
+    flops = 3 * gpt().forward_flops * batch
+    assert prediction.mfu == pytest.approx(flops / prediction.step_s / (machine().peak("bf16") * dp))
+
+
+def test_a_micro_batch_size_makes_as_many_parts_as_it_needs() -> None:
+    setup = Setup.of(gpt(), Plan(dp=2, micro_batch_size=4), TrainSpec(global_batch_size=64))
+    assert (setup.micro_batches, setup.micro_batch_size) == (8, 4.0)
+
+
+def test_selective_recompute_keeps_results_of_products_and_of_attention() -> None:
+    hidden, sequence, batch = 1024, 512, 3
+    model = gpt(hidden=hidden, sequence=sequence)
+    setup = Setup.of(model, Plan(recompute="selective"), TrainSpec(global_batch_size=batch))
+    times = layer_times(model.layers[1], setup, machine(), model_bytes=2.0)
+    # The input, queries, keys and values, attention's result, its projection, and both products of the MLP: of 16 h in all.
+    assert times.kept_bytes(setup.recompute) == 2 * sequence * batch * hidden * (1 + 3 + 1 + 1 + 4 + 1)
+    assert times.kept_bytes("none") == 2 * sequence * batch * hidden * 16
+    _, _, again = times.passes_s(machine(), setup.recompute)
+    assert again == times.elementwise_s < times.forward_s

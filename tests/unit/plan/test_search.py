@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError, PlanError
-from meshwright.hardware import load_cluster
+from meshwright.errors import ConfigError, PlanError, StorageError
+from meshwright.hardware import ClusterSpec, load_cluster
+from meshwright.measure.probe_listing import save_cluster
 from meshwright.plan.catalogue.catalogue import find_model, known_models, read_models
 from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.step_costs import StepCosts
+from meshwright.plan.plan_table import list_plans, read_model
 from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
 from meshwright.plan.search.ranking import make_plans, predict_plan, search
 from meshwright.plan.search.select import select_strategy
@@ -153,3 +157,118 @@ def test_known_models_have_their_published_parameters(name: str) -> None:
 def test_an_unknown_model_is_refused_with_a_likely_one() -> None:
     with pytest.raises(ConfigError, match="llama3-8b"):
         find_model("lama3-8b")
+
+
+def test_a_group_of_tensor_parallelism_is_on_one_host() -> None:
+    task = Task(gpt(), three_in_a_host(), TRAIN)
+    assert "two hosts" in str(rule_against(Degrees(1, 2, 3, 16, 1), task))
+    assert rule_against(Degrees(1, 2, 3, 16, 1), Task(gpt(), load_cluster("6xa100-sxm-80gb"), TRAIN)) is None
+
+
+def three_in_a_host() -> ClusterSpec:
+    return load_cluster("2x8xa100-sxm-80gb").replace(devices_per_host=3)
+
+
+def test_nothing_is_offloaded_from_a_device_whose_memory_is_the_hosts() -> None:
+    gpu = load_cluster("2xa100-sxm-80gb")
+    cpu = gpu.replace(device=gpu.device.replace(name="cpu"))
+    for cluster, offloads in ((gpu, True), (cpu, False)):
+        choices = all_choices(Degrees(2, 1, 1, 1, 8), Task(gpt(), cluster, TRAIN))
+        assert any(choice.offload == "optimizer" for choice in choices) == offloads
+
+
+@pytest.mark.parametrize("batch", [61, 67, 134, 4099])
+def test_a_batch_that_nothing_divides_takes_no_more_time_for_a_sample(batch: int) -> None:
+    cluster = load_cluster("1xa100-sxm-80gb")
+    seconds = [
+        make_plans(gpt(), cluster, TrainSpec(global_batch_size=size, precision="bf16"), top=1)[0].prediction
+        for size in (64, batch)
+    ]
+    assert seconds[0] is not None
+    assert seconds[1] is not None
+    assert seconds[1].step_s / batch < 1.1 * seconds[0].step_s / 64
+
+
+def test_a_plan_with_more_stages_than_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="16 stages, the model 8 layers") as caught:
+        predict_plan(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, Plan.parse("pp=8,schedule=zbv,micro_batches=8"))
+    assert predict_plan(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, Plan.parse(f"{caught.value.fix},schedule=zbv"))
+
+
+def test_sequences_that_the_model_is_not_described_for_are_refused() -> None:
+    train = TrainSpec(global_batch_size=16, sequence_length=128)
+    cluster = load_cluster("1xa100-sxm-80gb")
+    with pytest.raises(ConfigError, match="described for 1024 tokens"):
+        make_plans(gpt(), cluster, train)
+    with pytest.raises(ConfigError, match="described for 1024 tokens"):
+        predict_plan(gpt(), cluster, train, Plan())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("peak_flops_per_s", {}), ("peak_flops_per_s", {"fp8": 1e15}), ("memory_bytes_per_s", None)]
+)
+def test_a_device_without_the_numbers_that_costs_need_is_refused(field: str, value: object) -> None:
+    cluster = load_cluster("2xa100-sxm-80gb")
+    with pytest.raises(ConfigError, match=field) as caught:
+        make_plans(gpt(), cluster.replace(device=cluster.device.replace(**{field: value})), TRAIN)
+    assert caught.value.fix
+
+
+def test_devices_of_a_host_without_a_link_are_refused_where_there_are_several() -> None:
+    cluster = load_cluster("2xa100-sxm-80gb").replace(link=None)
+    with pytest.raises(ConfigError, match="no link"):
+        make_plans(gpt(), cluster, TRAIN)
+    assert make_plans(gpt(), cluster.replace(devices_per_host=1), TRAIN)
+
+
+@pytest.mark.parametrize(("compress", "share"), [("none", 1.0), ("bf16", 0.5), ("int8", 0.254), ("int4", 0.133)])
+def test_compressed_gradients_are_costed_as_they_are_sent(compress: str, share: float) -> None:
+    cluster = load_cluster("8xa100-sxm-80gb")
+    plain, found = (
+        predict_plan(gpt(), cluster, TRAIN, Plan.parse(f"dp=8{text}")) for text in ("", f",compress={compress}")
+    )
+    assert found.sent_bytes["dp"] == pytest.approx(share * plain.sent_bytes["dp"], rel=0.01)
+
+
+def test_a_compression_without_a_cost_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compress=powersgd"):
+        predict_plan(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, Plan.parse("dp=8,compress=powersgd"))
+
+
+def test_a_prime_number_of_devices_says_what_would_do() -> None:
+    with pytest.raises(PlanError, match="breaks a rule") as caught:
+        make_plans(gpt(), load_cluster("17xa100-sxm-80gb"), TRAIN)
+    assert "17 samples" in str(caught.value.fix)
+    assert make_plans(gpt(), load_cluster("17xa100-sxm-80gb"), TRAIN.replace(global_batch_size=17))
+
+
+@pytest.mark.parametrize("path", ["missing/plans.json", "."])
+def test_a_list_that_cannot_be_written_is_an_error_of_ours(path: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="could not be written"):
+        list_plans(gpt(), load_cluster("1xa100-sxm-80gb"), TRAIN, top=1, json_path=tmp_path / path)
+    with pytest.raises(StorageError, match="could not be written"):
+        save_cluster(load_cluster("1xa100-sxm-80gb"), tmp_path / path)
+
+
+@pytest.mark.parametrize("change", [{"n_head": "12"}, {"n_embd": 1e400}, {"n_embd": "768"}, {"n_head": [12]}])
+def test_sizes_of_a_configuration_that_are_no_numbers_are_named(change: dict[str, object], tmp_path: Path) -> None:
+    sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2"} | sizes | change))
+    with pytest.raises(ConfigError, match="a whole number, at least 1"):
+        read_model(str(file))
+
+
+def test_pipelines_send_activations_their_gradients_and_tied_gradients() -> None:
+    # As ledgers of runs say: 8 samples of 32 x 64 float32 cross a cut twice, and the table of 128 x 64 is summed over its ends.
+    stream, table = 8 * 32 * 64 * 4, 128 * 64 * 4
+    cluster, train = load_cluster("4xa100-sxm-80gb"), TrainSpec(global_batch_size=8)
+    cells = {
+        "pp=2,micro_batches=4": (2 * stream + 2 * table) / 2,
+        "pp=2,micro_batches=4,schedule=zbv": 4 * stream / 2,
+        "pp=4,micro_batches=4": (6 * stream + 2 * table) / 4,
+        "tp=2,pp=2,micro_batches=4": (2 * stream + table) / 2,
+    }
+    model = ModelSpec.transformer(layers=4, hidden=64, heads=4, vocab=128, sequence=32, tied=True)
+    for text, expected in cells.items():
+        assert predict_plan(model, cluster, train, Plan.parse(text)).sent_bytes["pp"] == expected

@@ -7,6 +7,7 @@ from typing import Final
 
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
+from meshwright.traffic import ring_gradient_bytes, sharded_bytes
 
 __all__: list[str] = []
 
@@ -53,26 +54,46 @@ def exchange(
     trained = num_params * (1.0 if setup.trains_weights else _ADAPTER_SHARE)
     gathered = (num_params if setup.zero >= 3 else trained) * setup.gathered_bytes
     reduced = trained * setup.sent_gradient_bytes
+    across_copies = trained * (setup.replicas_gradient_bytes or setup.sent_gradient_bytes)
     shard = setup.shard if setup.zero else 1
     in_shard, across = _hosts(setup, machine, shard), _hosts(setup, machine, group)
     gather_s = machine.collective_s(gathered, shard, in_shard, rounds=1)
     # ZeRO scatters sums over its shards, and copies of a shard are then summed.
     scatter_s = machine.collective_s(reduced, shard, in_shard, rounds=1)
-    sum_s = machine.collective_s(reduced / shard, group // shard, min(across, group // shard), rounds=2)
-    own = (shard - 1) / shard
-    copies = 2 * reduced / shard * (group // shard - 1) / (group // shard)
-    if setup.zero >= 3:
+    sum_s = machine.collective_s(across_copies / shard, group // shard, min(across, group // shard), rounds=2)
+    if setup.zero >= 3 and not setup.per_step:
         calls = setup.micro_batches  # each gathers in forward and in backward, and scatters its gradients
         before = _Hidden(calls * gather_s, forward_s)
-        after = _Hidden(calls * (gather_s + scatter_s + sum_s), backward_s)
-        sent = calls * (own * (2 * gathered + reduced) + copies)
+        after = _Hidden(calls * (gather_s + scatter_s) + sum_s, backward_s)
+    elif setup.per_step:
+        before, after = _Hidden(gather_s, 0.0), _Hidden(scatter_s + sum_s, 0.0)
     else:
         # The last micro-batch's backward hides the sums, the first one's forward the gathering of updated parameters.
         rooms = setup.micro_batches * (setup.virtual if setup.pp > 1 else 1)
+        calls = (
+            setup.micro_batches if setup.zero == 2 else 1
+        )  # sums of a micro-batch are scattered before the next one's
         before = _Hidden(gather_s if setup.zero else 0.0, forward_s / rooms)
-        after = _Hidden(scatter_s + sum_s, backward_s / rooms)
-        sent = own * (gathered + reduced) + copies
+        after = _Hidden(calls * scatter_s + sum_s, backward_s * calls / rooms)
+    sent = _sent_bytes(setup, gathered, reduced, across_copies, group)
     return DataParallelCost(_exposed_s(setup, machine, before, after, depth), sent)
+
+
+def _sent_bytes(setup: Setup, gathered: float, reduced: float, across_copies: float, group: int) -> float:
+    if not setup.zero:
+        return ring_gradient_bytes(reduced, group)
+    kept_whole, sharded = (0.0, gathered) if setup.zero >= 3 else (gathered, 0.0)
+    return sharded_bytes(
+        reduced,
+        kept_whole,
+        sharded,
+        zero=setup.zero,
+        shards=setup.shard,
+        replicas=group // setup.shard,
+        passes=setup.micro_batches,
+        per_step=setup.per_step,
+        replicated_bytes=across_copies,
+    )
 
 
 def _exposed_s(setup: Setup, machine: Machine, before: _Hidden, after: _Hidden, depth: float) -> float:

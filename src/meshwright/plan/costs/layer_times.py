@@ -37,6 +37,8 @@ class LayerTimes:
     backward_s: float = 0.0
     core_s: float = 0.0
     """Of forward: the attention core, which selective recompute runs again."""
+    elementwise_s: float = 0.0
+    """Of forward: what is neither product nor attention, which this project's selective recompute runs again."""
     forward_comm_s: float = 0.0
     """Collectives of tensor and context parallelism, which nothing hides."""
     backward_comm_s: float = 0.0
@@ -44,6 +46,8 @@ class LayerTimes:
     """Bytes that a rank sends over tp in forward and backward [bytes]."""
     saved_bytes: float = 0.0
     saved_core_bytes: float = 0.0
+    product_bytes: float = 0.0
+    """Results of products and of attention [bytes]."""
     input_bytes: float = 0.0
     """What full recompute keeps [bytes]."""
     loss_bytes: float = 0.0
@@ -57,7 +61,8 @@ class LayerTimes:
         """Return seconds of forward, backward and recompute: the host may be slower than the device."""
         forward = _slower(self.forward_s + self.forward_comm_s, self._host_s(machine))
         backward = _slower(self.backward_s + self.backward_comm_s, self._host_s(machine))
-        again = {"full": forward, "selective": self.core_s}.get(recompute, 0.0)
+        repeated = {"full": forward, "selective": self.core_s, "all_but_products": self.elementwise_s}
+        again = repeated.get(recompute, 0.0)
         return forward, backward, again
 
     def _host_s(self, machine: Machine) -> float:
@@ -68,6 +73,8 @@ class LayerTimes:
         """Return what one micro-batch keeps between forward and backward [bytes]."""
         if recompute == "full":
             return min(self.input_bytes, self.saved_bytes)
+        if recompute == "all_but_products":
+            return min(self.input_bytes + self.product_bytes, self.saved_bytes)
         return self.saved_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
 
 
@@ -102,6 +109,10 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
         times.saved_bytes += operator.saved_bytes * scale / cut
         times.saved_core_bytes += operator.saved_bytes * scale / cut if operator.is_core else 0.0
         times.num_operators += 1
+        if operator.kind != "elementwise":
+            width = operator.inner if operator.kind == "attention" else operator.columns
+            results = operator.rows * width * operator.count * model_bytes * scale
+            times.product_bytes += results / (rows_cut if operator.split == "inner" else cut)
         if setup.tp > 1:
             if operator.split == "columns":
                 column = column or operator
@@ -130,6 +141,7 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     traffic = operator.traffic_bytes * scale * passes
     forward = machine.traffic_s(traffic)
     times.forward_s += forward
+    times.elementwise_s += forward
     times.backward_s += machine.traffic_s(_ELEMENTWISE_BACKWARD * traffic)
     times.core_s += forward if operator.is_core else 0.0
 

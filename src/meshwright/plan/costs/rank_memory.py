@@ -55,14 +55,21 @@ def state_bytes(num_params: float, setup: Setup) -> tuple[float, float, float]:
 
     Source:
         Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3 and figure 1: stage 1 shards the optimizer, 2 also the
-        gradients, 3 also the parameters.
+        gradients, 3 also the parameters. Where it exchanges once a step, gradients and gathered parameters are whole meanwhile.
     """
     states, shard = setup.states, setup.shard
     trained = num_params if setup.trains_weights else 0.0
-    parameters = num_params * states.parameter / (shard if setup.zero >= 3 else 1)
-    gradients = trained * states.gradient / (shard if setup.zero >= 2 else 1)
+    parameters = num_params * states.parameter * _kept(3, setup)
+    gradients = trained * states.gradient * _kept(2, setup)
     optimizer = trained * states.optimizer / (shard if setup.zero >= 1 else 1)
     return parameters, gradients, 0.0 if setup.offloads_optimizer else optimizer
+
+
+def _kept(stage: int, setup: Setup) -> float:
+    """Return the share of what ZeRO shards from a stage on that a rank has at the peak: beside its shard, all, where per step."""
+    if setup.zero < stage:
+        return 1.0
+    return 1 / setup.shard + (1.0 if setup.per_step and setup.shard > 1 else 0.0)
 
 
 def micro_batches_in_flight(rank: int, setup: Setup) -> float:
@@ -93,7 +100,7 @@ def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMem
     """Return the memory of one rank at its peak."""
     parameters, gradients, optimizer = state_bytes(load.num_params, setup)
     buffers = load.output_bytes + load.recomputed_bytes
-    if setup.zero >= 3:
+    if setup.zero >= 3 and not setup.per_step:
         # The layer that runs and the one that is gathered ahead, and the gradients of one before they are scattered.
         buffers += load.largest_params * (2 * setup.gathered_bytes + setup.states.gradient)
     elif setup.zero and setup.dp > 1:

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import Final, Self
 
+from meshwright.errors import ConfigError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.train import TrainSpec
 
 __all__: list[str] = []
+
+
+_SENT_BYTES: Final = {"bf16": 2.0, "int8": 260 / 256, "int4": 68 / 128}
+"""Of one gradient element under a compression: a code, and its part of a block's scale in fp32, as `comm/compression` sends it
+[bytes]."""
+
+
+def run_again(recompute: str) -> str:
+    """Return what a plan's recompute runs again; `apply/recompute` keeps results of products and attention under "selective"."""
+    return "all_but_products" if recompute == "selective" else recompute
+
+
+def _sent_gradient_bytes(compress: str) -> float:
+    if compress not in _SENT_BYTES:
+        raise ConfigError(
+            f"plan: compress={compress} has no cost (rule: what it sends depends on each matrix's shape; known: "
+            f"{', '.join(_SENT_BYTES)})",
+            fix="compress=int8",
+        )
+    return _SENT_BYTES[compress]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +64,7 @@ class Setup:
     """Samples of one forward of one rank [samples]."""
     sequence_parallel: bool = False
     recompute: str = "none"
+    """none, full, selective (attention cores run again, as in Megatron) or all_but_products (as in this project)."""
     dtype: str = "fp32"
     """What products are computed in: fp32, tf32, bf16, fp16, fp8, mxfp8 or nvfp4."""
     element_bytes: float = 4.0
@@ -60,14 +82,24 @@ class Setup:
     trains_weights: bool = True
     """False where adapters alone are trained, whose gradients are small."""
     offloads_optimizer: bool = False
+    per_step: bool = False
+    """Whether ZeRO gathers once before the passes of a step and sums once after them, so that nothing hides it."""
+    global_batch_size: int | None = None
+    """Samples of a step; None where all micro-batches of all ranks are as large [samples]."""
+
+    replicas_gradient_bytes: float | None = None
+    """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
 
     @classmethod
     def of(cls, model: ModelSpec, plan: Plan, train: TrainSpec) -> Self:
-        """Return the setup of a plan: samples that do not divide count on average."""
+        """Return the setup of a plan, on the rank with the most samples."""
         own_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
+        sent = own_bytes if plan.compress == "none" else _sent_gradient_bytes(plan.compress)
+        has_copies = plan.zero > 0 and plan.shard_degree < plan.dp
         is_bf16 = "bf16" in (plan.precision, train.precision)
         size = 2.0 if is_bf16 else own_bytes
-        samples = plan.micro_batch_size or train.global_batch_size / (plan.dp * plan.micro_batches)
+        share = -(-train.global_batch_size // plan.dp)
+        micro_batches = max(plan.micro_batches, -(-share // (plan.micro_batch_size or share)))
         return cls(
             dp=plan.dp,
             tp=plan.tp,
@@ -77,10 +109,10 @@ class Setup:
             shard=plan.shard_degree if plan.zero else 1,
             virtual=plan.virtual,
             schedule=plan.schedule,
-            micro_batches=plan.micro_batches,
-            micro_batch_size=samples,
+            micro_batches=micro_batches,
+            micro_batch_size=share / micro_batches,
             sequence_parallel=plan.uses_sequence_parallel,
-            recompute=plan.recompute,
+            recompute=run_again(plan.recompute),
             dtype="bf16" if is_bf16 or own_bytes == 2.0 else "fp32",
             element_bytes=size,
             states=StateBytes(
@@ -88,10 +120,13 @@ class Setup:
                 gradient=own_bytes,
                 optimizer=train.optimizer_bytes_per_param / 4.0 * own_bytes,
             ),
-            sent_gradient_bytes=own_bytes,
+            sent_gradient_bytes=own_bytes if has_copies else sent,
+            replicas_gradient_bytes=sent if has_copies else None,
             gathered_bytes=own_bytes,
             overlap=plan.overlap,
             offloads_optimizer=plan.offload == "optimizer",
+            per_step=plan.zero == 1 or (plan.zero > 1 and plan.pp > 1),
+            global_batch_size=train.global_batch_size,
         )
 
     @property

@@ -81,7 +81,8 @@ def pipeline_s(
 
     Source:
         Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (1F1B and interleaved: (p - 1) / v of a micro-batch's time); Qi et
-        al. 2023, arXiv:2401.10241, section 2 (ZB-H1 leaves a third of 1F1B's bubble, ZB-H2 and ZB-V next to none).
+        al. 2023, arXiv:2401.10241, section 2 (ZB-H1 leaves a third of 1F1B's bubble, ZB-H2 next to none). What
+        ZB-V leaves, and what both leave with fewer micro-batches than ranks, is what `PipelineSchedule.simulate` says.
     """
     ranks = len(busy)
     slowest = max(busy)
@@ -95,6 +96,13 @@ def pipeline_s(
         fill = others * max(0.0, 1 - 2 * weight_fraction) + 2 * (ranks - 1) * send_s
     elif schedule in ("zb-h2", "zbv"):
         fill = others * max(0.0, 1 - 3 * weight_fraction) + 2 * (ranks - 1) * send_s
+    if schedule == "zbv":  # the first micro-batch goes down one leg of the V before the last rank has work
+        fill += others * weight_fraction / 2
+    if schedule in (
+        "zb-h1",
+        "zbv",
+    ):  # gradients of weights fill gaps only as far as there are micro-batches that have some
+        fill += max(0, ranks - micro_batches) * slowest * weight_fraction
     # A rank with fewer micro-batches than ranks starves even where stages are interleaved.
     steady = micro_batches * slowest
     return steady + fill, fill

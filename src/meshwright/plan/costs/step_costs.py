@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -20,6 +21,8 @@ from meshwright.plan.costs.stages import balanced_cut, pipeline_s, rank_of_stage
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
+from meshwright.traffic import cut_activation_bytes, ring_gradient_bytes
+from meshwright.values import Problems
 
 __all__: list[str] = []
 
@@ -73,6 +76,7 @@ class _Pipeline:
     waits_s: float
     num_params: float
     sent_tp_bytes: float
+    sent_pp_bytes: float
     loads: list[RankLoad]
 
 
@@ -83,13 +87,19 @@ class StepCosts:
         model: The model.
         cluster: The cluster.
         efficiency: Shares of its peaks; None means those that the cluster has, or else those of its device in the table.
+
+    Raises:
+        ConfigError: The cluster lacks a number that costs need.
     """
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        _require_numbers(cluster)
         self.model = model
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
+        place = {layer.name: index for index, layer in enumerate(model.layers)}
+        self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
         self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
     def use(self, efficiency: Efficiency) -> None:
@@ -122,7 +132,7 @@ class StepCosts:
             exposed_comm_s=shared.exposed_s + pipeline.waits_s,
             optimizer_s=self._optimizer_s(pipeline.num_params, setup),
             memory=fullest([rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in pipeline.loads]),
-            sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes},
+            sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes},
         )
 
     def _pipeline_of(self, *piped: object) -> _Pipeline:
@@ -138,6 +148,8 @@ class StepCosts:
         placed = _StagesOnRanks(balanced_cut(totals, min(setup.num_stages, len(self._kind))), setup)
         busy = placed.on_ranks(totals)
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
+        for rank, repeated in enumerate(placed.repeated(self._shared)):
+            params[rank] -= repeated / setup.tp
         slowest = max(range(setup.pp), key=busy.__getitem__)
         send_s = self._send_s(kinds, setup)
         waits = 2 * setup.virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
@@ -163,8 +175,23 @@ class StepCosts:
             waits_s=max(0.0, total - bubble - forward - backward - again),
             num_params=max(params),
             sent_tp_bytes=sent * setup.micro_batches,
+            sent_pp_bytes=self._sent_pp_bytes(kinds, placed, setup),
             loads=self._loads(kinds, params, placed, setup),
         )
+
+    def _sent_pp_bytes(self, kinds: Sequence[LayerTimes], placed: _StagesOnRanks, setup: Setup) -> float:
+        """Return what a pp rank sends in the mean: activations, their gradients, and gradients of shared parameters [bytes]."""
+        if setup.pp == 1:
+            return 0.0
+        # Stages hand on whole sequences, also where layers run on slices of them.
+        slices = setup.tp if setup.sequence_parallel else 1
+        handed_on = [round(kinds[self._kind[end - 1]].input_bytes * slices) for end in placed.bounds[1:]]
+        messages = cut_activation_bytes(handed_on, placed.ranks, setup.micro_batches)
+        shared = 0.0
+        for layers, num_params in self._shared:
+            holders = len({placed.rank_of(layer) for layer in layers})
+            shared += holders * ring_gradient_bytes(num_params / setup.tp * setup.states.gradient, holders)
+        return (messages + shared) / setup.pp
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""
@@ -217,7 +244,7 @@ class StepCosts:
     def _mfu(self, step_s: float, setup: Setup) -> float | None:
         if not self.machine.cluster.device.peak_flops_per_s or step_s <= 0:
             return None
-        samples = setup.micro_batch_size * setup.micro_batches * setup.dp
+        samples = setup.global_batch_size or setup.micro_batch_size * setup.micro_batches * setup.dp
         peak = self.machine.peak(setup.dtype) * setup.num_devices
         return min(1.0, 3.0 * self.model.forward_flops * samples / (step_s * peak))
 
@@ -235,7 +262,7 @@ class StepCosts:
                 activation_bytes=kept[rank] * micro_batches_in_flight(rank, setup),
                 largest_params=largest[rank],
                 output_bytes=outputs if rank == placed.ranks[-1] else 0.0,
-                recomputed_bytes=again[rank] if setup.recompute == "full" else 0.0,
+                recomputed_bytes=again[rank] if setup.recompute in ("full", "all_but_products") else 0.0,
             )
             for rank in range(setup.pp)
         ]
@@ -257,6 +284,19 @@ class _StagesOnRanks:
             found[rank] += sums[last] - sums[first]
         return found
 
+    def rank_of(self, layer: int) -> int:
+        """Return the rank that runs a layer."""
+        return self.ranks[bisect.bisect_right(self.bounds, layer) - 1]
+
+    def repeated(self, shared: Sequence[tuple[Sequence[int], int]]) -> list[float]:
+        """Return the elements that each rank's layers count more than once, from the layers that share parameters [count]."""
+        found = [0.0] * self.num_ranks
+        for layers, num_params in shared:
+            holders = [self.rank_of(layer) for layer in layers]
+            for rank in set(holders):
+                found[rank] += (holders.count(rank) - 1) * num_params
+        return found
+
     def most(self, values: Sequence[float]) -> list[float]:
         """Return the largest value among each rank's layers."""
         found = [0.0] * self.num_ranks
@@ -275,6 +315,27 @@ _PIPED: Final = (*_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "re
 
 _seen: Final = operator.attrgetter(*_SEEN)
 _piped: Final = operator.attrgetter(*_PIPED)
+
+
+def _require_numbers(cluster: ClusterSpec) -> None:
+    """Refuse what would cost nothing, or what no plan computes in."""
+    device, problems = cluster.device, Problems(f"cluster '{cluster.name}'")
+    problems.require(
+        any(dtype in device.peak_flops_per_s for dtype in ("fp32", "bf16", "fp16")),
+        f"peak_flops_per_s of {', '.join(device.peak_flops_per_s) or 'nothing'} (rule: fp32, bf16 or fp16 is there)",
+        fix="give the device peak_flops_per_s of fp32 and bf16",
+    )
+    problems.require(
+        device.memory_bytes_per_s is not None,
+        "memory_bytes_per_s is not known (rule: what an operator takes depends on it)",
+        fix="give the device memory_bytes_per_s",
+    )
+    problems.require(
+        cluster.devices_per_host == 1 or cluster.link is not None,
+        f"{cluster.devices_per_host} devices in a host and no link (rule: what they exchange takes time)",
+        fix="give the cluster a LinkSpec as link, or measure it by `meshwright probe`",
+    )
+    problems.check()
 
 
 def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.setup import Setup, run_again
 from meshwright.plan.costs.step_costs import StepCost
 from meshwright.plan.search.space import Choice, Degrees
 from meshwright.spec.model import ModelSpec
@@ -54,14 +54,18 @@ def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) ->
         tp=degrees.tp,
         pp=degrees.pp,
         micro_batches=degrees.micro_batches,
-        micro_batch_size=train.global_batch_size / (degrees.dp * degrees.micro_batches),
+        micro_batch_size=-(-train.global_batch_size // degrees.dp) / degrees.micro_batches,
         sequence_parallel=degrees.tp > 1,
         zero=choice.zero,
         shard=(choice.shard or degrees.dp) if choice.zero else 1,
         schedule=choice.schedule,
         virtual=choice.virtual,
-        recompute=choice.recompute,
+        recompute=run_again(choice.recompute),
         offloads_optimizer=choice.offload == "optimizer",
+        replicas_gradient_bytes=(
+            base.sent_gradient_bytes if choice.zero and (choice.shard or degrees.dp) < degrees.dp else None
+        ),
+        per_step=choice.zero == 1 or (choice.zero > 1 and degrees.pp > 1),
     )
 
 

@@ -75,6 +75,7 @@ def make_plans(
         raise ConfigError(
             f"memory_fraction={memory_fraction} (rule: 0 < memory_fraction <= 1)", fix="memory_fraction=0.92"
         )
+    _require_its_sequence(spec, train)
     costs = StepCosts(spec, cluster)
     found = search(costs, Task(spec, cluster, train), top=top, memory_fraction=memory_fraction)
     if not found.fitting:
@@ -104,14 +105,30 @@ def predict_plan(spec: ModelSpec, cluster: ClusterSpec, train: TrainSpec, plan: 
         plan: The plan; it may use fewer devices than the cluster has.
 
     Raises:
-        ConfigError: The plan uses more devices than the cluster has.
+        ConfigError: The plan uses more devices than the cluster has, or has more stages than the model layers; or the
+            training's sequences are not those that the model is described for.
     """
+    _require_its_sequence(spec, train)
     if plan.num_devices > cluster.num_devices:
         raise ConfigError(
             f"plan: '{plan}' uses {plan.num_devices} devices, the cluster '{cluster.name}' has {cluster.num_devices}",
             fix="use a cluster with more devices",
         )
+    if plan.num_stages > len(spec.layers):
+        raise ConfigError(
+            f"plan: '{plan}' has {plan.num_stages} stages, the model {len(spec.layers)} layers (rule: a layer for each stage)",
+            fix=f"pp={max(1, len(spec.layers) // plan.virtual)}",
+        )
     return StepCosts(spec, cluster).predict(Setup.of(spec, plan, train))
+
+
+def _require_its_sequence(spec: ModelSpec, train: TrainSpec) -> None:
+    wanted, described = train.sequence_length, spec.sequence_length
+    if wanted is not None and described is not None and wanted != described:
+        raise ConfigError(
+            f"sequence_length={wanted}, and '{spec.name}' is described for {described} tokens (rule: its costs are for those)",
+            fix=f"describe the model for {wanted} tokens, or leave sequence_length out",
+        )
 
 
 def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) -> FoundPlans:
@@ -151,7 +168,10 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
 def _nothing_fits(found: FoundPlans) -> PlanError:
     if not found.misses:
         rules = "; ".join(rejected.reason for rejected in found.examples.values())
-        return PlanError(f"no plan for {found.task.cluster}: every split of its devices breaks a rule: {rules}")
+        return PlanError(
+            f"no plan for {found.task.cluster}: every split of its devices breaks a rule: {rules}",
+            fix=f"use a global batch of {found.task.cluster.num_devices} samples or more, or fewer devices",
+        )
     limit = found.limit_bytes
     lines = "".join(
         f"\n  {plan_of(miss, found.task.train)}: {format_bytes(miss.cost.memory.peak)}, "

@@ -19,6 +19,10 @@ _MAX_MICRO_BATCH: Final = 64
 """Samples of one forward on a rank that are tried [samples]."""
 
 
+_HOST_DEVICE: Final = "cpu"
+"""Name of a device, as `probe_cluster` gives it, whose memory is the host's: nothing is gained by offloading to it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Degrees:
     """How the devices and the batch are split: what decides the layers' costs."""
@@ -83,6 +87,8 @@ def tp_inside_a_host(degrees: Degrees, task: Task) -> str | None:
     in_host = task.cluster.devices_per_host
     if degrees.tp > _MAX_TP_HOSTS * in_host:
         return f"tp={degrees.tp} is more than the {in_host} devices of a host, whose links alone are fast enough"
+    if task.cluster.num_hosts > 1 and in_host % degrees.tp:
+        return f"tp={degrees.tp} does not divide the {in_host} devices of a host: some neighbours would be on two hosts"
     return None
 
 
@@ -142,8 +148,11 @@ def all_degrees(task: Task) -> Iterator[Degrees]:
 
 
 def _sizes(share: int) -> list[int]:
-    """Return sizes of micro-batches that divide a rank's samples."""
-    return [size for size in _divisors(share) if size <= _MAX_MICRO_BATCH]
+    """Return sizes of the largest micro-batch: those that divide a rank's samples, and powers of two for shares that few do."""
+    sizes = {size for size in range(1, min(share, _MAX_MICRO_BATCH) + 1) if share % size == 0}
+    powers = {2**power for power in range(7) if 2**power <= min(share, _MAX_MICRO_BATCH)}
+    # Two sizes that make as many micro-batches are the same plan.
+    return sorted({-(-share // size): size for size in sorted(sizes | powers)}.values())
 
 
 def _divisors(number: int) -> list[int]:
@@ -169,7 +178,7 @@ def all_choices(degrees: Degrees, task: Task) -> Iterator[Choice]:
         for recompute in ("none", "selective", "full"):
             for zero, shard in _sharding(degrees, task):
                 yield Choice(zero, shard, schedule, virtual, recompute, "none")
-                if zero and task.train.optimizer_bytes_per_param:
+                if zero and task.train.optimizer_bytes_per_param and task.cluster.device.name != _HOST_DEVICE:
                     yield Choice(zero, shard, schedule, virtual, recompute, "optimizer")
 
 
