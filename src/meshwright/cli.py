@@ -103,7 +103,12 @@ def verify(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A known model, or a Hugging Face config.json.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A known model, a Hugging Face config.json, package.module:callable, or what describe --json wrote.",
+            show_default=False,
+        ),
     ],
     cluster: Annotated[str, typer.Option(help='Devices: "8xh100-sxm", "2x8xa100-sxm-80gb", a JSON file.')],
     global_batch: Annotated[int, typer.Option(min=1, help="Samples of one step over all devices.")],
@@ -111,6 +116,9 @@ def plan(
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="What products are computed in.")] = "bf16",
     optimizer: Annotated[Literal["adamw", "adam", "momentum", "sgd"], typer.Option(help="The optimizer.")] = "adamw",
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
+    batch: Annotated[
+        str | None, typer.Option(metavar="PACKAGE.MODULE:CALLABLE", help="What returns an example batch of the model.")
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Rank the plans for a model on a cluster: time, memory, and why."""
@@ -119,7 +127,13 @@ def plan(
     from meshwright.spec import TrainSpec
 
     train = TrainSpec(global_batch_size=global_batch, precision=precision, optimizer=optimizer)
-    print(list_plans(read_model(model, sequence=sequence), load_cluster(cluster), train, top=top, json_path=json_path))
+    if ":" in model:  # a module has to be built and run, on fake tensors
+        from meshwright.train.model_names import find_model
+
+        spec = find_model(model, sequence=sequence, batch=batch)
+    else:
+        spec = read_model(model, sequence=sequence)
+    print(list_plans(spec, load_cluster(cluster), train, top=top, json_path=json_path))
 
 
 @app.command()

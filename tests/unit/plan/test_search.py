@@ -123,6 +123,12 @@ def test_more_memory_makes_a_faster_plan_possible_and_the_best_plan_says_so() ->
         assert said
 
 
+def test_a_plans_own_precision_is_what_is_costed() -> None:
+    cluster, plan = load_cluster("8xa100-sxm-80gb"), Plan.parse("dp=8")
+    plain = TrainSpec(global_batch_size=16)
+    assert predict_plan(gpt(), cluster, TRAIN, plan) == predict_plan(gpt(), cluster, plain, plan)
+
+
 def test_a_plan_of_too_many_devices_is_refused() -> None:
     with pytest.raises(ConfigError, match="uses 16 devices"):
         predict_plan(gpt(), load_cluster("8xa100-sxm-80gb"), TRAIN, Plan(dp=16))

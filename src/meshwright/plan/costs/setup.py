@@ -96,7 +96,7 @@ class Setup:
         own_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         sent = own_bytes if plan.compress == "none" else _sent_gradient_bytes(plan.compress)
         has_copies = plan.zero > 0 and plan.shard_degree < plan.dp
-        is_bf16 = "bf16" in (plan.precision, train.precision)
+        is_bf16 = plan.precision == "bf16"  # what is applied is the plan
         size = 2.0 if is_bf16 else own_bytes
         share = -(-train.global_batch_size // plan.dp)
         micro_batches = max(plan.micro_batches, -(-share // (plan.micro_batch_size or share)))

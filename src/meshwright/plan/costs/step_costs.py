@@ -107,6 +107,7 @@ class StepCosts:
         self.machine = Machine(self.cluster, efficiency)
         self._times = functools.lru_cache(maxsize=4096)(self._times_of)
         self._pipelines = functools.lru_cache(maxsize=4096)(self._pipeline_of)
+        self._cuts = functools.lru_cache(maxsize=4096)(self._cut_of)
 
     def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
         setup = Setup(**dict(zip(_SEEN, seen, strict=True)))  # type: ignore[arg-type]
@@ -135,6 +136,9 @@ class StepCosts:
             sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes},
         )
 
+    def _cut_of(self, of_kinds: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
+        return balanced_cut(self._sums(of_kinds), num_stages)
+
     def _pipeline_of(self, *piped: object) -> _Pipeline:
         setup = Setup(**dict(zip(_PIPED, piped, strict=True)))  # type: ignore[arg-type]
         kinds = self._times(*_seen(setup))
@@ -142,10 +146,9 @@ class StepCosts:
         accumulated = 0.0
         if setup.trains_weights and setup.micro_batches > 1:
             accumulated = _ACCUMULATED_BYTES / self.machine.memory_bytes_per_s
-        totals = self._sums(
-            [sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True)]
-        )
-        placed = _StagesOnRanks(balanced_cut(totals, min(setup.num_stages, len(self._kind))), setup)
+        of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
+        totals = self._sums(of_kinds)
+        placed = _StagesOnRanks(self._cuts(of_kinds, min(setup.num_stages, len(self._kind))), setup)
         busy = placed.on_ranks(totals)
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
         for rank, repeated in enumerate(placed.repeated(self._shared)):
