@@ -12,7 +12,6 @@ from meshwright.spec.train import TrainSpec
 
 __all__: list[str] = []
 
-
 _SENT_BYTES: Final = {"bf16": 2.0, "int8": 260 / 256, "int4": 68 / 128}
 """Of one gradient element under a compression: a code, and its part of a block's scale in fp32, as `comm/compression` sends it
 [bytes]."""
@@ -21,6 +20,11 @@ _SENT_BYTES: Final = {"bf16": 2.0, "int8": 260 / 256, "int4": 68 / 128}
 def run_again(recompute: str) -> str:
     """Return what a plan's recompute runs again; `apply/recompute` keeps results of products and attention under "selective"."""
     return "all_but_products" if recompute == "selective" else recompute
+
+
+def is_per_step(zero: int, pp: int) -> bool:
+    """Tell whether this project's ZeRO exchanges once a step: stage 1 does, and the others do under a pipeline."""
+    return zero == 1 or (zero > 1 and pp > 1)
 
 
 def _sent_gradient_bytes(compress: str) -> float:
@@ -86,7 +90,6 @@ class Setup:
     """Whether ZeRO gathers once before the passes of a step and sums once after them, so that nothing hides it."""
     global_batch_size: int | None = None
     """Samples of a step; None where all micro-batches of all ranks are as large [samples]."""
-
     replicas_gradient_bytes: float | None = None
     """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
 
@@ -125,7 +128,7 @@ class Setup:
             gathered_bytes=own_bytes,
             overlap=plan.overlap,
             offloads_optimizer=plan.offload == "optimizer",
-            per_step=plan.zero == 1 or (plan.zero > 1 and plan.pp > 1),
+            per_step=is_per_step(plan.zero, plan.pp),
             global_batch_size=train.global_batch_size,
         )
 

@@ -89,19 +89,13 @@ def pipeline_s(
     if ranks == 1:
         return micro_batches * slowest, 0.0
     others = sum(busy) - slowest
-    fill = others + 2 * (ranks - 1) * send_s
-    if schedule == "interleaved":
-        fill = others / virtual + 2 * (ranks - 1) * send_s
-    elif schedule == "zb-h1":
-        fill = others * max(0.0, 1 - 2 * weight_fraction) + 2 * (ranks - 1) * send_s
-    elif schedule in ("zb-h2", "zbv"):
-        fill = others * max(0.0, 1 - 3 * weight_fraction) + 2 * (ranks - 1) * send_s
+    deferred = {"zb-h1": 2, "zb-h2": 3, "zbv": 3}.get(schedule, 0)
+    # A zero-bubble schedule fills its gaps with gradients of weights, others fill none.
+    fill = others * max(0.0, 1 - deferred * weight_fraction) / (virtual if schedule == "interleaved" else 1)
+    fill += 2 * (ranks - 1) * send_s
     if schedule == "zbv":  # the first micro-batch goes down one leg of the V before the last rank has work
         fill += others * weight_fraction / 2
-    if schedule in (
-        "zb-h1",
-        "zbv",
-    ):  # gradients of weights fill gaps only as far as there are micro-batches that have some
+    if schedule in ("zb-h1", "zbv"):  # there are as many such gradients as micro-batches
         fill += max(0, ranks - micro_batches) * slowest * weight_fraction
     # A rank with fewer micro-batches than ranks starves even where stages are interleaved.
     steady = micro_batches * slowest

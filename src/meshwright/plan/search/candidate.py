@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from meshwright.plan.costs.setup import Setup, run_again
+from meshwright.plan.costs.setup import Setup, is_per_step, run_again
 from meshwright.plan.costs.step_costs import StepCost
 from meshwright.plan.search.space import Choice, Degrees
 from meshwright.spec.model import ModelSpec
@@ -48,6 +48,7 @@ def base_setup(model: ModelSpec, train: TrainSpec) -> Setup:
 
 def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) -> Setup:
     """Return the setup of a mix; it equals that of its plan."""
+    shard = (choice.shard or degrees.dp) if choice.zero else 1
     return dataclasses.replace(
         base,
         dp=degrees.dp,
@@ -57,15 +58,13 @@ def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) ->
         micro_batch_size=-(-train.global_batch_size // degrees.dp) / degrees.micro_batches,
         sequence_parallel=degrees.tp > 1,
         zero=choice.zero,
-        shard=(choice.shard or degrees.dp) if choice.zero else 1,
+        shard=shard,
         schedule=choice.schedule,
         virtual=choice.virtual,
         recompute=run_again(choice.recompute),
         offloads_optimizer=choice.offload == "optimizer",
-        replicas_gradient_bytes=(
-            base.sent_gradient_bytes if choice.zero and (choice.shard or degrees.dp) < degrees.dp else None
-        ),
-        per_step=choice.zero == 1 or (choice.zero > 1 and degrees.pp > 1),
+        replicas_gradient_bytes=base.sent_gradient_bytes if choice.zero and shard < degrees.dp else None,
+        per_step=is_per_step(choice.zero, degrees.pp),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections import Counter
 from typing import Final
 
 from meshwright.errors import ConfigError, PlanError
@@ -37,9 +36,8 @@ class FoundPlans:
     """Those that need the least more memory, the least first."""
     faster_misses: list[Candidate]
     """Those that would be faster than the best one if they fitted, by the memory that they lack."""
-    rejected: Counter[str]
-    """Rule -> degrees that it left out [count]."""
     examples: dict[str, Rejected]
+    """Rule -> the first degrees that it left out."""
     num_costed: int
     limit_bytes: float
 
@@ -135,13 +133,12 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
     """Cost every mix, and keep the best."""
     limit = task.cluster.device.memory_bytes * memory_fraction
     base = base_setup(task.model, task.train)
-    found = FoundPlans(task, [], [], [], Counter(), {}, 0, limit)
+    found = FoundPlans(task, [], [], [], {}, 0, limit)
     fitting: list[tuple[tuple[float, int], int, Candidate]] = []
     missing: list[Candidate] = []
     for degrees in all_degrees(task):
         rejected = rule_against(degrees, task)
         if rejected is not None:
-            found.rejected[rejected.rule] += 1
             found.examples.setdefault(rejected.rule, rejected)
             continue
         for choice in all_choices(degrees, task):
