@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -20,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 from meshwright.compare.comparison import Comparison, make_comparison
 from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest, StorageError, exit_code_of
-from meshwright.host import usable_cores
+from meshwright.host import processor_name, usable_cores
 from meshwright.ranks.environment import read_place
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
+from meshwright.spec.prediction import Prediction
 from meshwright.train.config.checks import check_config, resolve_plan
 from meshwright.train.config.deepspeed import require_same_training, show_rows
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.launcher import environment, one_line
+from meshwright.train.planning.choosing import choose
+from meshwright.train.planning.predictor import Predictor
+from meshwright.train.planning.this_machine import is_switched_off
 from meshwright.train.progress import ProgressView, clean
 
 if TYPE_CHECKING:
@@ -214,6 +216,7 @@ class _Runs:
         self._steps = steps or (total if total <= MOST_STEPS else DEFAULT_STEPS)
         self._notes: list[str] = []
         self._errors: list[Exception] = []
+        self._predictor = Predictor(config, tell=view.note if view is not None else lambda _text: None)
         resolved = [(text, self._resolve(text)) for text in plans]
         largest = max(plan.num_devices for _, (_, plan) in resolved)
         self._cores = min(usable_cores(), largest * max(1, usable_cores() // largest))
@@ -241,7 +244,7 @@ class _Runs:
             global_batch_size=self._config.train.global_batch_size,
             notes=tuple(dict.fromkeys(self._notes)),
             config=json.loads(self._config.model_dump_json(exclude={"plan"})),
-            environment={**environment(), "processor": _processor_name(), "load_average": _load_average()},
+            environment={**environment(), "processor": processor_name(), "load_average": _load_average()},
         )
         return comparison, self._errors
 
@@ -257,10 +260,21 @@ class _Runs:
                 show_rows(found.plan_rows, sys.stderr)
             self._notes += [aside] if aside is not None and aside not in self._notes else []
             self._notes += [note for note in found.notes if note not in self._notes]
-            made = check_config(config.model_copy(update={"plan": found.plan}))
+            train = config.train.model_copy(update={"plan": text})
+            made = check_config(config.model_copy(update={"plan": found.plan, "train": train}))
         except ConfigError as error:
             raise ConfigError(f"the plan '{text}': {error.message}", fix=error.fix) from error
-        return made, found.plan
+        if made.plan_is_auto and not is_switched_off():
+            made, lines = choose(made, self._predictor)
+            self._notes += [line for line in lines if line not in self._notes]
+        return made, made.plan
+
+    def _foresee(self, job: _Job) -> Prediction | None:
+        """Return what a job's steps should cost; why that is not known is a note."""
+        foreseen = self._predictor.predict(job.plan, job.threads)
+        if foreseen.why_not:
+            self._notes.append(f"nothing is predicted for '{job.plan}': {foreseen.why_not}")
+        return foreseen.prediction
 
     def _job(
         self, name: str, config: TrainConfig, plan: Plan, threads: int | None = None, *, is_baseline: bool = False
@@ -292,6 +306,7 @@ class _Runs:
             "num_ranks": plan.num_ranks,
             "threads": job.threads,
             "is_baseline": job.is_baseline,
+            "prediction": self._foresee(job),
         }
         if self._view is not None:
             self._view.note(f"{job.name}: '{plan}', {WARM_UP_STEPS} + {self._steps} steps")
@@ -361,11 +376,3 @@ def _load_average() -> float | None:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
         return None
-
-
-def _processor_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -13,6 +13,9 @@ from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
 
+HOST_DEVICE: Final = "cpu"
+"""Name of a device, as a probe gives it, whose memory is the host's."""
+
 DTYPES: Final = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.durable import rename, told_of, write_new_file
-from meshwright.errors import StorageError
+from meshwright.errors import ConfigError, StorageError
+from meshwright.spec.plan import Plan
 from meshwright.spec.record import RunRecord
 from meshwright.train.lock import FolderLock
 
@@ -95,6 +96,14 @@ class RunDirectory:
     def has_record(self) -> bool:
         """Whether there is a record, of this run's start or of what it is continued from."""
         return (self.path / RECORD_FILE).is_file()
+
+    def read_plan(self) -> Plan | None:
+        """Return the plan that the record names, without what was decided at its first batch; None where there is none."""
+        try:
+            record = RunRecord.from_json((self.path / RECORD_FILE).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return None
+        return record.plan.replace(layouts={}, stages={}, prediction=record.prediction)
 
     @property
     def checkpoints(self) -> Path:

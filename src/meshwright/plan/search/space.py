@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
+from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.train import TrainSpec
 
@@ -17,10 +18,6 @@ _MAX_TP_HOSTS: Final = 1
 
 _MAX_MICRO_BATCH: Final = 64
 """Samples of one forward on a rank that are tried [samples]."""
-
-
-_HOST_DEVICE: Final = "cpu"
-"""Name of a device, as `probe_cluster` gives it, whose memory is the host's: nothing is gained by offloading to it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +175,8 @@ def all_choices(degrees: Degrees, task: Task) -> Iterator[Choice]:
         for recompute in ("none", "selective", "full"):
             for zero, shard in _sharding(degrees, task):
                 yield Choice(zero, shard, schedule, virtual, recompute, "none")
-                if zero and task.train.optimizer_bytes_per_param and task.cluster.device.name != _HOST_DEVICE:
+                # A host's memory offloads nothing to itself.
+                if zero and task.train.optimizer_bytes_per_param and task.cluster.device.name != HOST_DEVICE:
                     yield Choice(zero, shard, schedule, virtual, recompute, "optimizer")
 
 

@@ -209,6 +209,11 @@ class TrainConfig(_Section):
         return self.train.name or "run"
 
     @property
+    def plan_is_auto(self) -> bool:
+        """Whether the plan is left to the planner."""
+        return self.train.plan.split(",")[0].strip() == "auto"
+
+    @property
     def run_directory(self) -> Path:
         """The run's folder."""
         return Path(self.train.directory) / self.run_name
