@@ -216,11 +216,23 @@ class StepCosts:
         slices = setup.tp if setup.sequence_parallel else 1
         handed_on = [round(kinds[self._kind[end - 1]].input_bytes * slices) for end in placed.bounds[1:]]
         messages = cut_activation_bytes(handed_on, placed.ranks, setup.micro_batches)
+        if setup.schedule == "sequential":
+            return (messages + self._returned_bytes(kinds, placed)) / setup.pp
         shared = 0.0
         for layers, num_params in self._shared:
             holders = len({placed.rank_of(layer) for layer in layers})
             shared += holders * ring_gradient_bytes(num_params / setup.tp * setup.states.gradient, holders)
         return (messages + shared) / setup.pp
+
+    def _returned_bytes(self, kinds: Sequence[LayerTimes], placed: _StagesOnRanks) -> float:
+        """Return what goes back where one process runs a layer on the device of the weights that it shares [bytes]."""
+        moved = 0.0
+        for layers, _ in self._shared:
+            home = placed.rank_of(layers[0])
+            moved += sum(
+                2 * kinds[self._kind[one - 1]].input_bytes for one in layers[1:] if placed.rank_of(one) != home
+            )
+        return moved
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""

@@ -110,6 +110,19 @@ class Predictor:
             return plan
         raise ConfigError("; ".join(refusals) or f"no plan has {', '.join(f'{k}={v}' for k, v in wanted.items())}")
 
+    def task(self, num_devices: int) -> tuple[Described, ClusterSpec]:
+        """Return the model with its training, and this machine as that many devices see it.
+
+        Raises:
+            ConfigError: The model cannot be described, or the machine may not be measured.
+            Exception: Whatever the user's code raises.
+        """
+        known = self._description()
+        cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
+        if cluster is None:
+            raise ConfigError("this machine is not measured", fix="meshwright probe")
+        return known, _loaded(cluster, known)
+
     def _description(self) -> Described:
         if self._why_not:
             raise ConfigError(self._why_not)
