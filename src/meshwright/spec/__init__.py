@@ -5,6 +5,7 @@ They are frozen and versioned, and convert to JSON and back.
 model       the model, without weights
 layer       its layers, and the parameters that they share
 operator    operators of a layer
+layer_operators builder of a layer from sizes
 transformer layers of a transformer, from its sizes
 plan        the plan
 plan_text   the one-line form of a plan
