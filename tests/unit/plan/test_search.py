@@ -229,10 +229,11 @@ def test_a_compression_without_a_cost_is_refused() -> None:
 
 
 def test_a_prime_number_of_devices_says_what_would_do() -> None:
+    cluster = load_cluster("8xa100-sxm-80gb").replace(devices_per_host=17)
     with pytest.raises(PlanError, match="breaks a rule") as caught:
-        make_plans(gpt(), load_cluster("17xa100-sxm-80gb"), TRAIN)
+        make_plans(gpt(), cluster, TRAIN)
     assert "17 samples" in str(caught.value.fix)
-    assert make_plans(gpt(), load_cluster("17xa100-sxm-80gb"), TRAIN.replace(global_batch_size=17))
+    assert make_plans(gpt(), cluster, TRAIN.replace(global_batch_size=17))
 
 
 @pytest.mark.parametrize("path", ["missing/plans.json", "."])
@@ -256,3 +257,11 @@ def test_pipelines_send_activations_their_gradients_and_tied_gradients() -> None
     model = ModelSpec.transformer(layers=4, hidden=64, heads=4, vocab=128, sequence=32, tied=True)
     for text, expected in cells.items():
         assert predict_plan(model, cluster, train, Plan.parse(text)).sent_bytes["pp"] == expected
+
+
+def test_a_plan_for_kinds_of_hosts_says_what_it_takes_them_for() -> None:
+    plan = make_plans(gpt(), load_cluster("8xa100-40g + 8xh100-sxm"), TRAIN, top=1)[0]
+    slow = make_plans(gpt(), load_cluster("2x8xa100-40g"), TRAIN, top=1)[0]
+    assert plan == slow
+    assert plan.prediction == slow.prediction
+    assert any("taken for the slowest kind of 1 x 8 x a100-sxm-40gb" in reason for reason in plan.reasons)
