@@ -17,7 +17,7 @@ record      the record of a run
 To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """
 
-from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.layer import LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.operator import OperatorSpec
 from meshwright.spec.plan import Plan
@@ -26,6 +26,7 @@ from meshwright.spec.record import Measurement, RunRecord
 from meshwright.spec.train import TrainSpec
 
 __all__ = [
+    "LayerBond",
     "LayerSpec",
     "Measurement",
     "MemoryBreakdown",
