@@ -60,6 +60,8 @@ class LayerAssembly:
         user = next((step.layer for step in self._recorder.steps if name in step.weights), None)
         if user is None:
             self.notes.append(f"'{name}' is used by no operator that was seen; it is counted in '{self._order[0]}'")
+        elif self._order != [""]:
+            self.notes.append(f"'{name}' belongs to no layer; it is counted in '{user}', which uses it first")
         return user or self._order[0]
 
     def _note_outside(self, name: str, step: Step) -> None:

@@ -168,3 +168,17 @@ def test_a_batch_size_that_the_model_fixes_is_told() -> None:
     spec = describe_model(Fixed, floats_of(4, 8))
     assert any("run with the 4 samples of the example batch" in note for note in spec.notes)
     assert spec.forward_flops == 2 * 2 * 8 * 16
+
+
+def test_a_parameter_of_no_layer_is_told() -> None:
+    class Positions(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.zeros(5, 8))
+
+        def forward(self, x):
+            return super().forward(x + self.positions)
+
+    spec = describe_model(Positions, floats_of(2, 5, 8))
+    assert spec.layers[0].num_params == 5 * 8 + 8 * 16 + 16
+    assert "'positions' belongs to no layer; it is counted in 'up', which uses it first" in spec.notes

@@ -265,3 +265,13 @@ def test_a_plan_for_kinds_of_hosts_says_what_it_takes_them_for() -> None:
     assert plan == slow
     assert plan.prediction == slow.prediction
     assert any("taken for the slowest kind of 1 x 8 x a100-sxm-40gb" in reason for reason in plan.reasons)
+
+
+def test_recompute_that_saves_nothing_is_not_offered() -> None:
+    cluster = load_cluster("8xa100-sxm-80gb")
+    for model in (gpt(), find_model("resnet-50"), find_model("vit-base")):
+        for plan in make_plans(model, cluster, TRAIN, top=2000):
+            if plan.recompute != "none":
+                plain = predict_plan(model, cluster, TRAIN, plan.replace(recompute="none"))
+                assert plan.prediction is not None
+                assert plan.prediction.peak_bytes < plain.peak_bytes
