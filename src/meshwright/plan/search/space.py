@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -31,13 +32,31 @@ class Degrees:
     micro_batch_size: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Task:
     """What is planned for."""
 
     model: ModelSpec
     cluster: ClusterSpec
     train: TrainSpec
+
+    def num_pieces(self, tp: int) -> int:
+        """Return how many stages a pipeline can have at most [count]."""
+        return self._pieces_under_tp if tp > 1 else self._pieces
+
+    @functools.cached_property
+    def _pieces(self) -> int:
+        return self.model.num_pieces(under_tp=False)
+
+    @functools.cached_property
+    def _pieces_under_tp(self) -> int:
+        return self.model.num_pieces(under_tp=True)
+
+    @functools.cached_property
+    def splits_inside_stages(self) -> bool:
+        """Whether tensor parallelism has something to split inside a pipeline's stages."""
+        has_sums_alone = not any(layer.operators for layer in self.model.layers)
+        return has_sums_alone or self.model.splits_inside_stages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,10 +109,18 @@ def tp_inside_a_host(degrees: Degrees, task: Task) -> str | None:
 
 
 def a_layer_for_each_stage(degrees: Degrees, task: Task) -> str | None:
-    """Every stage of a pipeline has a layer."""
-    layers = len(task.model.layers)
-    if degrees.pp > layers:
-        return f"pp={degrees.pp} is more than the {layers} layers"
+    """Every stage of a pipeline has a layer, or layers that it must leave together."""
+    layers, pieces = len(task.model.layers), task.num_pieces(degrees.tp)
+    if degrees.pp > pieces:
+        cut = "" if pieces == layers else f", which make {pieces} pieces that a pipeline can cut"
+        return f"pp={degrees.pp} is more than the {layers} layers{cut}"
+    return None
+
+
+def something_to_split_inside_stages(degrees: Degrees, task: Task) -> str | None:
+    """Tensor parallelism inside a pipeline splits what lies within one stage."""
+    if degrees.tp > 1 and degrees.pp > 1 and not task.splits_inside_stages:
+        return f"tp={degrees.tp} with pp={degrees.pp}, and what could be split lies around layers of several stages"
     return None
 
 
@@ -117,6 +144,7 @@ RULES: Final[tuple[Rule, ...]] = (
     heads_divide,
     key_value_heads_divide,
     something_to_split,
+    something_to_split_inside_stages,
     tp_inside_a_host,
     a_layer_for_each_stage,
     a_sample_for_each_rank,
@@ -185,7 +213,7 @@ def _schedules(degrees: Degrees, task: Task) -> Iterator[tuple[str, int]]:
     if degrees.pp == 1:
         return
     yield "zb-h1", 1
-    layers = len(task.model.layers)
+    layers = task.num_pieces(degrees.tp)
     if 2 * degrees.pp <= layers:
         yield "zbv", 2
     for virtual in (2, 3, 4, 6, 8, 12):
