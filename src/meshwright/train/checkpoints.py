@@ -99,7 +99,6 @@ class RunCheckpoints:
     def __init__(self, config: TrainConfig, model: ParallelModel, parts: Mapping[str, Any]) -> None:
         self._config = config.checkpoint
         self._directory = config.checkpoint_directory
-        self._store = Store(self._directory)
         self._model = model
         self._parts = dict(parts)
         self._saved_at = time.monotonic()
