@@ -7,7 +7,8 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
     step         step, loss, grad_norm, lr, num_samples, num_tokens, seconds, tokens_per_s, peak_memory_bytes, eta_s, ...
     evaluated    step, loss, num_samples, num_tokens, seconds
     resumed      in place of run_started, with the same fields; and step, checkpoint, skipped, notes
-    saved        step, path, seconds, is_best; save_failed: step, text, where the run goes on
+    saved        step, path, seconds until it was seen on the disk, stall_seconds that training waited, is_best;
+                 save_failed: step, text, where the run goes on
     restarting   step, number, most, pause_s, exit_code, cause: ranks were lost and are started again
     stopped      step: asked to stop; finished: all steps done, or the time is over
     failed       rank, step, phase, type, text: from every rank that raised

@@ -178,6 +178,8 @@ class CheckpointConfig(_Section):
     """Save where the held-out loss is the lowest so far, and keep that one too."""
     on_error: Literal["stop", "warn"] = "stop"
     """What a save that fails does to the run."""
+    background: bool = False
+    """Copy in the host's memory and write while training goes on. Off: it needs memory for what a rank saves."""
 
     @property
     def is_on(self) -> bool:
