@@ -52,6 +52,10 @@ class Efficiency(Value):
         recurrence_forward: Rate of a recurrent layer's fused products over that of large products [ratio].
         recurrence_backward: The same for its backward [ratio].
         held: Memory that the allocator holds at the peak over activations that are alive [ratio].
+        runtime: What this project's own steps add where the host does not run ahead, as (in any case, for each of many) [s]:
+            "step" and its layers; "zero", which exchanges each parameter, and its tensors; "recompute" of a micro-batch and its
+            layers; "stage" of a pipeline, for a micro-batch and all layers of the model; "half", gradients of weights that a
+            stage puts off, and its own layers.
         process_bytes: Memory of a process before it has a model: Python, torch, the transport; 0 where devices have memory of
             their own [bytes].
 
@@ -91,6 +95,7 @@ class Efficiency(Value):
     recurrence_forward: float = 1.0
     recurrence_backward: float = 1.0
     held: float = 1.0
+    runtime: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
     process_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -114,8 +119,19 @@ class Efficiency(Value):
             problems.require(ascending, f"{name}: sizes {[size for size, _ in curve]} (rule: they ascend)")
             positive = all(size > 0 and share > 0 for size, share in curve)
             problems.require(positive, f"{name}={list(curve)} (rule: sizes and shares are positive)")
+        for kind, numbers in self.runtime.items():
+            problems.require(kind in _RUNTIME, f"runtime['{kind}'] (rule: one of {', '.join(_RUNTIME)})")
+            is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
+            problems.require(is_pair, f"runtime['{kind}']={list(numbers)} (rule: two numbers, not negative)")
         problems.check()
 
+    def runtime_s(self, kind: str, count: float) -> float:
+        """Return what one kind of work of a step adds, with so many layers or tensors [s]."""
+        fixed, each = self.runtime.get(kind, (0.0, 0.0))
+        return fixed + each * count
+
+
+_RUNTIME = ("step", "zero", "recompute", "stage", "half")
 
 _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",

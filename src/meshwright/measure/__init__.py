@@ -10,6 +10,7 @@ resolution     resolution of the model's own arithmetic
 outputs        the first module whose output differs
 probe          this machine as a cluster
 probe_ranks    its measurements, on ranks
+probe_runtime  what plans add to a model's operators
 probe_sizes    sizes of what it measures
 probe_listing  what `meshwright probe` prints
 

@@ -146,8 +146,19 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             optimizer_bytes=median("optimizer") * median("memory"),
             step_s=median("step"),
             tensor_s=median("tensor"),
+            runtime=_runtime_of(ranks),
         ),
     )
+
+
+def _runtime_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
+    names = [name for name in ranks[0] if name.startswith("runtime_")]
+    return {
+        name.removeprefix("runtime_"): tuple(
+            statistics.median(numbers) for numbers in zip(*(rank[name][0] for rank in ranks), strict=True)
+        )
+        for name in names
+    }
 
 
 def _curve(

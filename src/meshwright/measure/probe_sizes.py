@@ -18,8 +18,15 @@ STAGES: Final = (
     "attention",
     "optimizer",
     "collectives",
+    "steps of plans",
 )
 """What is measured, in order."""
+
+FEW_LAYERS: Final = 4
+MANY_LAYERS: Final = 20
+RUNTIME_STEPS: Final = 25
+RUNTIME_MICRO_BATCHES: Final = 2
+"""For each stage of a pipeline [count]."""
 
 PRODUCT: Final = (512, 1024, 1024)
 """Sizes of a large product on a CPU: rows, inner, columns."""

@@ -17,6 +17,7 @@ _M_ARENA_MAX = -8
 _NEVER = -1
 _FROM_HEAP_BYTES = 2**30
 _FROM_KERNEL_BYTES = 2**20
+_LARGEST_KEPT_BYTES = 3 * 2**25
 _WORTH_A_TRIM_BYTES = 2**26  # the heap that is given back has to be faulted in again
 
 _from_kernel_bytes: int | None = None
@@ -55,8 +56,11 @@ def memory_returned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_kept() -> Iterator[None]:
-    """Have freed memory kept inside, and returned at the end: for what makes tensors of the same sizes many times over."""
-    with _memory_from(_FROM_HEAP_BYTES):
+    """Have freed memory kept inside, and returned at the end: for what makes tensors of the same sizes many times over.
+
+    The largest ones go back to the kernel at once: a heap cannot give a hole to a tensor that is a little larger.
+    """
+    with _memory_from(_LARGEST_KEPT_BYTES):
         yield
 
 
@@ -71,10 +75,16 @@ def _memory_from(from_kernel: int) -> Iterator[None]:
     try:
         yield
     finally:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None and _resident_bytes() - before > _WORTH_A_TRIM_BYTES:
-            trim(0)
+        if _resident_bytes() - before > _WORTH_A_TRIM_BYTES:
+            return_freed_memory()
         _set(outside)
+
+
+def return_freed_memory() -> None:
+    """Give what is free in the heap back to the kernel, before something is made that needs other sizes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and _from_kernel_bytes is not None:
+        trim(0)
 
 
 def _resident_bytes() -> int:

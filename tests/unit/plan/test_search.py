@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_every_candidates_setup_is_that_of_its_plan() -> None:
         for choice in all_choices(degrees, task):
             setup = setup_of(base, degrees, choice, TRAIN)
             plan = plan_of(Candidate(degrees, choice, costs.cost(setup)), TRAIN)
-            assert setup == Setup.of(task.model, plan, TRAIN)
+            assert dataclasses.replace(setup, cut_by_work=True) == Setup.of(task.model, plan, TRAIN)
             assert plan.num_devices == 8
             seen += 1
     assert seen > 100

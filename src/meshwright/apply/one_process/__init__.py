@@ -5,10 +5,9 @@ These need no launcher. They are for notebooks, and for models that do not fit o
 data_parallel   a thread and a replica of the module for each device
 model_parallel  layers spread over devices
 description     costs of a model's layers, found without a trace in the model
-balance         a chain of layers cut into stages of equal work
 expected_bytes  bytes that a step should move
 
-To change how layers are assigned to stages, here and for pipelines, touch `balance.py`.
+To change how layers are assigned to stages, here, for pipelines and in the planner, touch `schedule/balance.py`.
 """
 
 __all__: list[str] = []

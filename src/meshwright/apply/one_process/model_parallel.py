@@ -17,12 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.apply.engine import Engine
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.modules.hooks import OwnHook
-from meshwright.apply.one_process.balance import balance_layers
 from meshwright.apply.one_process.description import describe_undisturbed
 from meshwright.apply.one_process.expected_bytes import LayersForecast
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.layers import ChainDescription, find_layers
 from meshwright.errors import ApplyError
+from meshwright.schedule.balance import balance_layers
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []

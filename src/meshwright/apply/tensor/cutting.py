@@ -28,8 +28,9 @@ from meshwright.apply.tensor.roles import (
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.comm.communicator import Communicator
-from meshwright.layout import ShardLayout
-from meshwright.nn.shards import gather_full, take_shard
+from meshwright.comm.functional import gather_from_group
+from meshwright.layout import ShardLayout, check_coverage
+from meshwright.nn.shards import take_shard
 
 __all__: list[str] = []
 
@@ -101,8 +102,14 @@ class Cutting:
         """Tell whether the ranks' shards together equal the parameter, while the whole one still exists."""
         if whole.is_meta or not whole.numel():
             return True
-        joined = gather_full(shard, [layout(part) for part in range(self.group.size)], self.group)
-        return torch.equal(joined.view(-1).view(torch.uint8), whole.contiguous().view(-1).view(torch.uint8))
+        layouts = [layout(part) for part in range(self.group.size)]
+        check_coverage(layouts)
+        if all(own.is_whole for own in layouts):
+            return _same_bits(shard, whole)
+        sizes = [each.numel for each in layouts]
+        # Part by part: put together they would take the whole's memory twice more.
+        parts = gather_from_group(shard.reshape(-1), self.group, dim=0, sizes=sizes).split(sizes)
+        return all(_same_bits(part, take_shard(whole, own)) for part, own in zip(parts, layouts, strict=True))
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, list[ShardLayout]]:
@@ -322,6 +329,10 @@ class Cutting:
 
 def _lies_in(region: Region, chain: Chain) -> bool:
     return any(is_inside(region.scope, layer) for layer in chain.layers)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def _repeated(role: str, running: RunningRegion, module: nn.Module) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Final
 
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.efficiency import Efficiency
+from meshwright.values import Problems
 
 __all__: list[str] = []
 
@@ -128,3 +129,24 @@ def _share_at(size: float, curve: Sequence[Sequence[float]]) -> float:
         return curve[min(index, len(curve) - 1)][1]
     (low, below), (high, above) = curve[index - 1], curve[index]
     return below + (above - below) * math.log(size / low) / math.log(high / low)
+
+
+def require_numbers(cluster: ClusterSpec) -> None:
+    """Refuse what would cost nothing, or what no plan computes in."""
+    device, problems = cluster.device, Problems(f"cluster '{cluster.name}'")
+    problems.require(
+        any(dtype in device.peak_flops_per_s for dtype in ("fp32", "bf16", "fp16")),
+        f"peak_flops_per_s of {', '.join(device.peak_flops_per_s) or 'nothing'} (rule: fp32, bf16 or fp16 is there)",
+        fix="give the device peak_flops_per_s of fp32 and bf16",
+    )
+    problems.require(
+        device.memory_bytes_per_s is not None,
+        "memory_bytes_per_s is not known (rule: what an operator takes depends on it)",
+        fix="give the device memory_bytes_per_s",
+    )
+    problems.require(
+        cluster.devices_per_host == 1 or cluster.link is not None,
+        f"{cluster.devices_per_host} devices in a host and no link (rule: what they exchange takes time)",
+        fix="give the cluster a LinkSpec as link, or measure it by `meshwright probe`",
+    )
+    problems.check()

@@ -92,6 +92,8 @@ class Setup:
     """Samples of a step; None where all micro-batches of all ranks are as large [samples]."""
     replicas_gradient_bytes: float | None = None
     """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
+    cut_by_work: bool = False
+    """Whether stages are cut as this project's runtime cuts them, not by their time on the cluster at hand."""
     one_process: bool = False
     """Whether one process has all devices, so that on a CPU they share its memory."""
 
@@ -133,6 +135,7 @@ class Setup:
             offloads_optimizer=plan.offload == "optimizer",
             per_step=is_per_step(plan.zero, plan.pp),
             global_batch_size=train.global_batch_size,
+            cut_by_work=True,
             one_process=plan.mode != "ranks",
         )
 

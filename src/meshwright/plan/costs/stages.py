@@ -6,6 +6,10 @@ import bisect
 from collections.abc import Sequence
 from typing import Final
 
+from meshwright.plan.costs.setup import Setup
+from meshwright.schedule.balance import balance_layers, balance_over_ranks, work_of
+from meshwright.spec.model import ModelSpec
+
 __all__: list[str] = []
 
 _SLACK: Final = 0.01
@@ -57,6 +61,66 @@ def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, .
     if prefix[bounds[-1]] > limit:
         return None
     return (0, *reversed(bounds))
+
+
+def own_cut(model: ModelSpec, setup: Setup) -> tuple[int, ...]:
+    """Return where stages begin and the last one ends, as this project's runtime cuts the model for a setup.
+
+    Layers of a pipeline are balanced by work, those of one process by parameters and work alike.
+    """
+    samples = setup.micro_batch_size
+    fresh = _params_at_first_use(model)
+    if setup.schedule == "sequential":
+        params = max(1, sum(fresh))
+        flops = max(1.0, model.forward_flops)
+        costs = [one / params + layer.forward_flops / flops for one, layer in zip(fresh, model.layers, strict=True)]
+        _move_to_owners(costs, model)
+        return _starts(balance_layers(costs, setup.pp))
+    costs = [work_of(layer.forward_flops * samples, one) for one, layer in zip(fresh, model.layers, strict=True)]
+    blocks = _bonded(model, under_tp=setup.tp > 1)
+    ranks = [rank_of_stage(stage, setup.pp, setup.schedule) for stage in range(setup.pp * setup.virtual)]
+    dealt = balance_over_ranks([sum(costs[first:last]) for first, last in blocks], ranks)
+    return _starts([stage for stage, (first, last) in zip(dealt, blocks, strict=True) for _ in range(first, last)])
+
+
+def _params_at_first_use(model: ModelSpec) -> list[int]:
+    found = [layer.num_params for layer in model.layers]
+    places = {layer.name: place for place, layer in enumerate(model.layers)}
+    for shared in model.shared:
+        for place in sorted(places[name] for name in shared.layers)[1:]:
+            found[place] -= shared.num_params
+    return found
+
+
+def _move_to_owners(costs: list[float], model: ModelSpec) -> None:
+    """Add what layers cost to the first one that has a parameter in common with them: it takes them to its device."""
+    places = {layer.name: place for place, layer in enumerate(model.layers)}
+    for shared in model.shared:
+        owner, *others = sorted(places[name] for name in shared.layers)
+        for place in others:
+            costs[owner] += costs[place]
+            costs[place] = 0.0
+
+
+def _bonded(model: ModelSpec, *, under_tp: bool) -> list[tuple[int, int]]:
+    """Return the pieces that a pipeline leaves together, as (first layer, one after the last)."""
+    places = {layer.name: place for place, layer in enumerate(model.layers)}
+    ends = list(range(1, len(model.layers) + 1))
+    for bond in model.bonds:
+        if under_tp or bond.when == "always":
+            first, last = sorted((places[bond.first], places[bond.last]))
+            ends[first] = max(ends[first], last + 1)
+    found: list[tuple[int, int]] = []
+    for place, end in enumerate(ends):
+        if found and place < found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((place, end))
+    return found
+
+
+def _starts(stages: Sequence[int]) -> tuple[int, ...]:
+    return (*(place for place, stage in enumerate(stages) if place == 0 or stage != stages[place - 1]), len(stages))
 
 
 def rank_of_stage(stage: int, num_ranks: int, schedule: str) -> int:

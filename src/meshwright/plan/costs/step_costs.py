@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -15,7 +14,7 @@ from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.hardware.efficiency import Efficiency, efficiency_of
 from meshwright.plan.costs.data_parallel_cost import exchange
 from meshwright.plan.costs.layer_times import LayerTimes, layer_times
-from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.machine import Machine, require_numbers
 from meshwright.plan.costs.rank_memory import (
     RankLoad,
     RankMemory,
@@ -25,12 +24,12 @@ from meshwright.plan.costs.rank_memory import (
     together,
 )
 from meshwright.plan.costs.setup import Setup
-from meshwright.plan.costs.stages import balanced_cut, pipeline_s, rank_of_stage
+from meshwright.plan.costs.stages import balanced_cut, own_cut, pipeline_s
+from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
 from meshwright.traffic import cut_activation_bytes, ring_gradient_bytes
-from meshwright.values import Problems
 
 __all__: list[str] = []
 
@@ -51,6 +50,12 @@ _HOST_MEMORY_BYTES_PER_S: Final = 25e9
 
 _TENSORS: Final = 2
 """Parameter tensors of an operator that has parameters: a weight and a bias [count]."""
+
+_IN_HALVES: Final = ("zb-h1", "zb-h2", "zbv")
+"""Schedules that put gradients of weights off."""
+
+_MOST_STAGES: Final = 16
+"""Stages for which the runtime's own cut is worked out: it takes long for more [count]."""
 
 _ASYNCHRONOUS: Final = 0.3
 """Share of a message between stages that is not hidden where messages are posted ahead. An estimate [ratio]."""
@@ -104,7 +109,7 @@ class StepCosts:
     """
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
-        _require_numbers(cluster)
+        require_numbers(cluster)
         self.model = model
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
@@ -144,7 +149,7 @@ class StepCosts:
             backward_s=pipeline.backward_s,
             recompute_s=pipeline.recompute_s,
             bubble_s=pipeline.bubble_s,
-            exposed_comm_s=shared.exposed_s + pipeline.waits_s,
+            exposed_comm_s=shared.exposed_s + self._sharding_s(setup) + pipeline.waits_s,
             optimizer_s=self._optimizer_s(pipeline.num_params, setup),
             memory=self._memory(pipeline.loads, setup),
             # Of one process the ledger counts what all its devices send.
@@ -169,13 +174,19 @@ class StepCosts:
         setup = Setup(**dict(zip(_PIPED, piped, strict=True)))  # type: ignore[arg-type]
         kinds = self._times(*_seen(setup))
         passes = [times.passes_s(self.machine, setup.recompute) for times in kinds]
+        if setup.recompute != "none":
+            each = self.machine.efficiency.runtime_s("recompute", len(self._kind)) / len(self._kind)
+            passes = [(forward, backward, again + each) for forward, backward, again in passes]
         accumulated = 0.0
         if setup.trains_weights and setup.micro_batches > 1:
             accumulated = _ACCUMULATED_BYTES / self.machine.memory_bytes_per_s
         of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
         totals = self._sums(of_kinds)
-        placed = _StagesOnRanks(self._cuts(of_kinds, min(setup.num_stages, len(self._kind))), setup)
-        busy = placed.on_ranks(totals)
+        num_stages = min(setup.num_stages, len(self._kind))
+        follows = setup.cut_by_work and 1 < num_stages <= _MOST_STAGES
+        placed = StagesOnRanks(own_cut(self.model, setup) if follows else self._cuts(of_kinds, num_stages), setup)
+        walks = self._walks_s(placed, setup)
+        busy = [one + walk for one, walk in zip(placed.on_ranks(totals), walks, strict=True)]
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
         for rank, repeated in enumerate(placed.repeated(self._shared)):
             params[rank] -= repeated / setup.tp
@@ -194,6 +205,7 @@ class StepCosts:
             placed.on_ranks(self._sums([one[part] for one in passes]))[slowest] * setup.micro_batches
             for part in range(3)
         )
+        forward += walks[slowest] * setup.micro_batches
         backward += params[slowest] * accumulated * setup.micro_batches
         sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
         return _Pipeline(
@@ -208,7 +220,7 @@ class StepCosts:
             loads=self._loads(kinds, params, placed, setup),
         )
 
-    def _sent_pp_bytes(self, kinds: Sequence[LayerTimes], placed: _StagesOnRanks, setup: Setup) -> float:
+    def _sent_pp_bytes(self, kinds: Sequence[LayerTimes], placed: StagesOnRanks, setup: Setup) -> float:
         """Return what a pp rank sends in the mean: activations, their gradients, and gradients of shared parameters [bytes]."""
         if setup.pp == 1:
             return 0.0
@@ -224,7 +236,7 @@ class StepCosts:
             shared += holders * ring_gradient_bytes(num_params / setup.tp * setup.states.gradient, holders)
         return (messages + shared) / setup.pp
 
-    def _returned_bytes(self, kinds: Sequence[LayerTimes], placed: _StagesOnRanks) -> float:
+    def _returned_bytes(self, kinds: Sequence[LayerTimes], placed: StagesOnRanks) -> float:
         """Return what goes back where one process runs a layer on the device of the weights that it shares [bytes]."""
         moved = 0.0
         for layers, _ in self._shared:
@@ -274,13 +286,32 @@ class StepCosts:
             width /= setup.tp  # tp ranks hold the same result: each sends a share, and the receivers gather
         return self.machine.message_s(width, inside=setup.num_devices <= self.machine.cluster.devices_per_host)
 
+    def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
+        """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
+        if setup.pp == 1 or setup.one_process:
+            return [0.0] * setup.pp
+        efficiency, layers = self.machine.efficiency, len(self._kind)
+        walks = [0.0] * setup.pp
+        for rank, (first, last) in zip(placed.ranks, itertools.pairwise(placed.bounds), strict=True):
+            walks[rank] += efficiency.runtime_s("stage", layers)
+            walks[rank] += efficiency.runtime_s("half", last - first) if setup.schedule in _IN_HALVES else 0.0
+        return walks
+
+    def _sharding_s(self, setup: Setup) -> float:
+        """Return what a rank does beside exchanging, where ZeRO exchanges parameter by parameter [s]."""
+        if setup.zero < 2 or setup.per_step or setup.dp == 1:
+            return 0.0
+        return setup.micro_batches * self.machine.efficiency.runtime_s("zero", self._num_tensors / setup.pp)
+
     def _optimizer_s(self, num_params: float, setup: Setup) -> float:
         efficiency = self.machine.efficiency
         own = num_params / (setup.shard if setup.zero else 1) * (1.0 if setup.trains_weights else 0.01)
         if setup.offloads_optimizer:
             moved = own * (setup.sent_gradient_bytes + setup.gathered_bytes) / _HOST_LINK_BYTES_PER_S
             return moved + own * efficiency.optimizer_bytes / _HOST_MEMORY_BYTES_PER_S + efficiency.step_s
-        tensors = self._num_tensors / setup.pp * efficiency.tensor_s
+        parts = 1 if setup.schedule == "sequential" else setup.pp
+        tensors = self._num_tensors / parts * efficiency.tensor_s
+        tensors += efficiency.runtime_s("step", len(self._kind) / parts)
         return own * efficiency.optimizer_bytes / self.machine.memory_bytes_per_s + tensors + efficiency.step_s
 
     def _mfu(self, step_s: float, setup: Setup) -> float | None:
@@ -291,7 +322,7 @@ class StepCosts:
         return min(1.0, 3.0 * self.model.forward_flops * samples / (step_s * peak))
 
     def _loads(
-        self, kinds: Sequence[LayerTimes], params: Sequence[float], placed: _StagesOnRanks, setup: Setup
+        self, kinds: Sequence[LayerTimes], params: Sequence[float], placed: StagesOnRanks, setup: Setup
     ) -> list[RankLoad]:
         """Return what the ranks hold, without those that another one exceeds in everything."""
         kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
@@ -313,73 +344,27 @@ class StepCosts:
         return [one for one in loads if not any(other.exceeds(one) for other in loads)]
 
 
-class _StagesOnRanks:
-    """Stages of a setup, and the ranks that run them."""
-
-    def __init__(self, bounds: Sequence[int], setup: Setup) -> None:
-        self.bounds = bounds
-        self.num_ranks = setup.pp
-        self.ranks = [rank_of_stage(stage, setup.pp, setup.schedule) for stage in range(len(bounds) - 1)]
-
-    def on_ranks(self, sums: Sequence[float]) -> list[float]:
-        """Return what each rank's stages sum up to."""
-        found = [0.0] * self.num_ranks
-        for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
-            found[rank] += sums[last] - sums[first]
-        return found
-
-    def rank_of(self, layer: int) -> int:
-        """Return the rank that runs a layer."""
-        return self.ranks[bisect.bisect_right(self.bounds, layer) - 1]
-
-    def repeated(self, shared: Sequence[tuple[Sequence[int], int]]) -> list[float]:
-        """Return the elements that each rank's layers count more than once, from the layers that share parameters [count]."""
-        found = [0.0] * self.num_ranks
-        for layers, num_params in shared:
-            holders = [self.rank_of(layer) for layer in layers]
-            for rank in set(holders):
-                found[rank] += (holders.count(rank) - 1) * num_params
-        return found
-
-    def most(self, values: Sequence[float]) -> list[float]:
-        """Return the largest value among each rank's layers."""
-        found = [0.0] * self.num_ranks
-        for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
-            found[rank] = max(found[rank], *values[first:last])
-        return found
-
-
 _SEEN: Final = (
     "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "overlaps_tp", "is_eager", "trains_weights",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
-_PIPED: Final = (*_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap")
+_PIPED: Final = (
+    *_SEEN,
+    "dp",
+    "pp",
+    "virtual",
+    "schedule",
+    "micro_batches",
+    "recompute",
+    "overlap",
+    "cut_by_work",
+    "one_process",
+)
 """What a pipeline sees of a setup."""
 
 _seen: Final = operator.attrgetter(*_SEEN)
 _piped: Final = operator.attrgetter(*_PIPED)
-
-
-def _require_numbers(cluster: ClusterSpec) -> None:
-    """Refuse what would cost nothing, or what no plan computes in."""
-    device, problems = cluster.device, Problems(f"cluster '{cluster.name}'")
-    problems.require(
-        any(dtype in device.peak_flops_per_s for dtype in ("fp32", "bf16", "fp16")),
-        f"peak_flops_per_s of {', '.join(device.peak_flops_per_s) or 'nothing'} (rule: fp32, bf16 or fp16 is there)",
-        fix="give the device peak_flops_per_s of fp32 and bf16",
-    )
-    problems.require(
-        device.memory_bytes_per_s is not None,
-        "memory_bytes_per_s is not known (rule: what an operator takes depends on it)",
-        fix="give the device memory_bytes_per_s",
-    )
-    problems.require(
-        cluster.devices_per_host == 1 or cluster.link is not None,
-        f"{cluster.devices_per_host} devices in a host and no link (rule: what they exchange takes time)",
-        fix="give the cluster a LinkSpec as link, or measure it by `meshwright probe`",
-    )
-    problems.check()
 
 
 def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:

@@ -24,6 +24,9 @@ __all__: list[str] = []
 USABLE_FRACTION: Final = 0.92
 """Share of a device's memory that a plan may fill: the rest is for the allocator's gaps and the libraries. An estimate."""
 
+_KEPT: Final = 4
+"""Candidates that are kept for each plan that is asked for: cut as the runtime does it, they may change places [count]."""
+
 
 @dataclasses.dataclass(slots=True)
 class FoundPlans:
@@ -78,9 +81,10 @@ def make_plans(
     found = search(costs, Task(spec, cluster, train), top=top, memory_fraction=memory_fraction)
     if not found.fitting:
         raise _nothing_fits(found)
+    base = dataclasses.replace(base_setup(spec, train), cut_by_work=True)
     return [
         plan_of(candidate, train).replace(
-            prediction=costs.predict(setup_of(base_setup(spec, train), candidate.degrees, candidate.choice, train)),
+            prediction=costs.predict(setup_of(base, candidate.degrees, candidate.choice, train)),
             reasons=reasons_for(
                 candidate,
                 found.task,
@@ -152,19 +156,32 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
             candidate = Candidate(degrees, choice, cost)
             if cost.memory.peak <= limit:
                 heapq.heappush(fitting, ((-candidate.key()[0], -candidate.key()[1]), -found.num_costed, candidate))
-                if len(fitting) > top:
+                if len(fitting) > _KEPT * top:
                     heapq.heappop(fitting)
             else:
                 missing.append(candidate)
-    found.fitting = [
-        candidate for *_, candidate in sorted(fitting, key=lambda entry: (-entry[0][0], -entry[0][1], -entry[1]))
-    ]
+    ranked = [candidate for *_, candidate in sorted(fitting, key=lambda entry: (-entry[0][0], -entry[0][1], -entry[1]))]
+    recut = (_as_cut(one, base, costs, task) for one in ranked)
+    found.fitting = sorted((one for one in recut if one is not None), key=Candidate.key)[:top]
     found.misses = heapq.nsmallest(3, missing, key=lambda candidate: candidate.cost.memory.peak)
     if found.fitting:
         best = found.fitting[0].cost.step_s
         faster = [candidate for candidate in missing if candidate.cost.step_s < best * 0.98]
         found.faster_misses = heapq.nsmallest(3, faster, key=lambda candidate: candidate.cost.memory.peak)
     return found
+
+
+def _as_cut(candidate: Candidate, base: Setup, costs: StepCosts, task: Task) -> Candidate | None:
+    """Return a candidate with the cost of the stages that the runtime will make: too slow to find for every mix.
+
+    None where what it runs again saves nothing under that cut.
+    """
+    setup = setup_of(base, candidate.degrees, candidate.choice, task.train)
+    cost = costs.cost(setup := dataclasses.replace(setup, cut_by_work=True))
+    is_again = candidate.choice.recompute != "none"
+    if is_again and cost.memory.peak >= costs.cost(dataclasses.replace(setup, recompute="none")).memory.peak:
+        return None
+    return dataclasses.replace(candidate, cost=cost)
 
 
 def _nothing_fits(found: FoundPlans) -> PlanError:

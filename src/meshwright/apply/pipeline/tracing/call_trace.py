@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ApplyError
+from meshwright.schedule.balance import work_of
 
 __all__: list[str] = []
 
@@ -111,14 +112,6 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-_FLOPS_PER_PARAMETER = 48
-"""What a parameter costs in a step beside its products, as floating-point operations: gradient and optimizer move about 24
-bytes of each (Rajbhandari et al. 2020, section 3.1: 16 bytes of state), and a core computes about two operations in the
-time in which it moves a byte [FLOPs]."""
-_BACKWARD = 3
-"""A step's operations for each of forward's: backward takes twice as many (Narayanan et al. 2021, appendix)."""
-
-
 def modules_around(module: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules that are no part of a unit: their code runs on every stage."""
     inside = {id(child) for name in units for child in module.get_submodule(name).modules()}
@@ -138,7 +131,5 @@ def call_costs(module: nn.Module, flow: Flow) -> list[float]:
             own = [p for p in module.get_submodule(call.unit).parameters() if p.dim() > 1]
             is_table = isinstance(module.get_submodule(call.unit), (nn.Embedding, nn.EmbeddingBag))
             uncounted = 0 if is_table else sum(2 * math.prod(p.shape) for p in own)
-        costs.append(
-            float(_BACKWARD * (call.flops + uncounted) + _FLOPS_PER_PARAMETER * sum(sizes[name] for name in fresh) + 1)
-        )
+        costs.append(work_of(call.flops + uncounted, sum(sizes[name] for name in fresh)))
     return costs

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from meshwright.apply.one_process.balance import balance_over_ranks
 from meshwright.apply.pipeline.tracing.call_trace import Flow, call_costs
 from meshwright.apply.tensor.tensor_layout import is_inside
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError, did_you_mean
+from meshwright.schedule.balance import balance_over_ranks
 
 __all__: list[str] = []
 

@@ -9,6 +9,23 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
+_FLOPS_PER_PARAMETER = 48
+"""What a parameter costs in a step beside its products, as floating-point operations: gradient and optimizer move about 24
+bytes of each (Rajbhandari et al. 2020, section 3.1: 16 bytes of state), and a core computes about two operations in the
+time in which it moves a byte [FLOPs]."""
+_PASSES = 3
+"""A step's operations for each of forward's: backward takes twice as many (Narayanan et al. 2021, appendix)."""
+
+
+def work_of(forward_flops: float, num_params: float) -> float:
+    """Return what a layer costs in a step, for the cut of a model into stages [FLOPs].
+
+    Args:
+        forward_flops: Of its forward on a micro-batch [FLOPs].
+        num_params: Its parameters, those of earlier layers left out [count].
+    """
+    return float(_PASSES * forward_flops + _FLOPS_PER_PARAMETER * num_params + 1)
+
 
 def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int | None] | None = None) -> list[int]:
     """Return the stage of each layer, such that the most expensive stage is as cheap as possible.
@@ -47,9 +64,10 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
     for stage in range(1, num_stages + 1):
         for end in range(stage, num_layers + 1):
             for start in range(end - 1, stage - 2, -1):
-                if wishes is not None and wishes[start] not in (None, stage - 1):
+                last = prefix[end] - prefix[start]
+                if last > best[stage][end] or (wishes is not None and wishes[start] not in (None, stage - 1)):
                     break
-                worst = max(best[stage - 1][start], prefix[end] - prefix[start])
+                worst = max(best[stage - 1][start], last)
                 if worst <= best[stage][end] and worst < float("inf"):
                     best[stage][end], cut[stage][end] = worst, start
     if best[num_stages][num_layers] == float("inf"):

@@ -1,0 +1,145 @@
+"""What this project's own steps add to a model's operators: plans on next to nothing, beside a plain loop.
+
+A step of two sizes of a small model gives what it takes in any case, and what each layer or parameter adds.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.measure.probe_sizes import FEW_LAYERS, MANY_LAYERS, RUNTIME_MICRO_BATCHES, RUNTIME_STEPS
+from meshwright.ranks.world import World
+from meshwright.run.applying import apply_plan
+
+__all__: list[str] = []
+
+_ROWS = 4
+_WIDTH = 8
+_WARM_UP = 5
+_TENSORS = 2
+"""Parameters of a layer [count]."""
+
+
+def measure_runtime(world: World) -> dict[str, Any]:
+    """Return, for each kind of work, what it takes in any case and for each layer or parameter, and 0 as the spread [s].
+
+    Every rank of the world calls it. The kinds are those of `Efficiency.runtime`.
+    """
+    ranks = world.world_size
+    plain = _Times(*(_plain(world, size) for size in (FEW_LAYERS, MANY_LAYERS)))
+    forward, passes, optimizer = plain.each()
+    found: dict[str, tuple[float, float]] = {}
+    step = _of_plan(f"dp={ranks}" if ranks > 1 else "single")
+    whole = [one + other for one, other in zip(passes, optimizer, strict=True)]
+    found["step"] = _line(_less(step, whole))
+    again = _of_plan(f"dp={ranks},recompute=full")
+    found["recompute"] = _line(_less(again, step, forward))
+    if ranks > 1:
+        sharded = _of_plan(f"dp={ranks},zero=3")
+        found["zero"] = _line(_less(sharded, step), each=_TENSORS)
+        found |= _of_pipeline(ranks, passes, optimizer, found["step"])
+    return {f"runtime_{kind}": (list(numbers), 0.0) for kind, numbers in found.items()}
+
+
+def _of_pipeline(
+    ranks: int, passes: list[float], optimizer: list[float], step: tuple[float, float]
+) -> dict[str, tuple[float, float]]:
+    """Return what a stage adds for each micro-batch, by layers of the whole model; and gradients in halves, by its own layers."""
+    count = RUNTIME_MICRO_BATCHES * ranks
+    plain = _of_plan(f"pp={ranks},micro_batches={count}", rows=count)
+    halves = _of_plan(f"pp={ranks},schedule=zb-h1,micro_batches={count}", rows=count)
+    rounds = count + ranks - 1  # the last rank waits for its first micro-batch
+    once = [step[0] + one / ranks for one in optimizer]
+    stage = [(one - at_end) / rounds - own / ranks for one, at_end, own in zip(plain, once, passes, strict=True)]
+    more = [(one - other) / count for one, other in zip(halves, plain, strict=True)]
+    return {"stage": _line(stage), "half": _line(more, each=1 / ranks)}
+
+
+def _line(seconds: list[float], *, each: float = 1.0) -> tuple[float, float]:
+    """Return what is there in any case, and for each of ``each`` times the layers, from times of few and of many layers."""
+    few, many = (max(0.0, one) for one in seconds)
+    slope = max(0.0, many - few) / (MANY_LAYERS - FEW_LAYERS)
+    return max(0.0, few - slope * FEW_LAYERS), slope / each
+
+
+def _less(seconds: list[float], *others: list[float]) -> list[float]:
+    return [one - sum(rest) for one, *rest in zip(seconds, *others, strict=True)]
+
+
+class _Times:
+    """Times of a plain loop over few and many layers: forward, forward and backward, and the optimizer's step."""
+
+    def __init__(self, few: tuple[float, ...], many: tuple[float, ...]) -> None:
+        self._few, self._many = few, many
+
+    def each(self) -> tuple[list[float], list[float], list[float]]:
+        """Return the three, each as [of few layers, of many]."""
+        forward, passes, optimizer = ([few, many] for few, many in zip(self._few, self._many, strict=True))
+        return forward, passes, optimizer
+
+
+def _plain(world: World, num_layers: int) -> tuple[float, float, float]:
+    model = _build(num_layers)
+    optimizer = _make_optimizer(model.parameters())
+    batch = _batch(_ROWS)
+    marks: list[tuple[float, float, float]] = []
+    world.default_group.barrier()
+    for _ in range(_WARM_UP + RUNTIME_STEPS):
+        start = time.perf_counter()
+        loss = _loss(model(batch[0]), batch)
+        middle = time.perf_counter()
+        loss.backward()
+        before = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append((middle - start, before - start, time.perf_counter() - before))
+    forward, passes, update = (_quartile(list(one)) for one in zip(*marks[_WARM_UP:], strict=True))
+    return forward, passes, update
+
+
+def _of_plan(plan: str, rows: int = 1) -> list[float]:
+    """Return the time of a step under a plan, of few and of many layers, each rank with as many rows for a micro-batch [s]."""
+    found: list[float] = []
+    for size in (FEW_LAYERS, MANY_LAYERS):
+        build = functools.partial(_build, size)
+        with apply_plan(build, plan, loss_fn=_loss, optimizer=_make_optimizer) as model:
+            batch = _batch(_ROWS * rows)
+            found.append(_time_steps(lambda model=model, batch=batch: model.step(batch)))
+    return found
+
+
+def _time_steps(step: Callable[[], object]) -> float:
+    samples: list[float] = []
+    for _ in range(_WARM_UP + RUNTIME_STEPS):
+        start = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - start)
+    return _quartile(samples[_WARM_UP:])
+
+
+def _quartile(samples: list[float]) -> float:
+    return statistics.quantiles(samples, n=4)[0]
+
+
+def _build(num_layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_layers)))
+
+
+def _batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, _WIDTH), torch.zeros(rows, _WIDTH)
+
+
+def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
+
+
+def _loss(outputs: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(outputs, batch[1])
