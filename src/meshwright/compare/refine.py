@@ -138,6 +138,7 @@ def scaled(cluster: ClusterSpec, scalars: Scalars) -> ClusterSpec:
     by_exchange = ("link_latency_s", "collective_host_s", "hop_s")
     changes = {name: getattr(efficiency, name) * compute for name in by_compute}
     changes |= {name: getattr(efficiency, name) * exchange for name in by_exchange}
+    changes["runtime"] = {kind: [compute * one for one in seconds] for kind, seconds in efficiency.runtime.items()}
     return dataclasses.replace(cluster, device=device, link=link, efficiency=dataclasses.replace(efficiency, **changes))
 
 

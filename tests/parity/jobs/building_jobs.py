@@ -107,3 +107,9 @@ def _collected() -> Iterator[list[Any]]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def stages(plan: str, kind: str) -> dict[str, int]:
+    """Return the stage of each layer as the runtime cuts a model at its first batch."""
+    with checkpoint_jobs.apply(plan, kind, "sgd", is_prepared=True) as model:
+        return dict(model.plan.stages)

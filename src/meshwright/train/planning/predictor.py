@@ -136,6 +136,8 @@ class Predictor:
 
     def _cluster(self, num_ranks: int, threads: int) -> ClusterSpec | None:
         cluster = this_machine(num_ranks, threads, measure=False)
+        if cluster is not None and cluster.num_devices > num_ranks:
+            cluster = _part_of(cluster, num_ranks)  # one that was named
         if cluster is None and self._measure and not is_switched_off():
             ranks = (
                 f"{num_ranks} rank{'' if num_ranks == 1 else 's'} with {threads} thread{'' if threads == 1 else 's'}"
@@ -159,6 +161,18 @@ def _loaded(cluster: ClusterSpec, known: Described) -> ClusterSpec:
         return cluster
     more = dataclasses.replace(efficiency, process_bytes=efficiency.process_bytes + known.loaded_bytes)
     return dataclasses.replace(cluster, efficiency=more)
+
+
+def _part_of(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """Return so many devices of a cluster: whole hosts, or a part of one."""
+    hosts, rest = divmod(num_devices, cluster.devices_per_host)
+    if hosts and rest:
+        raise ConfigError(
+            f"{num_devices} devices of '{cluster.name}' (rule: whole hosts, of {cluster.devices_per_host} devices each)",
+            fix=f"devices={hosts * cluster.devices_per_host}",
+        )
+    per_host = cluster.devices_per_host if hosts else num_devices
+    return dataclasses.replace(cluster, num_hosts=max(1, hosts), devices_per_host=per_host)
 
 
 def _with_devices(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:

@@ -1,0 +1,207 @@
+"""train/planning: machines kept between runs, predictions of a configuration's plans, and the choice that "auto" makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import meshwright as mw
+from meshwright.errors import ConfigError
+from meshwright.hardware import ClusterSpec, load_cluster
+from meshwright.train.config.load import load_config
+from meshwright.train.config.types import TrainConfig
+from meshwright.train.planning import predictor as module
+from meshwright.train.planning import this_machine as machine
+from meshwright.train.planning.choosing import choose, foresee
+from meshwright.train.planning.config_model import Described
+from meshwright.train.planning.held_against import held_against
+from meshwright.train.planning.predictor import Predictor, default_devices, threads_of
+
+CLASSIC = Path(__file__).parents[3] / "examples" / "mlp_classic.toml"
+MODEL = mw.ModelSpec.transformer(layers=4, hidden=64, heads=4, vocab=256, sequence=32)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Have every configuration described as one small transformer, on a cluster with a name."""
+    seen: list[TrainConfig] = []
+
+    def describe(config: TrainConfig) -> Described:
+        seen.append(config)
+        return Described(MODEL, mw.TrainSpec(global_batch_size=config.train.global_batch_size), loaded_bytes=0)
+
+    monkeypatch.setattr(module, "describe_config", describe)
+    monkeypatch.setenv(machine.CLUSTER_VARIABLE, "4xa100-80g")
+    return seen
+
+
+def classic(plan: str, devices: int | None = 2, *settings: str) -> TrainConfig:
+    return load_config(CLASSIC, settings, plan=plan, devices=devices)
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> ClusterSpec:
+    monkeypatch.delenv(machine.CLUSTER_VARIABLE, raising=False)
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(folder))
+    cluster = load_cluster("2xa100-80g")
+    machine.keep_cluster(cluster, 2, 1)
+    return cluster
+
+
+def test_what_is_kept_is_read_again_for_the_same_ranks_and_threads_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cluster = kept(monkeypatch, tmp_path / "cache")
+    assert machine.this_machine(2, 1, measure=False) == cluster
+    assert machine.this_machine(2, 2, measure=False) is None
+    assert machine.this_machine(1, 1, measure=False) is None
+
+
+def test_a_kept_file_that_was_cut_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cluster = kept(monkeypatch, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("machine-*.json")
+    path.write_text(path.read_text(encoding="utf-8")[:40], encoding="utf-8")
+    assert machine.this_machine(2, 1, measure=False) is None
+    monkeypatch.setattr(machine, "probe_cluster", lambda *_args, **_options: cluster)
+    assert machine.this_machine(2, 1) == cluster
+    assert machine.this_machine(2, 1, measure=False) == cluster
+
+
+def test_a_named_cluster_takes_the_machines_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(machine.CLUSTER_VARIABLE, "8xh100-sxm")
+    assert machine.this_machine(2, 1, measure=False) == load_cluster("8xh100-sxm")
+    monkeypatch.setenv(machine.CLUSTER_VARIABLE, "8xnothing")
+    with pytest.raises(ConfigError, match="nothing"):
+        machine.this_machine(2, 1, measure=False)
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_described_once_for_all_plans(described: list[TrainConfig]) -> None:
+    predictor = Predictor(classic("distributed"))
+    one, other = (predictor.predict(mw.Plan.parse(line)) for line in ("dp=2", "pp=2,micro_batches=2"))
+    assert one.prediction is not None
+    assert other.prediction is not None
+    assert one.prediction.step_s != other.prediction.step_s
+    assert len(described) == 1
+
+
+def test_what_cannot_be_described_is_said_and_not_tried_again(
+    described: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def refuse(_config: TrainConfig) -> Described:
+        tried.append(1)
+        raise ConfigError("the model needs values")
+
+    monkeypatch.setattr(module, "describe_config", refuse)
+    predictor = Predictor(classic("distributed"))
+    for _ in range(2):
+        assert predictor.predict(mw.Plan.parse("dp=2")).why_not == "the model needs values"
+    assert tried == [1]
+    assert described == []
+
+
+def test_nothing_is_predicted_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(machine.CLUSTER_VARIABLE, "none")
+    found = Predictor(classic("distributed")).predict(mw.Plan.parse("dp=2"))
+    assert (found.prediction, found.why_not) == (None, "")
+
+
+def test_a_machine_that_is_not_measured_is_not_measured_for_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept(monkeypatch, tmp_path / "cache")
+    found = Predictor(classic("distributed"), measure=False).predict(mw.Plan.parse("dp=4"))
+    assert found.prediction is None
+    assert "meshwright probe" in found.why_not
+
+
+def test_devices_and_threads_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: 8)
+    assert threads_of(mw.Plan.parse("dp=4")) == 2
+    assert threads_of(mw.Plan.parse("dp=16")) == 1
+    assert threads_of(mw.Plan.preset("model_parallel", 2)) == 8
+    assert default_devices(classic("auto", 3)) == 3
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_planners_first_plan_and_says_why(described: list[TrainConfig]) -> None:
+    config = classic("auto")
+    chosen, lines = choose(config, Predictor(config))
+    train = mw.TrainSpec(global_batch_size=config.train.global_batch_size)
+    best = mw.make_plans(MODEL, load_cluster("2xa100-80g"), train)[0]  # two of the four devices that the cluster has
+    assert chosen.plan == best
+    assert chosen.plan.prediction == best.prediction
+    assert lines[0] == f"plan auto: '{chosen.plan}'"
+    assert lines[1:] == [f"- {reason}" for reason in chosen.plan.reasons]
+    assert len(described) == 1
+
+
+def test_a_part_of_a_cluster_is_whole_hosts(described: list[TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(machine.CLUSTER_VARIABLE, "4x8xa100-80g")
+    found = Predictor(classic("distributed")).predict(mw.Plan.parse("dp=12"))
+    assert "rule: whole hosts, of 8 devices each" in found.why_not
+    assert Predictor(classic("distributed")).predict(mw.Plan.parse("dp=16")).prediction is not None
+    assert described
+
+
+@pytest.mark.parametrize(("plan", "wanted"), [("auto,zero=3", {"zero": 3}), ("auto,pp=2", {"pp": 2})])
+def test_what_stands_after_auto_is_kept(plan: str, wanted: dict[str, int], described: list[TrainConfig]) -> None:
+    config = classic(plan, 4)
+    chosen, _ = choose(config, Predictor(config))
+    assert {name: getattr(chosen.plan, name) for name in wanted} == wanted
+    assert described
+
+
+def test_where_nothing_can_be_chosen_the_run_is_data_parallel_and_says_so(
+    described: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_config: TrainConfig) -> Described:
+        raise ConfigError("the model needs values")
+
+    monkeypatch.setattr(module, "describe_config", refuse)
+    config = classic("auto")
+    chosen, (line,) = choose(config, Predictor(config))
+    assert chosen == config
+    assert "data parallel" in line
+    assert "the model needs values" in line
+    assert described == []
+
+
+@pytest.mark.parametrize(("variable", "can_measure"), [("none", True), ("4xa100-80g", False)])
+def test_ranks_of_a_job_and_a_switched_off_planner_keep_data_parallel(
+    variable: str, *, can_measure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(machine.CLUSTER_VARIABLE, variable)
+    config = classic("auto")
+    chosen, (line,) = foresee(config, can_measure=can_measure)
+    assert chosen == config
+    assert "data parallel, since" in line
+    assert foresee(classic("dp=2"), can_measure=can_measure)[1] == []
+
+
+def test_a_plan_that_is_given_is_predicted_and_kept(described: list[TrainConfig]) -> None:
+    config = classic("dp=2,zero=1")
+    chosen, lines = foresee(config, can_measure=True)
+    assert chosen.plan == config.plan
+    assert chosen.plan.prediction is not None
+    assert lines == []
+    assert described
+
+
+def test_a_prediction_beside_what_was_measured() -> None:
+    plan = mw.make_plans(MODEL, load_cluster("2xa100-80g"), mw.TrainSpec(global_batch_size=8))[0]
+    assert plan.prediction is not None
+    step_s, peak = plan.prediction.step_s, plan.prediction.peak_bytes
+    text = held_against(plan.prediction, step_s=2 * step_s, peak_bytes=peak / 2, sent_bytes=None)
+    assert text.count(";") == 1
+    assert "measured (2.00)" in text
+    assert text.endswith("(0.50)")
