@@ -149,6 +149,7 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
 def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, cut: int) -> None:
     efficiency = machine.efficiency
     peak = machine.peak("bf16" if setup.dtype in _LOW_PRECISION else setup.dtype)
+    peak *= efficiency.native_attention if setup.native_attention else setup.attention_speed
     flops = operator.forward_flops * setup.micro_batch_size / setup.cp / cut
     forward = max(flops / (peak * efficiency.attention_forward), efficiency.kernel_s)
     backward = max(_FUSED_BACKWARD * flops / (peak * efficiency.attention_backward), efficiency.kernel_s)
