@@ -55,8 +55,12 @@ def digest_of(state: dict[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def go_on(plan: str, directory: str, num_steps: int, save_every: int, dropout: float) -> dict[str, Any]:
-    """Train from the newest checkpoint on, and tell the launcher each step's samples; every other save is in the background.
+def go_on(
+    plan: str, directory: str, num_steps: int, save_every: int, dropout: float, background: bool = False
+) -> dict[str, Any]:
+    """Train from the newest checkpoint on, and tell the launcher each step's samples.
+
+    Every other save is in the background; with `background`, all are.
 
     Returns:
         A digest of the parameters, and the parameters themselves.
@@ -74,7 +78,7 @@ def go_on(plan: str, directory: str, num_steps: int, save_every: int, dropout: f
             ids = [] if batch is None else batch[1][:, -1].long().tolist()
             model.world.emit({"step": step, "ids": ids, "loss": loss})
             if step % save_every == 0 or step == num_steps:
-                in_background = step // save_every % 2 == 0
+                in_background = background or step // save_every % 2 == 0
                 mw.save_checkpoint(
                     model, directory, step=step, extra={"loader": loader}, keep=2, in_background=in_background
                 )

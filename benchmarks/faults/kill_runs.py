@@ -76,8 +76,8 @@ class Killer:
 class Run:
     """A run of many launches, and what each of its steps was seen to do."""
 
-    def __init__(self, directory: Path, num_steps: int, save_every: int, dropout: float) -> None:
-        self._arguments = (str(directory), num_steps, save_every, dropout)
+    def __init__(self, directory: Path, num_steps: int, save_every: int, dropout: float, *, background: bool) -> None:
+        self._arguments = (str(directory), num_steps, save_every, dropout, background)
         self.steps: dict[int, tuple[tuple[int, ...], float]] = {}
         self.failures: list[str] = []
         self.num_kills = 0
@@ -147,12 +147,14 @@ class Run:
 def undisturbed(plan: str, num_steps: int, save_every: int, dropout: float) -> Run:
     """Return a run that nobody disturbs."""
     with memory_directory() as directory:
-        run = Run(Path(directory) / "checkpoints", num_steps, save_every, dropout)
+        run = Run(Path(directory) / "checkpoints", num_steps, save_every, dropout, background=False)
         run.launch(plan, None)
         return run
 
 
-def disturbed(plan: str | None, seed: int, kills: int, num_steps: int, save_every: int) -> dict[str, Any]:
+def disturbed(
+    plan: str | None, seed: int, kills: int, num_steps: int, save_every: int, background: bool
+) -> dict[str, Any]:
     """Kill a run until it has had its kills, then let it end; compare it with one that nobody disturbs.
 
     Args:
@@ -161,6 +163,7 @@ def disturbed(plan: str | None, seed: int, kills: int, num_steps: int, save_ever
         kills: How often [count].
         num_steps: Steps of the run [count].
         save_every: Steps from one save to the next [count].
+        background: Whether all saves are in the background; else every other one.
     """
     pool.keep_templates(rank_environment("", 1, None), ("torch._dynamo",))
     source = random.Random(seed)
@@ -168,7 +171,7 @@ def disturbed(plan: str | None, seed: int, kills: int, num_steps: int, save_ever
     dropout = 0.1 if plan else 0.0
     used: dict[str, int] = {}
     with memory_directory() as directory:
-        run = Run(Path(directory) / "checkpoints", num_steps, save_every, dropout)
+        run = Run(Path(directory) / "checkpoints", num_steps, save_every, dropout, background=background)
         is_over = False
         while not is_over and not run.failures:
             own = plan or source.choice(list(PLANS))
@@ -210,6 +213,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=3000, help="of each run")
     parser.add_argument("--save-every", type=int, default=7)
+    parser.add_argument("--background", action="store_true", help="all saves in the background, not every other one")
     parser.add_argument("--out", type=Path, help="results; rows that it has already are not run again")
     options = parser.parse_args()
     each = options.kills // (2 * len(UNCHANGED))
@@ -217,8 +221,10 @@ def main() -> int:
     rows.append((None, options.kills - each * len(UNCHANGED)))
     cases: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         (
-            f"{plan or 'plans in turn'}, {kills} kills",
-            functools.partial(disturbed, plan, 11 + number, kills, options.steps, options.save_every),
+            f"{plan or 'plans in turn'}, {kills} kills" + (", all in the background" if options.background else ""),
+            functools.partial(
+                disturbed, plan, 11 + number, kills, options.steps, options.save_every, options.background
+            ),
         )
         for number, (plan, kills) in enumerate(rows)
     ]

@@ -95,8 +95,8 @@ def kills(num_ranks: int, seed: int) -> Iterator[tuple[tuple[int, int, str], boo
             yield (rank, number, source.choice(["before", "after", "middle"])), source.random() < 0.5
 
 
-def one(plan: str, num_ranks: int, seed: int, count: int) -> dict[str, Any]:
-    """One run that is killed `count` times."""
+def one(plan: str, num_ranks: int, seed: int, count: int, background: bool) -> dict[str, Any]:
+    """One run that is killed `count` times; with `background` all its saves are there, else some."""
     pool.keep_templates(rank_environment("", 1, None), ("torch._dynamo",))
     history = History(plan, num_ranks, count + 1)
     failures: list[str] = []
@@ -106,6 +106,7 @@ def one(plan: str, num_ranks: int, seed: int, count: int) -> dict[str, Any]:
     with memory_directory() as directory:
         for _ in range(count):
             kill, in_background = next(turns)
+            in_background = in_background or background
             found = history.go_on(Path(directory) / "checkpoints", kill, in_background, least)
             num_killed += found["is_killed"]
             loaded.append(found["loaded"])
@@ -118,12 +119,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="launches")
     parser.add_argument("--each", type=int, default=10, help="launches of one run")
+    parser.add_argument("--background", action="store_true", help="all saves in the background")
     parser.add_argument("--out", type=Path, help="results; rows that it has already are not run again")
     options = parser.parse_args()
     cases: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     for seed in range(options.count // options.each):
         plan, num_ranks = list(PLANS.items())[seed % len(PLANS)]
-        cases.append((f"{plan}, seed {seed}", functools.partial(one, plan, num_ranks, seed, options.each)))
+        cases.append(
+            (f"{plan}, seed {seed}", functools.partial(one, plan, num_ranks, seed, options.each, options.background))
+        )
     return 1 if run_rows(cases, options.out, ("launches", "kills", "failures"))["totals"]["failures"] else 0
 
 

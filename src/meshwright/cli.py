@@ -81,7 +81,7 @@ def compare(
     steps: StepsOption = None,
 ) -> None:
     """Run the same training under several plans and compare them."""
-    from meshwright.compare.run_plans import run_comparison
+    from meshwright.compare.command import run_comparison
 
     raise typer.Exit(run_comparison(config, plans, settings or [], json_path, steps))
 
@@ -106,12 +106,17 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A known model, a Hugging Face config.json, package.module:callable, or what describe --json wrote.",
+            help="A known model, a Hugging Face config.json, package.module:callable, what describe --json wrote; or a TOML "
+            "file of a training, which is planned for on this machine.",
             show_default=False,
         ),
     ],
-    cluster: Annotated[str, typer.Option(help='Devices: "8xh100-sxm", "2x8xa100-sxm-80gb", a JSON file.')],
-    global_batch: Annotated[int, typer.Option(min=1, help="Samples of one step over all devices.")],
+    cluster: Annotated[
+        str | None, typer.Option(help='Devices: "8xh100-sxm", "2x8xa100-sxm-80gb", a JSON file.', show_default=False)
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of one step over all devices.", show_default=False)
+    ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="What products are computed in.")] = "bf16",
     optimizer: Annotated[Literal["adamw", "adam", "momentum", "sgd"], typer.Option(help="The optimizer.")] = "adamw",
@@ -119,9 +124,21 @@ def plan(
     batch: Annotated[
         str | None, typer.Option(metavar="PACKAGE.MODULE:CALLABLE", help="What returns an example batch of the model.")
     ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices of a TOML file's plans.")] = None,
+    refine: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Of a TOML file: run the best N for some steps, and rank again.")
+    ] = 0,
     json_path: JsonOption = None,
 ) -> None:
     """Rank the plans for a model on a cluster: time, memory, and why."""
+    if model.endswith(".toml"):
+        from meshwright.compare.refine import plan_config
+
+        print(plan_config(Path(model), devices=devices, top=top, refine=refine, json_path=json_path))
+        return
+    if cluster is None or global_batch is None:
+        missing = "--cluster" if cluster is None else "--global-batch"
+        raise typer.BadParameter(f"missing for '{model}': only a TOML file says it itself", param_hint=missing)
     from meshwright.hardware import load_cluster
     from meshwright.plan.plan_table import list_plans, read_model
     from meshwright.spec import TrainSpec

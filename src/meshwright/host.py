@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import platform
 import re
 import resource
 import sys
@@ -96,6 +98,33 @@ def resident_bytes() -> int:
     """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
     words = _read(Path("/proc/self/statm")).split()
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+
+
+CACHE_VARIABLE = "MESHWRIGHT_CACHE"
+"""Environment variable: where files are kept between runs."""
+
+
+def private_cache_directory() -> Path:
+    """Return the folder where files are kept between runs, which must belong to this user alone: what is in it is trusted.
+
+    Raises:
+        OSError: It cannot be made, or others can write into it.
+    """
+    base = os.environ.get(CACHE_VARIABLE) or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
+    )
+    directory = Path(base)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "belongs to, or can be written by, another user", str(directory))
+    return directory
+
+
+def processor_name() -> str:
+    """Return the processor's name, as the kernel gives it."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def peak_resident_bytes() -> int:

@@ -109,12 +109,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return run
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize(("plan", "background"), [("dp=2", "true"), ("tp=2", "false")])
 def test_a_run_that_was_asked_to_stop_goes_on_bit_by_bit(
-    plan: str, tmp_path: Path, undisturbed: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+    plan: str, background: str, tmp_path: Path, undisturbed: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Dropout draws from generators that must go on, too.
     settings = [DROPOUT, "train.eval_every=2", "checkpoint.best=true", "checkpoint.keep=1"]
+    settings.append(f"checkpoint.background={background}")
     interrupt(tmp_path, 6, "signal", "SIGTERM")
     assert train(tmp_path, *settings, plan=plan) == 75
     assert [event["step"] for event in events(tmp_path, "stopped")] == [6]
@@ -150,16 +151,20 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path, undisturbed: Callable[.
             assert lr == wanted_lr
 
 
+@pytest.mark.parametrize("background", ["false", "true"])
 def test_ranks_that_are_killed_start_again_from_the_newest_checkpoint(
-    tmp_path: Path, undisturbed: Callable[..., Path]
+    background: str, tmp_path: Path, undisturbed: Callable[..., Path]
 ) -> None:
     interrupt(tmp_path, 6, "signal", "SIGKILL")
     # Rank 0's clock says after each step that it is time.
     settings = [DROPOUT, "train.max_restarts=1", "checkpoint.every_minutes=1e-9", "checkpoint.keep=2"]
+    settings.append(f"checkpoint.background={background}")
     assert train(tmp_path, *settings) == 0
     (told,) = events(tmp_path, "restarting")
     assert (told["exit_code"], told["step"], told["number"], told["most"]) == (11, 5, 1, 1)
-    assert [event["step"] for event in events(tmp_path, "resumed")] == [5]
+    (resumed,) = events(tmp_path, "resumed")
+    # Step 5's may be under way when the rank dies; step 4's is on the disk before that one begins.
+    assert resumed["step"] in ((4, 5) if background == "true" else (5,))
     whole = undisturbed(DROPOUT)
     assert losses(tmp_path) == losses(whole)
     assert_same(state(tmp_path), state(whole))
@@ -235,6 +240,32 @@ def test_a_disk_without_room(
         assert [event["step"] for event in events(tmp_path, "saved")] == [2, 6, 8, 10]
     assert losses(tmp_path) == losses(undisturbed(DROPOUT))
     assert checkpoints(tmp_path) == ["step-00000006", "step-00000008", "step-00000010"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+def test_a_disk_without_room_in_the_background(
+    policy: str, tmp_path: Path, undisturbed: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A file of one rank may not grow over 200 bytes from step 5 on, and its notes are larger, too.
+    # Step 4's save may be over by then, or be about to write the one or the other.
+    interrupt(tmp_path, 5, "limit", "200")
+    settings = [DROPOUT, "checkpoint.every_steps=2", "checkpoint.background=true"]
+    code = train(tmp_path, *settings, f"checkpoint.on_error={policy}")
+    shown = capfd.readouterr()
+    text = r"cannot write runs/run/checkpoints/.draft-0000000.-.*/(rank-00001.safetensors, [0-9]+ bytes|note-00001.*): File too"
+    saved = [event["step"] for event in events(tmp_path, "saved")]
+    assert saved in ([2], [2, 4])
+    assert checkpoints(tmp_path) == [f"step-{step:08d}" for step in saved]
+    if policy == "stop":
+        assert code == 13
+        assert_matches(text, shown.err)
+        assert train(tmp_path, *settings, resume=True) == 0
+        assert checkpoints(tmp_path) == ["step-00000006", "step-00000008", "step-00000010"]
+    else:
+        assert code == 0
+        assert saved + [event["step"] for event in events(tmp_path, "save_failed")] == [2, 4, 6, 8, 10]
+        assert_matches("warning: step 8 was not saved: " + text, shown.out)
+    assert losses(tmp_path) == losses(undisturbed(DROPOUT))
 
 
 def assert_matches(pattern: str, text: str) -> None:

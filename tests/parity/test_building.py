@@ -51,3 +51,9 @@ def test_pretrained_weights_are_the_same_under_every_plan(tmp_path: Path, plan: 
 def test_the_look_at_the_first_batch_leaves_no_graph(plan: str) -> None:
     ranks = mw.Plan.parse(plan).num_ranks
     assert testing.run_ranks(jobs.graphs_left, ranks, plan) == [0] * ranks
+
+
+@pytest.mark.parametrize("plan", ["dp=2,micro_batches=2,recompute=full", *PLANS])
+def test_a_step_leaves_no_memory_to_the_collector_of_cycles(plan: str) -> None:
+    ranks = mw.Plan.parse(plan).num_ranks
+    assert testing.run_ranks(jobs.left_to_the_collector, ranks, plan) == [0] * ranks

@@ -106,13 +106,14 @@ def test_a_save_in_the_background_has_the_values_of_its_step(tmp_path: Path, pla
     assert losses == pytest.approx(beside[2:], rel=1e-11)
 
 
-def test_a_failed_save_in_the_background_is_raised_by_a_later_step(tmp_path: Path) -> None:
-    first, last = testing.run_outcomes(functools.partial(jobs.save_beside, "dp=2", str(tmp_path), breaks=True), 2)
-    assert isinstance(last.error, mw.StorageError)
-    assert "no space" in str(last.error)
-    assert isinstance(first.error, mw.MeshwrightError)
-    assert "no space" in str(first.error)
-    assert not Store(tmp_path).saved()
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_failed_save_in_the_background_is_raised_by_the_next_step_on_all_ranks(tmp_path: Path, plan: str) -> None:
+    job = functools.partial(jobs.save_beside, plan, str(tmp_path), breaks=True)
+    calm = run(jobs.train, plan, "words", "adamw", steps=(0, 4))
+    for outcome in testing.run_outcomes(job, 2):
+        assert outcome.result == [*calm[:2], "no space", *calm[2:]]
+    assert [saved.step for saved in Store(tmp_path).saved()] == [4]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
 # -- what is damaged, or of another model ---------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""No deadline for property tests, one thread, and no world that an earlier test has joined."""
+"""No deadline for property tests, one thread, a small heap to collect, and no world that an earlier test has joined."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heap_of_tests_alone() -> Iterator[None]:
+    """Have collections look at what tests make, not at modules and thousands of collected tests, which live on."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

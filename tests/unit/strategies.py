@@ -17,7 +17,7 @@ from meshwright.spec import (
     TimeBreakdown,
     TrainSpec,
 )
-from meshwright.spec.model import SharedParameter
+from meshwright.spec.layer import LayerBond, SharedParameter
 
 SMALL = st.integers(1, 4)
 NAMES = st.text("abcdefgh_.0123", min_size=1, max_size=8)
@@ -101,11 +101,14 @@ def models(draw: st.DrawFn) -> ModelSpec:
     if draw(st.booleans()):
         holders = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
         shared = [SharedParameter(names=("a.w", "b.w"), layers=tuple(holders), num_params=8, params_bytes=32)]
+    kinds = st.sampled_from(["always", "tensor", "around"])
+    bond = st.builds(LayerBond, first=st.sampled_from(names), last=st.sampled_from(names), when=kinds)
     optional = st.none() | st.integers(1, 2**20)
     return ModelSpec(
         name=draw(st.text(max_size=5)),
         layers=tuple(layers),
         shared=tuple(shared),
+        bonds=tuple(draw(st.lists(bond, max_size=2))),
         sequence_length=draw(optional),
         num_heads=draw(optional),
         vocab_size=draw(optional),

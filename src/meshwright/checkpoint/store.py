@@ -211,8 +211,12 @@ class SaveUnderWay:
             The checkpoint's directory. Once this returns, it survives a power cut.
 
         Raises:
+            CheckpointError: The manifest's parts do not make a whole.
             StorageError: The disk fails, or a file is not as large as its entry says.
         """
+        data = manifest.to_bytes()
+        # Read back before it counts: what is wrong with it must not be found out when it is needed.
+        Manifest.from_bytes(data, str(self.path))
         for file in manifest.files:
             with told_of(self.path / file.name, "read"):
                 size = os.stat(self.path / file.name, follow_symlinks=False).st_size
@@ -220,7 +224,7 @@ class SaveUnderWay:
                 raise StorageError(
                     f"{self.path / file.name} has {size} bytes, not the {file.num_bytes} that were written"
                 )
-        write_new_file(self.path / MANIFEST_FILE, [manifest.to_bytes()])
+        write_new_file(self.path / MANIFEST_FILE, [data])
         sync_directory(self.path)
         final = self.path.with_name(name_of(manifest.step, manifest.epoch))
         rename(self.path, final)

@@ -2,12 +2,14 @@
 
 Each plan runs in processes of its own, on the same cores and the same batches.
 
+command        `meshwright compare`
 run_plans      compare_plans: the plans, one after another
 trial          one plan, as its ranks run it
 rows           samples of one plan, and its row of numbers
 comparison     rows, tables and JSON
 conclusion     the numbers in words
 formulas       spreads, speed-ups and Amdahl's law
+refine         `meshwright plan` for a configuration
 verify_config  `meshwright verify` for a configuration
 
 To add a column, touch `comparison.py`.

@@ -72,7 +72,7 @@ class Comparison(Value):
         )
 
     def tables(self) -> list[list[list[str]]]:
-        """Return the two tables, time and cost, as rows of cells; the first row of each is its head."""
+        """Return the tables, time, cost and prediction where there is one, as rows of cells; the first of each is its head."""
         times = [["plan", "step", "quartiles", "samples/s", "tokens/s", "x single", "S", "S/n", "p"]]
         costs = [
             [
@@ -91,7 +91,11 @@ class Comparison(Value):
         for row in self.rows:
             times.append([_name(row), *_time_cells(row)])
             costs.append([_name(row), _runs_as(row.trial), *_cost_cells(row)])
-        return [times, costs]
+        if all(row.trial.prediction is None for row in self.rows):
+            return [times, costs]
+        foreseen = [["plan", "step, predicted", "ratio", "peak, predicted", "ratio", "sent, predicted", "ratio"]]
+        foreseen += [[_name(row), *_prediction_cells(row)] for row in self.rows]
+        return [times, costs, foreseen]
 
     def legend(self) -> list[str]:
         """Return the meaning of the columns, and the notes."""
@@ -109,6 +113,7 @@ _LEGEND = (
     "  model_parallel (between CPU devices counted, not copied). What ranks agree on comes on top, some 100 bytes a step.",
     "exposed: time in a step for which ranks stood still for exchanges, waiting for a slower rank or an earlier stage included;",
     "  of step: its share.",
+    "predicted: from the model's description and this machine's measurements, before the run; ratio: measured over predicted.",
     "loss diff.: largest relative difference to single's loss at the same step. others: cores that other work on this",
     "  machine kept busy meanwhile; what is not near 0 makes the times of that row too long.",
 )
@@ -155,6 +160,7 @@ def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) 
         peak_memory_bytes=max(trial.peak_memory_bytes, default=None),
         sent_bytes=sent,
         sent_ratio=sent / trial.formula_bytes if trial.formula_bytes else None,
+        **_prediction_ratios(trial, steps.median, sent),
         exposed_s=statistics.median(exposed) if exposed else None,
         exposed_fraction=_exposed_fraction(trial, exposed) if exposed else None,
         loss_difference=_loss_difference(trial, whole or one),
@@ -172,6 +178,18 @@ def _find_baseline(trial: Trial, trials: Sequence[Trial], baseline: str, threads
 
 def _median(trial: Trial) -> float:
     return statistics.median(trial.step_seconds)
+
+
+def _prediction_ratios(trial: Trial, step_s: float, sent: float) -> dict[str, float | None]:
+    prediction = trial.prediction
+    if prediction is None:
+        return {}
+    peak, sent_predicted = max(trial.peak_memory_bytes, default=None), sum(prediction.sent_bytes.values())
+    return {
+        "step_prediction_ratio": step_s / prediction.step_s if prediction.step_s else None,
+        "memory_prediction_ratio": peak / prediction.peak_bytes if peak and prediction.peak_bytes else None,
+        "sent_prediction_ratio": sent / sent_predicted if sent_predicted else None,
+    }
 
 
 def _exposed_fraction(trial: Trial, exposed: Sequence[float]) -> float:
@@ -231,6 +249,20 @@ def _cost_cells(row: ComparisonRow) -> list[str]:
         _number(row.exposed_fraction, ".1%"),
         _number(row.loss_difference, ".1e"),
         _number(row.trial.other_cores, ".1f"),
+    ]
+
+
+def _prediction_cells(row: ComparisonRow) -> list[str]:
+    prediction = row.trial.prediction
+    if prediction is None:
+        return ["-"] * 6
+    return [
+        format_seconds(prediction.step_s),
+        _number(row.step_prediction_ratio, ".2f"),
+        format_bytes(prediction.peak_bytes),
+        _number(row.memory_prediction_ratio, ".2f"),
+        format_bytes(sum(prediction.sent_bytes.values())),
+        _number(row.sent_prediction_ratio, ".4f"),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from meshwright.spec.prediction import Prediction
 from meshwright.values import Problems, Value
 
 __all__: list[str] = []
@@ -32,6 +33,7 @@ class Trial(Value):
         formula_bytes: Expected bytes of one rank in a step [bytes]; None for a plan without a formula.
         peak_memory_bytes: By rank, or by device where one process has several [bytes].
         other_cores: Cores that other work kept busy during the measured steps [count]; None: not known.
+        prediction: What a step should cost, from before the run; None where nothing was predicted.
         error: Why there are no samples.
         is_baseline: Whether the run was added as a baseline, without a request.
 
@@ -57,6 +59,7 @@ class Trial(Value):
     formula_bytes: float | None = None
     peak_memory_bytes: tuple[int, ...] = ()
     other_cores: float | None = None
+    prediction: Prediction | None = None
     error: str | None = None
     is_baseline: bool = False
 
@@ -99,6 +102,9 @@ class ComparisonRow(Value):
         peak_memory_bytes: The most that a rank (or GPU) held [bytes].
         sent_bytes: What a rank sent in a step by the ledger's count, mean over ranks and steps [bytes].
         sent_ratio: That over the formula's bytes [ratio]; None where the formula says 0 or there is none.
+        step_prediction_ratio: Measured over predicted step [ratio]; None where nothing was predicted, as in the next two.
+        memory_prediction_ratio: The same for the peak of memory [ratio].
+        sent_prediction_ratio: The same for what a rank sent; None too where that was to be nothing [ratio].
         exposed_s: Time in a step for which ranks waited for exchanges, mean over ranks, median over steps [s].
         exposed_fraction: That as a share of its step, median over steps [fraction].
         loss_difference: Largest relative difference of a step's loss to that of ``single`` [fraction].
@@ -119,6 +125,9 @@ class ComparisonRow(Value):
     peak_memory_bytes: int | None = None
     sent_bytes: float | None = None
     sent_ratio: float | None = None
+    step_prediction_ratio: float | None = None
+    memory_prediction_ratio: float | None = None
+    sent_prediction_ratio: float | None = None
     exposed_s: float | None = None
     exposed_fraction: float | None = None
     loss_difference: float | None = None

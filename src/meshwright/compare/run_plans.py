@@ -1,4 +1,4 @@
-"""`meshwright compare` and `compare_plans`: the same training under several plans, one after another.
+"""`compare_plans`: the same training under several plans, one after another.
 
 Every plan runs in processes of its own, so that a peak of memory belongs to that plan alone. All plans use the same cores: a
 plan over n devices computes with 1/n of them on each. This module imports torch only to refuse plans that cannot be applied.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -19,16 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.compare.comparison import Comparison, make_comparison
 from meshwright.compare.rows import Trial
-from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest, StorageError, exit_code_of
-from meshwright.host import usable_cores
+from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
+from meshwright.host import processor_name, usable_cores
 from meshwright.ranks.environment import read_place
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
+from meshwright.spec.prediction import Prediction
 from meshwright.train.config.checks import check_config, resolve_plan
 from meshwright.train.config.deepspeed import require_same_training, show_rows
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.launcher import environment, one_line
+from meshwright.train.planning.choosing import choose
+from meshwright.train.planning.predictor import Predictor
+from meshwright.train.planning.this_machine import is_switched_off
 from meshwright.train.progress import ProgressView, clean
 
 if TYPE_CHECKING:
@@ -80,94 +82,28 @@ def compare_plans(
         config = load_config(config, overrides)
     elif overrides:
         raise ConfigError("overrides are for a configuration file, this configuration has been checked already")
-    comparison, errors = _Runs(config, plans, steps, None).compare()
+    comparison, errors = Runs(config, plans, steps, None).compare()
     if len(errors) == sum(not row.trial.is_baseline for row in comparison.rows):
         raise errors[0]
     return comparison
 
 
-def run_comparison(
-    config_path: str | Path,
-    plans_text: str,
-    overrides: Sequence[str] = (),
-    json_path: str | Path | None = None,
-    steps: int | None = None,
-) -> int:
-    """Compare plans and show the table on the standard output, progress on the standard error.
-
-    Args:
-        config_path: The TOML file.
-        plans_text: The plans, with ";" between them.
-        overrides: "section.key=value", each replacing what the file says.
-        json_path: Write the raw samples and the table's numbers there.
-        steps: Measured steps of each plan; None: see `compare_plans` [count].
-
-    Returns:
-        The exit code: 0, or that of the first plan that failed.
+def run_trials(config: TrainConfig, plans: Sequence[Plan], steps: int, view: ProgressView | None) -> list[Trial]:
+    """Run a configuration under some plans for a few steps each, one after another, without anything to compare with.
 
     Raises:
-        ConfigError: The configuration or a plan is wrong.
-        StorageError: The JSON file cannot be written.
+        ConfigError: A plan does not fit the configuration.
+        StoppedOnRequest: A signal asked to stop.
+        Exception: What the first plan raised, where none of them ran.
     """
-    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_path}: there is no folder {Path(json_path).absolute().parent}")
-    config = load_config(config_path, overrides)
-    with ProgressView(sys.stderr) as progress:
-        comparison, errors = _Runs(config, split_plans(plans_text), steps, progress).compare()
-    show(comparison)
-    for error in errors:
-        _show_traceback(error)
-    if json_path is not None:
-        try:
-            Path(json_path).write_text(comparison.to_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"the comparison could not be written to {json_path}: {error.strerror}") from error
-    return exit_code_of(errors[0]) if errors else 0
-
-
-def split_plans(text: str) -> list[str]:
-    """Return the plans of a text that has ";" between them.
-
-    >>> split_plans("single; dp=2,micro_batches=2;")
-    ['single', 'dp=2,micro_batches=2']
-    """
-    return [part.strip() for part in text.split(";") if part.strip()]
-
-
-def show(comparison: Comparison) -> None:
-    """Write a comparison to the standard output: framed on a terminal that is wide enough, plain text elsewhere."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    widest = max(sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) for cells in comparison.tables())
-    if not console.is_terminal or widest + 1 > console.width:
-        sys.stdout.write(f"{comparison}\n")
-        return
-    console.print(f"[bold]{escape(comparison.title)}[/bold]")
-    for head, *lines in comparison.tables():
-        table = Table()
-        for name in head:
-            table.add_column(name, justify="left" if name in ("plan", "runs as") else "right", no_wrap=True)
-        for line in lines:
-            table.add_row(*(escape(cell) for cell in line))
-        console.print(table)
-    console.print(f"[dim]{escape(chr(10).join(comparison.legend()))}[/dim]\n")
-    console.print(escape(comparison.conclusion))
+    runs = Runs(config, [str(plan) for plan in plans], steps, view, predicts=False)
+    return runs.trials()
 
 
 def _in_a_line(error: Exception) -> str:
     if not isinstance(error, MeshwrightError):
         return one_line(error)
     return clean(error.message).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def _show_traceback(error: Exception) -> None:
-    """Write the traceback of user code to the standard error; our own errors are one line in the table's conclusion."""
-    trace = getattr(error, "traceback_text", "") or "\n".join(getattr(error, "__notes__", ()))
-    if trace:
-        sys.stderr.write(clean(f"{one_line(error)}\n{trace}".rstrip()) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +127,18 @@ MANY_TICKS = 20
 """Ticks of processor time that a run must take before its share of the machine is told from the rest's [count]."""
 
 
-class _Runs:
+class Runs:
     """The runs of one comparison."""
 
-    def __init__(self, config: TrainConfig, plans: Sequence[str], steps: int | None, view: ProgressView | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        plans: Sequence[str],
+        steps: int | None,
+        view: ProgressView | None,
+        *,
+        predicts: bool = True,
+    ) -> None:
         if not plans:
             raise ConfigError("there is no plan to compare", fix='--plans "single; distributed"')
         if steps is not None and steps < 1:
@@ -214,11 +158,20 @@ class _Runs:
         self._steps = steps or (total if total <= MOST_STEPS else DEFAULT_STEPS)
         self._notes: list[str] = []
         self._errors: list[Exception] = []
+        self._predicts = predicts
+        self._predictor = Predictor(config, tell=view.note if view is not None else lambda _text: None)
         resolved = [(text, self._resolve(text)) for text in plans]
         largest = max(plan.num_devices for _, (_, plan) in resolved)
         self._cores = min(usable_cores(), largest * max(1, usable_cores() // largest))
         self._jobs = [self._job(name, *made) for name, made in resolved]
         self._single = self._resolve("single")
+
+    def trials(self) -> list[Trial]:
+        """Make the runs that were asked for, and no other."""
+        found = [self._run(job) for job in self._jobs]
+        if all(trial.error is not None for trial in found):
+            raise self._errors[0]
+        return found
 
     def compare(self) -> tuple[Comparison, list[Exception]]:
         """Make the runs; also return the errors of the plans that failed."""
@@ -241,7 +194,7 @@ class _Runs:
             global_batch_size=self._config.train.global_batch_size,
             notes=tuple(dict.fromkeys(self._notes)),
             config=json.loads(self._config.model_dump_json(exclude={"plan"})),
-            environment={**environment(), "processor": _processor_name(), "load_average": _load_average()},
+            environment={**environment(), "processor": processor_name(), "load_average": _load_average()},
         )
         return comparison, self._errors
 
@@ -257,10 +210,23 @@ class _Runs:
                 show_rows(found.plan_rows, sys.stderr)
             self._notes += [aside] if aside is not None and aside not in self._notes else []
             self._notes += [note for note in found.notes if note not in self._notes]
-            made = check_config(config.model_copy(update={"plan": found.plan}))
+            train = config.train.model_copy(update={"plan": text})
+            made = check_config(config.model_copy(update={"plan": found.plan, "train": train}))
         except ConfigError as error:
             raise ConfigError(f"the plan '{text}': {error.message}", fix=error.fix) from error
-        return made, found.plan
+        if made.plan_is_auto and not is_switched_off():
+            made, lines = choose(made, self._predictor)
+            self._notes += [line for line in lines if line not in self._notes]
+        return made, made.plan
+
+    def _foresee(self, job: _Job) -> Prediction | None:
+        """Return what a job's steps should cost; why that is not known is a note."""
+        if not self._predicts:
+            return None
+        foreseen = self._predictor.predict(job.plan, job.threads)
+        if foreseen.why_not:
+            self._notes.append(f"nothing is predicted for '{job.plan}': {foreseen.why_not}")
+        return foreseen.prediction
 
     def _job(
         self, name: str, config: TrainConfig, plan: Plan, threads: int | None = None, *, is_baseline: bool = False
@@ -292,6 +258,7 @@ class _Runs:
             "num_ranks": plan.num_ranks,
             "threads": job.threads,
             "is_baseline": job.is_baseline,
+            "prediction": self._foresee(job),
         }
         if self._view is not None:
             self._view.note(f"{job.name}: '{plan}', {WARM_UP_STEPS} + {self._steps} steps")
@@ -361,11 +328,3 @@ def _load_average() -> float | None:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
         return None
-
-
-def _processor_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -7,6 +7,7 @@ fakes         modules and batches without memory
 recorder      record of one forward: operators, and what backward keeps
 product_sizes operators that are products, with their sizes
 flow          which product feeds which: attention cores, candidates for splits
+ownership     parameters: names, sizes, and what kinds of modules use them
 per_sample    numbers of one sample
 layer_specs   layers of a ModelSpec, from the record
 module_facts  heads, width and vocabulary, from the config or the operators

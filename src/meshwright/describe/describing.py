@@ -25,8 +25,9 @@ from meshwright.describe.fakes import (
     sized_batch,
     with_fake_tensors,
 )
-from meshwright.describe.layer_specs import LayerAssembly, layer_names, ownership_of
+from meshwright.describe.layer_specs import LayerAssembly
 from meshwright.describe.module_facts import facts_of, sequence_of
+from meshwright.describe.ownership import layer_names, ownership_of
 from meshwright.describe.per_sample import Samples, pick_samples
 from meshwright.describe.recorder import ForwardRecorder
 from meshwright.errors import ApplyError, ConfigError, MeshwrightError, UserCodeError
@@ -83,11 +84,12 @@ def describe_model(
     seen = job.run()
     parameters = ownership_of(seen.module, seen.layers)
     assembly = LayerAssembly(seen.recorder, seen.layers, parameters, seen.samples)
-    layers = assembly.layers()
+    layers, bonds = assembly.layers(), assembly.bonds()
     return ModelSpec(
         name=type(seen.module).__name__,
         layers=layers,
         shared=assembly.shared(),
+        bonds=bonds,
         sequence_length=sequence,
         notes=(*seen.notes, *assembly.notes),
         **facts_of(seen.module, seen.recorder, seen.samples, parameters.shapes),

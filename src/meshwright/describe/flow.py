@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from meshwright.describe.ownership import Ownership
 from meshwright.describe.recorder import LayerCall, Step
 from meshwright.spec.operator import Split
 
@@ -71,20 +72,12 @@ class ProductFlow:
     Args:
         steps: The steps of one forward.
         outputs: Places of the steps that the model returns.
-        names: A parameter's first name -> all its names.
-        shapes: A parameter's first name -> its shape.
+        parameters: The module's parameters.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        outputs: frozenset[int],
-        names: Mapping[str, Sequence[str]],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
+    def __init__(self, steps: Sequence[Step], outputs: frozenset[int], parameters: Ownership) -> None:
         self._steps = steps
-        self._names = names
-        self._shapes = shapes
+        self._parameters = parameters
         self._sources: list[frozenset[str]] = []
         self._inputs: list[frozenset[str]] = []
         self._successors: dict[str, set[str]] = {}
@@ -94,7 +87,7 @@ class ProductFlow:
         for place in outputs:
             for source in self._sources[place]:
                 self._successors.setdefault(source, set()).add(_OUTPUT)
-        self._total = sum(math.prod(shape) for shape in shapes.values())
+        self._total = sum(math.prod(shape) for shape in parameters.shapes.values())
         self._taken: set[str] = set()
         self._vocabularies = self._find_vocabularies()
         self._pairs = self._find_pairs()
@@ -117,8 +110,9 @@ class ProductFlow:
             self._successors.setdefault(key, set())
         self._sources.append(frozenset([key] if key else () if is_mixing else inputs))
 
-    @staticmethod
-    def _key(step: Step) -> str:
+    def _key(self, step: Step) -> str:
+        if step.module in self._parameters.recurrent:
+            return ""  # each step's result is the next one's input: its entries mix
         if step.is_lookup:
             return f"lookup:{step.weights[0]}"
         is_product = bool(step.products) and step.products[0].is_plain
@@ -126,11 +120,11 @@ class ProductFlow:
 
     def _is_layer(self, key: str) -> bool:
         """Tell whether the module that owns a weight is the one that uses it."""
-        owners = {name.rpartition(".")[0] for name in self._names[key.removeprefix("lookup:")]}
+        owners = {name.rpartition(".")[0] for name in self._parameters.names[key.removeprefix("lookup:")]}
         return all(self._steps[place].module in owners for place in self._products[key])
 
     def _is_large(self, name: str) -> bool:
-        return math.prod(self._shapes[name]) >= _SMALL_SHARE * self._total
+        return math.prod(self._parameters.shapes[name]) >= _SMALL_SHARE * self._total
 
     # -- candidates ---------------------------------------------------------------------------------------------
 
@@ -168,7 +162,7 @@ class ProductFlow:
         found: list[ColumnsAndRow] = []
         for key in sorted(self._products, key=lambda key: key in late):
             pair = self._pair_of(key, self._taken)
-            if pair is not None and self._has_units(pair):
+            if pair is not None and self._has_units(pair) and self._ends_in_a_simple_module(pair):
                 found.append(pair)
                 self._taken.update((pair.row, *pair.columns))
         return found
@@ -179,12 +173,25 @@ class ProductFlow:
         widths = [self._steps[self._products[column][0]].products[0].columns for column in pair.columns]
         return math.gcd(row.inner, *widths) > 1
 
+    def _ends_in_a_simple_module(self, pair: ColumnsAndRow) -> bool:
+        """Tell whether the row's module has no code around it, which often adds whole terms before ranks' results are summed."""
+        return all(self._steps[place].module in self._parameters.simple for place in self._products[pair.row])
+
     def _find_alone(self) -> set[str]:
         return {
             key
             for key in self._products
-            if not key.startswith("lookup:") and key not in self._taken and self._is_large(key) and self._is_layer(key)
+            if not key.startswith("lookup:")
+            and key not in self._taken
+            and self._is_large(key)
+            and self._is_layer(key)
+            and not self._is_read_elsewhere(key)
         }
+
+    def _is_read_elsewhere(self, key: str) -> bool:
+        """Tell whether other operators than its product read a weight: they would need the whole of it."""
+        own = set(self._products[key])
+        return any(key in step.weights for place, step in enumerate(self._steps) if place not in own)
 
     # -- answers ------------------------------------------------------------------------------------------------
 
@@ -192,6 +199,23 @@ class ProductFlow:
     def num_pairs(self) -> int:
         """Pairs that are proposed [count]."""
         return len(self._pairs)
+
+    def spanning_pairs(self, order: Sequence[str]) -> list[tuple[str, str, bool]]:
+        """Return pairs of several layers: the first layer, the last, and whether code around the layers lies between them.
+
+        Args:
+            order: The layers as they ran first.
+        """
+        found: list[tuple[str, str, bool]] = []
+        for pair in self._pairs:
+            steps = [self._steps[place] for key in (*pair.columns, pair.row) for place in self._products[key]]
+            layers = sorted({step.layer for step in steps}, key=order.index)
+            if len(layers) > 1:
+                parents = {layer.rpartition(".")[0] for layer in layers}
+                is_chain = len(parents) == 1 and parents <= self._parameters.chains
+                is_simple = all(step.module in self._parameters.simple for step in steps)
+                found.append((layers[0], layers[-1], not (is_chain and is_simple)))
+        return found
 
     def splits(self, calls: Mapping[str, LayerCall]) -> list[Split]:
         """Return how each step may be split."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from torch import nn
-
 from meshwright.describe.flow import ProductFlow, core_steps
-from meshwright.describe.layers import find_layers
+from meshwright.describe.ownership import Ownership
 from meshwright.describe.per_sample import Samples
 from meshwright.describe.recorder import ForwardRecorder, LayerCall, Step
-from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.layer import LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.operator import OperatorSpec, Split
 from meshwright.units import format_bytes
 
@@ -20,59 +18,6 @@ __all__: list[str] = []
 
 _MANY_OPERATORS: Final = 256
 """Beyond these, equal operators of a layer are counted together [count]."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ownership:
-    """Parameters of a module, by their first names."""
-
-    names: Mapping[str, tuple[str, ...]]
-    """All names."""
-    shapes: Mapping[str, tuple[int, ...]]
-    nbytes: Mapping[str, int]
-    homes: Mapping[str, tuple[str, ...]]
-    """The layers that hold it; none for a parameter of a container."""
-
-    def numel(self, name: str) -> int:
-        """Return a parameter's elements [count]."""
-        total = 1
-        for size in self.shapes[name]:
-            total *= size
-        return total
-
-
-def layer_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's layers, each module once."""
-    first: dict[int, str] = {}
-    for name, layer in find_layers(module):
-        first.setdefault(id(layer), name)
-    return list(first.values())
-
-
-def ownership_of(module: nn.Module, layers: Sequence[str]) -> Ownership:
-    """Return who holds which parameter."""
-    by_id: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
-    known = set(layers)
-
-    def home(name: str) -> str | None:
-        parts = name.split(".")
-        paths = (".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1))
-        return next((path for path in paths if path in known), None)
-
-    homes = {}
-    for names in by_id.values():
-        found = dict.fromkeys(place for name in names if (place := home(name)) is not None)
-        homes[names[0]] = tuple(found)
-    return Ownership(
-        names={names[0]: tuple(names) for names in by_id.values()},
-        shapes={names[0]: tuple(tensors[key].shape) for key, names in by_id.items()},
-        nbytes={names[0]: tensors[key].nbytes for key, names in by_id.items()},
-        homes=homes,
-    )
 
 
 class LayerAssembly:
@@ -94,7 +39,7 @@ class LayerAssembly:
         self._samples = samples
         self._order = list(recorder.calls)
         self._idle = [name for name in layers if name not in recorder.calls and self._holds(name)]
-        self._flow = ProductFlow(recorder.steps, recorder.outputs, parameters.names, parameters.shapes)
+        self._flow = ProductFlow(recorder.steps, recorder.outputs, parameters)
         self._own = self._parameters_by_layer()
 
     def _holds(self, layer: str) -> bool:
@@ -115,6 +60,8 @@ class LayerAssembly:
         user = next((step.layer for step in self._recorder.steps if name in step.weights), None)
         if user is None:
             self.notes.append(f"'{name}' is used by no operator that was seen; it is counted in '{self._order[0]}'")
+        elif self._order != [""]:
+            self.notes.append(f"'{name}' belongs to no layer; it is counted in '{user}', which uses it first")
         return user or self._order[0]
 
     def _note_outside(self, name: str, step: Step) -> None:
@@ -134,6 +81,24 @@ class LayerAssembly:
             for first, names in self._parameters.names.items()
             if len(names) > 1 and self._parameters.homes[first]
         )
+
+    def bonds(self) -> tuple[LayerBond, ...]:
+        """Return the layers that a pipeline leaves on one stage."""
+        found = [
+            LayerBond(first=shown_name(first), last=shown_name(last), when="around" if is_around else "tensor")
+            for first, last, is_around in self._flow.spanning_pairs(self._order)
+        ]
+        found += [
+            LayerBond(first=shown_name(first), last=shown_name(last), when="always")
+            for first, last in self._recorder.spans_of(self._parameters.buffered)
+        ]
+        if self._recorder.reads_between and len(self._order) > 1:
+            found.append(LayerBond(first=shown_name(self._order[0]), last=shown_name(self._order[-1]), when="always"))
+            self.notes.append(
+                f"the code between the layers ({self._recorder.reads_between}) reads values that layers compute: a pipeline's "
+                "stages would need them before they are there"
+            )
+        return tuple(found)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the layers in the order in which they ran, then those that did not run."""

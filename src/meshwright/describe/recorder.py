@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,16 @@ from meshwright.describe.product_sizes import EMBEDDINGS, LOOKUPS, SAVES_RESULT,
 from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
+
+_READS_VALUES: Final = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+)
+"""Operators whose result is a number, or whose shape depends on values."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -81,7 +91,10 @@ class ForwardRecorder(Constants):
         """Places of the steps whose results the model returns."""
         self.where: str = ""
         """The innermost module that is running."""
+        self.reads_between: str = ""
+        """The module whose code, between the layers, has read values that layers compute; "the model itself" for the root."""
         self._layers = set(layers)
+        self._in_turn: list[str] = []  # a layer for each call
         self._whole = LayerCall(num_calls=1)
         self._stack: list[str] = []
         self._layer_stack: list[str] = []
@@ -128,6 +141,7 @@ class ForwardRecorder(Constants):
             if is_layer:
                 self._layer_stack.append(name)
                 self.calls.setdefault(name, LayerCall()).num_calls += 1
+                self._in_turn.append(name)
 
         def leave(_: nn.Module, __: Any, outputs: Any) -> None:
             self._stack.pop()
@@ -150,6 +164,8 @@ class ForwardRecorder(Constants):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.__name__.partition(".")[0] in _READS_VALUES and not self._layer_stack and self.where != "loss":
+            self._note_read(args)
         result = self.run(func, args, kwargs)
         if func.namespace != "prim":
             outputs = list(arguments_in(result))
@@ -216,6 +232,34 @@ class ForwardRecorder(Constants):
             return None, ""
         factor = 1 if made_of[1] else 0
         return factor, next(iter(made_of[factor])) if len(made_of[factor]) == 1 else ""
+
+    def _note_read(self, args: Any) -> None:
+        """Note that code between the layers reads values, where a step with parameters has computed them."""
+        waiting = [
+            self._producers[storage_id(tensor)]
+            for tensor in arguments_in(args)
+            if storage_id(tensor) in self._producers
+        ]
+        seen: set[int] = set()
+        while waiting:
+            place = waiting.pop()
+            if place not in seen:
+                seen.add(place)
+                waiting += self.steps[place].inputs
+        if any(self.steps[place].weights for place in seen):
+            self.reads_between = self.where or "the model itself"
+
+    def spans_of(self, layers: Collection[str]) -> list[tuple[str, str]]:
+        """Return the first and the last layer of what runs from each of these layers' first call to its last."""
+        order = list(self.calls)
+        found: list[tuple[str, str]] = []
+        for name in layers:
+            turns = [turn for turn, layer in enumerate(self._in_turn) if layer == name]
+            if len(turns) > 1:
+                places = [order.index(layer) for layer in self._in_turn[turns[0] : turns[-1] + 1]]
+                if min(places) < max(places):
+                    found.append((order[min(places)], order[max(places)]))
+        return found
 
     # -- what is kept -------------------------------------------------------------------------------------------
 

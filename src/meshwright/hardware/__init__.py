@@ -3,6 +3,7 @@
 Every number in the table has a source; a device without one is not in it.
 
 cluster     devices, links, clusters
+mixed       clusters of several kinds of hosts
 efficiency  shares of a device's peaks that steps reach, read from `efficiency.toml`
 table       the table of known devices, read from `devices.toml`
 

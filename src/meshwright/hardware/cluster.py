@@ -13,6 +13,9 @@ from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
 
+HOST_DEVICE: Final = "cpu"
+"""Name of a device, as a probe gives it, whose memory is the host's."""
+
 DTYPES: Final = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
@@ -101,7 +104,7 @@ class LinkSpec(Value):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(Value):
-    """Hosts with the same devices.
+    """Hosts with the same devices, or taken for such.
 
     Args:
         name: What to call it, such as "2x8xh100-sxm".
@@ -111,6 +114,7 @@ class ClusterSpec(Value):
         link: What connects devices of one host; None where nothing does or nobody knows.
         network: What connects a device to other hosts; needed with more than one.
         efficiency: Shares of the device's peaks that were measured here; None means those of the table of known devices.
+        made_of: The kinds of hosts, where there are several; the other numbers are then the smallest of all of them.
 
     Raises:
         ConfigError: A count is below 1, or there are several hosts and no network.
@@ -125,6 +129,7 @@ class ClusterSpec(Value):
     link: LinkSpec | None = None
     network: LinkSpec | None = None
     efficiency: Efficiency | None = None
+    made_of: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -140,6 +145,8 @@ class ClusterSpec(Value):
         problems.check()
 
     def __str__(self) -> str:
+        if self.made_of:
+            return f"{self.name}: {self.num_devices} devices, taken for {self.device} each"
         return f"{self.name}: {self.num_hosts} x {self.devices_per_host} x {self.device}"
 
     @property

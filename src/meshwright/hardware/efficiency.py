@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -41,6 +42,19 @@ class Efficiency(Value):
         overlap: Share of a pass that communication can hide behind; 0 to 1.
         optimizer_bytes: Traffic of the optimizer for one parameter of its shard [bytes].
         step_s: Fixed time of a step: clipping, logging, the loop [s].
+        score_forward_s: Time that fused attention takes for each score, beside its products [s].
+        score_backward_s: The same for its backward [s].
+        tensor_s: Time of the optimizer's update that every parameter tensor adds, whatever its size [s].
+        issues_ahead: Whether kernels run while the host issues the next ones; on a CPU the same core does both.
+        product_curve: (FLOPs of one product, share of the rate of large ones), in ascending order; empty where tiles and waves
+            say it.
+        traffic_curve: (bytes that one elementwise kernel moves, share of the memory's bandwidth), in ascending order; empty means
+            the same share for all.
+        recurrence_forward: Rate of a recurrent layer's fused products over that of large products [ratio].
+        recurrence_backward: The same for its backward [ratio].
+        held: Memory that the allocator holds at the peak over activations that are alive [ratio].
+        process_bytes: Memory of a process before it has a model: Python, torch, the transport; 0 where devices have memory of
+            their own [bytes].
 
     Raises:
         ConfigError: A share or a time is out of range.
@@ -70,6 +84,16 @@ class Efficiency(Value):
     overlap: float
     optimizer_bytes: float
     step_s: float
+    score_forward_s: float = 0.0
+    score_backward_s: float = 0.0
+    tensor_s: float = 0.0
+    issues_ahead: bool = True
+    product_curve: tuple[tuple[float, ...], ...] = ()
+    traffic_curve: tuple[tuple[float, ...], ...] = ()
+    recurrence_forward: float = 1.0
+    recurrence_backward: float = 1.0
+    held: float = 1.0
+    process_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -83,12 +107,23 @@ class Efficiency(Value):
         for name in _NOT_NEGATIVE:
             number = getattr(self, name)
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        for name in ("product_curve", "traffic_curve"):
+            curve = getattr(self, name)
+            if any(len(point) != 2 for point in curve):
+                problems.add(f"{name}={list(curve)} (rule: pairs of a size and a share)")
+                continue
+            ascending = all(one[0] < other[0] for one, other in itertools.pairwise(curve))
+            problems.require(ascending, f"{name}: sizes {[size for size, _ in curve]} (rule: they ascend)")
+            positive = all(size > 0 and share > 0 for size, share in curve)
+            problems.require(positive, f"{name}={list(curve)} (rule: sizes and shares are positive)")
         problems.check()
 
 
 _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
     "network_latency_s", "hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
+    "score_forward_s", "score_backward_s", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
+    "process_bytes",
 )  # fmt: skip
 
 

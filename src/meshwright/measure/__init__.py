@@ -10,6 +10,7 @@ resolution     resolution of the model's own arithmetic
 outputs        the first module whose output differs
 probe          this machine as a cluster
 probe_ranks    its measurements, on ranks
+probe_sizes    sizes of what it measures
 probe_listing  what `meshwright probe` prints
 
 To compare something more, record it in `oracle.py` and in `recording.py`.

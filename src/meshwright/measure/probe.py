@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +12,27 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.host import memory_group, usable_cores
-from meshwright.measure.probe_ranks import STAGES, measure_rank
+from meshwright.measure.probe_sizes import PRODUCT, STAGES, attention_rates
 from meshwright.ranks.launch import launch
 
 __all__: list[str] = []
 
 
 def probe_cluster(
-    num_devices: int | None = None, *, budget_s: float = 0.4, on_stage: Callable[[str, int, int], None] | None = None
+    num_devices: int | None = None,
+    *,
+    threads_per_device: int | None = None,
+    budget_s: float = 0.3,
+    on_stage: Callable[[str, int, int], None] | None = None,
 ) -> ClusterSpec:
     """Measure this host, and return it as a cluster for `make_plans`.
 
-    Ranks are started as a training starts them, and measure at the same time: the rate of products in fp32 and bf16, the
-    bandwidth of memory, the time of one small operator, attention, AdamW, and all-reduces of four sizes.
+    Ranks are started as a training starts them, and measure at the same time: a process's memory, the rate of products in fp32
+    and bf16 and by size, memory's bandwidth by size, small operators, attention, an LSTM, AdamW, and all-reduces of four sizes.
 
     Args:
         num_devices: Ranks, one for each device; None means the visible GPUs, or one for each core [count].
+        threads_per_device: Threads that a CPU rank computes with; None means an equal share of the cores [count].
         budget_s: How long each measurement is repeated [s].
         on_stage: Called in this process as ``on_stage(name, index, count)`` when a measurement begins.
 
@@ -40,14 +46,26 @@ def probe_cluster(
         num_devices = _visible_devices()
     if num_devices < 1:
         raise ConfigError(f"num_devices={num_devices} (rule: it is at least 1)", fix="num_devices=1")
+    if threads_per_device is not None and threads_per_device < 1:
+        raise ConfigError(
+            f"threads_per_device={threads_per_device} (rule: it is at least 1)", fix="threads_per_device=1"
+        )
     if not budget_s > 0:
-        raise ConfigError(f"budget_s={budget_s} (rule: it is above 0)", fix="budget_s=0.4")
+        raise ConfigError(f"budget_s={budget_s} (rule: it is above 0)", fix="budget_s=0.3")
 
     def tell(rank: int, event: dict[str, Any]) -> None:
         if on_stage is not None and rank == 0 and "probe" in event:
             on_stage(event["probe"], STAGES.index(event["probe"]), len(STAGES))
 
-    return _cluster_of(launch(measure_rank, num_devices, budget_s, on_event=tell))
+    ranks = launch(measure_on_rank, num_devices, budget_s, threads_per_rank=threads_per_device, on_event=tell)
+    return _cluster_of(ranks)
+
+
+def measure_on_rank(budget_s: float) -> dict[str, Any]:
+    """Measure on this rank, which a launch has started; see `probe_ranks`."""
+    from meshwright.measure.probe_ranks import measure_rank
+
+    return measure_rank(budget_s)
 
 
 def _visible_devices() -> int:
@@ -83,6 +101,12 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
         },
     )
     is_cpu = facts["type"] == "cpu"
+    attention = {
+        name: [
+            statistics.median(numbers) for numbers in zip(*(attention_rates(one, name) for one in ranks), strict=True)
+        ]
+        for name in ("forward", "backward")
+    }
     link = _link_of(ranks, source) if count > 1 else None
     return ClusterSpec(
         name=f"this-host-{count}x{facts['name']}",
@@ -93,12 +117,21 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             num_units=facts["num_units"],
             matmul=dict.fromkeys(peaks, 1.0),
             memory=1.0,
-            attention_forward=min(1.0, median("attention_forward") / peaks["fp32" if is_cpu else "bf16"]),
-            attention_backward=min(1.0, median("attention_backward") / peaks["fp32" if is_cpu else "bf16"]),
+            attention_forward=min(1.0, attention["forward"][0] / peaks["fp32" if is_cpu else "bf16"]),
+            attention_backward=min(1.0, attention["backward"][0] / peaks["fp32" if is_cpu else "bf16"]),
+            score_forward_s=attention["forward"][1],
+            score_backward_s=attention["backward"][1],
             inner_overhead=0.0,
             elementwise_passes=1.0,
+            issues_ahead=not is_cpu,
+            product_curve=_curve("product_of_", ranks, peaks["fp32"], (2.0 * math.prod(PRODUCT),) if is_cpu else ()),
+            traffic_curve=_curve("traffic_of_", ranks, median("memory")),
+            recurrence_forward=median("recurrence_forward") / peaks["fp32"] if is_cpu else 1.0,
+            recurrence_backward=median("recurrence_backward") / peaks["fp32"] if is_cpu else 1.0,
+            held=median("held"),
+            process_bytes=max(rank["process_bytes"][0] for rank in ranks),
             kernel_s=0.0 if is_cpu else 5e-6,
-            operator_s=median("operator"),
+            operator_s=(median("operator") + median("operator_backward")) / 2,
             collective_host_s=link.latency_s or 0.0 if link else 0.0,
             link=1.0,
             network=1.0,
@@ -112,8 +145,18 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             overlap=0.0 if is_cpu else 1.0,
             optimizer_bytes=median("optimizer") * median("memory"),
             step_s=median("step"),
+            tensor_s=median("tensor"),
         ),
     )
+
+
+def _curve(
+    prefix: str, ranks: list[dict[str, Any]], whole: float, at_whole: tuple[float, ...] = ()
+) -> tuple[tuple[float, ...], ...]:
+    """Return a rate by size as shares of the one that large sizes reach, which holds from ``at_whole`` on."""
+    sizes = sorted(int(name.removeprefix(prefix)) for name in ranks[0] if name.startswith(prefix))
+    shares = [(float(size), statistics.median(rank[f"{prefix}{size}"][0] for rank in ranks) / whole) for size in sizes]
+    return (*shares, *((size, 1.0) for size in at_whole))
 
 
 def _link_of(ranks: list[dict[str, Any]], source: Callable[[str], str]) -> LinkSpec:

@@ -1,32 +1,44 @@
 """Measurements of a probe on its ranks: products, memory, operators, attention, the optimizer and collectives.
 
-Each is taken while all ranks do the same, as in training, and as a median of repetitions. One rank also takes products alone.
+Each is taken while all ranks do the same, as in training, and is the lower quartile of repetitions. One rank also takes products
+alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from meshwright.host import peak_resident_bytes
+from meshwright.measure.probe_sizes import (
+    ADAM_ELEMENTS,
+    AT_LEAST,
+    ATTENTION,
+    COLLECTIVE_BYTES,
+    CURVE_SHARE,
+    HEAD_SIZES,
+    LARGE_PRODUCT,
+    MEMORY_ELEMENTS,
+    MORE_TENSORS,
+    MOST_SETS,
+    NUM_BLOCKS,
+    PRODUCT,
+    PRODUCT_SIZES,
+    RECURRENCE,
+    SET_BYTES,
+    STAGES,
+    TRAFFIC_ELEMENTS,
+)
 from meshwright.ranks.world import World, current_world
 
 __all__: list[str] = []
-
-STAGES: Final = ("products", "products alone", "memory", "operators", "attention", "optimizer", "collectives")
-"""What is measured, in order."""
-
-_PRODUCT: Final = (512, 1024, 1024)
-_LARGE_PRODUCT: Final = (8192, 8192, 8192)
-_MEMORY_ELEMENTS: Final = 8 * 2**20
-_NUM_OPERATORS: Final = 64
-_ATTENTION: Final = (1, 8, 256, 64)
-_ADAM_ELEMENTS: Final = 4 * 2**20
-_COLLECTIVE_BYTES: Final = (1024, 64 * 1024, 2**20, 16 * 2**20)
 
 
 def measure_rank(budget_s: float) -> dict[str, Any]:
@@ -36,7 +48,7 @@ def measure_rank(budget_s: float) -> dict[str, Any]:
         budget_s: How long each measurement is repeated [s].
 
     Returns:
-        Rates in FLOP/s and bytes/s, times in s; each a pair of the median and the spread between quartiles over it.
+        Rates in FLOP/s and bytes/s, times in s; each a pair of the lower quartile and the spread between quartiles.
     """
     world = current_world()
     if world is None:  # a launched rank has a world
@@ -58,20 +70,22 @@ class _Probe:
         self._device = world.device
         self._budget_s = budget_s
 
-    def _time(self, call: Callable[[], object], *, at_least: int = 5) -> tuple[float, float]:
-        """Return the median time of a call and its relative spread, after two that do not count."""
+    def _time(self, call: Callable[[], object], *, share: float = 1.0) -> tuple[float, float]:
+        """Return the time of a call and its relative spread, after two that do not count, in a share of the budget.
+
+        It is the lower quartile, since other work on the machine only ever makes a call slower.
+        """
         for _ in range(2):
             call()
         samples: list[float] = []
-        end = time.perf_counter() + self._budget_s
-        while len(samples) < at_least or time.perf_counter() < end:
+        end = time.perf_counter() + share * self._budget_s
+        while len(samples) < AT_LEAST or time.perf_counter() < end:
             self._wait()
             start = time.perf_counter()
             call()
             self._wait()
             samples.append(time.perf_counter() - start)
-        low, middle, high = statistics.quantiles(samples, n=4)
-        return middle, (high - low) / middle
+        return _quartile(samples)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -82,7 +96,35 @@ class _Probe:
         return values.to(dtype)
 
     def _sizes(self) -> tuple[int, int, int]:
-        return _PRODUCT if self._device.type == "cpu" else _LARGE_PRODUCT
+        return PRODUCT if self._device.type == "cpu" else LARGE_PRODUCT
+
+    def process(self) -> dict[str, Any]:
+        """Memory of a process that has done what every training does, and what more than is alive its allocator holds."""
+        if self._device.type == "cuda":  # whose memory no process shares
+            return {"process_bytes": (0.0, 0.0), "held": (1.0, 0.0)}
+        encoder = nn.TransformerEncoderLayer(64, 2, 64, activation="gelu", batch_first=True)
+        network = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), encoder, nn.Linear(64, 8))
+        optimizer = torch.optim.AdamW(network.parameters())
+        logits = network(self._random(4, 8, 64)).flatten(0, 1)
+        F.cross_entropy(logits, torch.zeros(32, dtype=torch.int64)).backward()
+        optimizer.step()
+        self._world.default_group.all_reduce(torch.zeros(1024)).wait()
+        before = peak_resident_bytes()
+        return {"process_bytes": (float(before), 0.0), "held": (self._held(before), 0.0)}
+
+    def _held(self, before: int) -> float:
+        """Return memory at the peak of some passes over what was alive then [ratio]."""
+        width, rows, blocks = 256, 2048, 6
+        layers = [
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)
+        ]
+        network = nn.Sequential(*layers)
+        for _ in range(3):
+            network.zero_grad(set_to_none=True)
+            network(self._random(rows, width)).square().mean().backward()
+        states = 2 * 4 * sum(parameter.numel() for parameter in network.parameters())
+        kept = 4 * rows * (blocks * 9 * width + 2 * width)  # the inputs of both products and of GELU, and of the end
+        return max(1.0, (peak_resident_bytes() - before) / (states + kept))
 
     def products(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -93,6 +135,24 @@ class _Probe:
             found[f"product_{name}"] = (2.0 * rows * inner * columns / seconds, spread)
         return found
 
+    def products_by_size(self) -> dict[str, Any]:
+        """Kernels of one size after the other, without what the operator itself costs; on a GPU tiles and waves say it."""
+        if self._device.type == "cuda":
+            return {}
+        idle = self._overhead()
+        found: dict[str, Any] = {}
+        for size in PRODUCT_SIZES:
+            pairs = self._not_cached(lambda size=size: (self._random(4 * size, size), self._random(size, size)))
+            seconds, spread = self._time(lambda pairs=pairs: torch.mm(*next(pairs)), share=CURVE_SHARE)
+            flops = 8 * size**3
+            found[f"product_of_{flops}"] = (flops / max(seconds - idle, 0.2 * seconds), spread)
+        return found
+
+    def _overhead(self) -> float:
+        """Return the time of an operator on next to nothing [s]."""
+        one, other = self._random(2, 2), self._random(2, 2)
+        return self._time(lambda: one @ other, share=CURVE_SHARE)[0]
+
     def products_alone(self) -> dict[str, Any]:
         if self._world.rank != 0:
             return {}
@@ -102,50 +162,91 @@ class _Probe:
         return {"product_alone": (2.0 * rows * inner * columns / seconds, spread)}
 
     def memory(self) -> dict[str, Any]:
-        one, other = self._random(_MEMORY_ELEMENTS), self._random(_MEMORY_ELEMENTS)
+        one, other = self._random(MEMORY_ELEMENTS), self._random(MEMORY_ELEMENTS)
         result = torch.empty_like(one)
         seconds, spread = self._time(lambda: torch.add(one, other, out=result))
         return {"memory": (3.0 * one.nbytes / seconds, spread)}
 
+    def memory_by_size(self) -> dict[str, Any]:
+        """Sums whose result is new each time, as a forward's are."""
+        if self._device.type == "cuda":
+            return {}
+        idle = self._overhead()
+        found: dict[str, Any] = {}
+        for size in TRAFFIC_ELEMENTS:
+            pairs = self._not_cached(lambda size=size: (self._random(size), self._random(size)))
+            seconds, spread = self._time(lambda pairs=pairs: torch.add(*next(pairs)), share=CURVE_SHARE)
+            num_bytes = 3 * 4 * size
+            found[f"traffic_of_{num_bytes}"] = (num_bytes / max(seconds - idle, 0.2 * seconds), spread)
+        return found
+
+    def _not_cached(self, make: Callable[[], tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Return tensors in turn, so many that none is in the cache when its turn comes, as in a pass over a model."""
+        first = make()
+        num_bytes = sum(tensor.nbytes for tensor in first)
+        return itertools.cycle([first, *(make() for _ in range(min(MOST_SETS, SET_BYTES // num_bytes)))])
+
     def operators(self) -> dict[str, Any]:
-        start = self._random(8).requires_grad_()
+        """Layers on next to nothing: what calling an operator takes, with the views around it, whatever it computes."""
+        chain = nn.Sequential(*(_SmallBlock() for _ in range(NUM_BLOCKS))).to(self._device)
+        start = self._random(2, 4, 8).requires_grad_()
+        forward, _ = self._time(lambda: chain(start))
+        seconds, spread = self._time(lambda: chain(start).sum().backward())
+        count = NUM_BLOCKS * _SmallBlock.num_operators
+        return {"operator": (forward / count, spread), "operator_backward": ((seconds - forward) / count, spread)}
 
-        def run() -> None:
-            value = start
-            for _ in range(_NUM_OPERATORS):
-                value = value * 1.5
-            value.sum().backward()
-
-        seconds, spread = self._time(run)
-        return {"operator": (seconds / (2 * _NUM_OPERATORS), spread)}
+    def recurrence(self) -> dict[str, Any]:
+        """An LSTM, whose kernels are others than those of products."""
+        if self._device.type == "cuda":
+            return {}
+        length, rows, size = RECURRENCE
+        layer, values = nn.LSTM(size, size), self._random(length, rows, size).requires_grad_()
+        flops = 2.0 * length * rows * 2 * size * 4 * size
+        forward, spread = self._time(lambda: layer(values)[0])
+        total, _ = self._time(lambda: layer(values)[0].sum().backward())
+        return {
+            "recurrence_forward": (flops / forward, spread),
+            "recurrence_backward": (2 * flops / max(total - forward, 0.1 * forward), spread),
+        }
 
     def attention(self) -> dict[str, Any]:
-        batch, heads, length, size = _ATTENTION
-        query, key, value = (self._random(batch, heads, length, size).requires_grad_() for _ in range(3))
-        flops = 4.0 * batch * heads * length * length * size / 2  # half of it is masked
+        """Attention of two sizes of heads: products grow with them, the scores' exponentials do not."""
+        found: dict[str, Any] = {}
+        for size in HEAD_SIZES:
+            query, key, value = (self._random(*ATTENTION, size).requires_grad_() for _ in range(3))
 
-        def attend() -> torch.Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            def attend(query: Any = query, key: Any = key, value: Any = value) -> torch.Tensor:
+                return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        forward, spread = self._time(attend)
-        total, _ = self._time(lambda: attend().sum().backward())
-        backward = max(total - forward, 0.1 * forward)
-        return {"attention_forward": (flops / forward, spread), "attention_backward": (2.5 * flops / backward, spread)}
+            forward, spread = self._time(attend)
+            total, _ = self._time(lambda attend=attend: attend().sum().backward())
+            found[f"attention_forward_{size}"] = (forward, spread)
+            found[f"attention_backward_{size}"] = (max(total - forward, 0.1 * forward), spread)
+        return found
 
     def optimizer(self) -> dict[str, Any]:
-        large, small = (self._random(size).requires_grad_() for size in (_ADAM_ELEMENTS, 8))
-        found: dict[str, Any] = {}
-        for name, parameter in (("optimizer", large), ("step", small)):
-            parameter.grad = torch.ones_like(parameter)
-            seconds, spread = self._time(torch.optim.AdamW([parameter]).step)
-            found[name] = (seconds / (parameter.numel() if name == "optimizer" else 1), spread)
+        # One large tensor, a small one, and many small ones: the time by element, of a step, and by tensor.
+        groups = {
+            "optimizer": [self._random(ADAM_ELEMENTS)],
+            "step": [self._random(8)],
+            "tensors": [self._random(8) for _ in range(1 + MORE_TENSORS)],
+        }
+        found: dict[str, tuple[float, float]] = {}
+        for name, parameters in groups.items():
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            found[name] = self._time(torch.optim.AdamW(parameters).step)
+        seconds, spread = found["optimizer"]
+        found["optimizer"] = (seconds / ADAM_ELEMENTS, spread)
+        more = max(0.0, found["tensors"][0] - found["step"][0])
+        found["tensor"] = (more / MORE_TENSORS, found["tensors"][1])
         return found
 
     def collectives(self) -> dict[str, Any]:
         if self._world.world_size == 1:
             return {}
         found: dict[str, Any] = {}
-        for num_bytes in _COLLECTIVE_BYTES:
+        for num_bytes in COLLECTIVE_BYTES:
             tensor = torch.zeros(num_bytes // 4, device=self._device)
             found[f"all_reduce_{num_bytes}"] = self._exchange(tensor)
         return found
@@ -160,8 +261,27 @@ class _Probe:
             self._wait()
             if round_index >= 2:
                 samples.append(time.perf_counter() - start)
-        low, middle, high = statistics.quantiles(samples, n=4)
-        return middle, (high - low) / middle
+        return _quartile(samples)
+
+
+class _SmallBlock(nn.Module):
+    """Operators as models have them, each with the views that come with it."""
+
+    num_operators = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(self.norm(values)).view(2, 4, 2, 4).transpose(1, 2)
+        return values + F.gelu(heads).transpose(1, 2).reshape(2, 4, 8)
+
+
+def _quartile(samples: list[float]) -> tuple[float, float]:
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return low, (high - low) / middle
 
 
 def _device_facts(world: World) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.ranks.world import World
 from meshwright.run.building.paged_build import PagedBuild
-from meshwright.run.checkpoints.background import BackgroundSave, raise_error, wait_for
+from meshwright.run.checkpoints.background import BackgroundSave, close, look_for_step
 from meshwright.run.gate import without_backward
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
@@ -136,11 +136,12 @@ class ParallelModel:
                 given different ones.
             UserCodeError: Code of the user's raised on another rank.
             LostPeerError: Another rank is gone.
+            StorageError: A save in the background has failed, on any rank; this step is not taken, and may be taken again.
         """
         number = self.num_steps
         switch = self.engine.switch
         with switch.plain(), self.told("step"), self.stepper.casts.taken_in():
-            raise_error(self.saving)
+            look_for_step(self)
             switch.moment.steps += 1
             result = self.stepper.step(
                 batch,
@@ -249,7 +250,7 @@ class ParallelModel:
 
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
-        wait_for(self.saving)
+        close(self.saving)
         self.engine.switch.close()
         self.stepper.close()
         if self._pages is not None:

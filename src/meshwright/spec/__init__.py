@@ -5,6 +5,7 @@ They are frozen and versioned, and convert to JSON and back.
 model       the model, without weights
 layer       its layers, and the parameters that they share
 operator    operators of a layer
+layer_operators builder of a layer from sizes
 transformer layers of a transformer, from its sizes
 plan        the plan
 plan_text   the one-line form of a plan
@@ -16,7 +17,7 @@ record      the record of a run
 To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """
 
-from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.layer import LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.operator import OperatorSpec
 from meshwright.spec.plan import Plan
@@ -25,6 +26,7 @@ from meshwright.spec.record import Measurement, RunRecord
 from meshwright.spec.train import TrainSpec
 
 __all__ = [
+    "LayerBond",
     "LayerSpec",
     "Measurement",
     "MemoryBreakdown",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from meshwright.spec.operator import OperatorSpec
 from meshwright.values import Problems, Value
@@ -47,6 +47,17 @@ class LayerSpec(Value):
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
         problems.check()
 
+    @property
+    def runs(self) -> bool:
+        """Whether a forward was seen to run it: it has numbers beside its parameters."""
+        return bool(self.operators or self.forward_flops or self.output_bytes or self.activation_bytes)
+
+    def is_split(self, *, alone: bool) -> bool:
+        """Tell whether tensor parallelism has a pair of products, or a table, to split here; ``alone``: or a single product."""
+        found = {(operator.split, operator.kind == "elementwise") for operator in self.operators}
+        is_pair = {("columns", False), ("inner", False)} <= found
+        return is_pair or ("inner", True) in found or (alone and bool(found & {("columns", False), ("inner", False)}))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParameter(Value):
@@ -78,4 +89,32 @@ class SharedParameter(Value):
             problems.require(len(set(entries)) == len(entries), f"{what} {list(entries)} repeat (rule: each once)")
         for name, number in (("num_params", self.num_params), ("params_bytes", self.params_bytes)):
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBond(Value):
+    """Layers that a pipeline leaves on one stage, with all that lie between them.
+
+    Args:
+        first: The first of them.
+        last: The last of them.
+        when: "always"; under "tensor" parallelism, which splits a weight of one layer by columns and one of the other by rows; or
+            "around": the same, where the code between the two is that of a module around several layers, which a pipeline runs
+            on every stage.
+
+    Raises:
+        ConfigError: A name is empty.
+    """
+
+    FORMAT: ClassVar[str] = "bond"
+
+    first: str
+    last: str
+    when: Literal["always", "tensor", "around"]
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems("bond")
+        problems.require(bool(self.first and self.last), "a layer's name is empty")
         problems.check()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal, Self
 
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.spec.layer import LayerSpec, SharedParameter
+from meshwright.spec.layer import LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.transformer import TransformerShape, transformer_layers
 from meshwright.units import format_bytes
 from meshwright.values import Problems, Value
@@ -23,6 +23,7 @@ class ModelSpec(Value):
         name: What to call it.
         layers: The layers in the order in which data passes them.
         shared: The parameters that are used in several places.
+        bonds: Layers that a pipeline leaves on one stage.
         sequence_length: The tokens of the sample that the layers' numbers are for; None where there are none [tokens].
         num_heads: Attention heads, where known: tp must divide them [count].
         num_kv_heads: Key and value heads, where known [count].
@@ -31,7 +32,7 @@ class ModelSpec(Value):
         notes: What the description could not see, for people.
 
     Raises:
-        ConfigError: There are no layers, names repeat, or a shared parameter names an unknown layer.
+        ConfigError: There are no layers, names repeat, or a shared parameter or a bond names an unknown layer.
     """
 
     FORMAT: ClassVar[str] = "model"
@@ -39,6 +40,7 @@ class ModelSpec(Value):
     name: str
     layers: tuple[LayerSpec, ...]
     shared: tuple[SharedParameter, ...] = ()
+    bonds: tuple[LayerBond, ...] = ()
     sequence_length: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -66,6 +68,11 @@ class ModelSpec(Value):
                     f"shared '{parameter.names[0]}' has {parameter.num_params} elements, its layer '{layer}' only "
                     f"{sizes.get(layer)} (rule: each layer counts it in full)",
                 )
+        for bond in self.bonds:
+            for name in (bond.first, bond.last):
+                problems.require(
+                    name in sizes, f"a bond names the layer '{name}', which does not exist{did_you_mean(name, names)}"
+                )
         for field in ("sequence_length", "num_heads", "num_kv_heads", "hidden_size", "vocab_size"):
             number = getattr(self, field)
             problems.require(number is None or number >= 1, f"{field}={number} (rule: it is at least 1)")
@@ -92,6 +99,34 @@ class ModelSpec(Value):
     def forward_flops(self) -> float:
         """Arithmetic of one sample's forward pass [FLOPs]."""
         return sum(layer.forward_flops for layer in self.layers)
+
+    def num_pieces(self, *, under_tp: bool) -> int:
+        """Return how many stages a pipeline can have at most: layers that run, where those with a bond are one [count].
+
+        Args:
+            under_tp: Whether tensor parallelism splits layers too.
+        """
+        places = {layer.name: place for place, layer in enumerate(self.layers)}
+        reach = list(range(len(self.layers)))
+        for bond in self.bonds:
+            if under_tp or bond.when == "always":
+                start, end = sorted((places[bond.first], places[bond.last]))
+                reach[start] = max(reach[start], end)
+        found, end, is_empty = 0, -1, False
+        for place, layer in enumerate(self.layers):
+            if place > end:
+                is_empty = True
+            end = max(end, reach[place])
+            if is_empty and layer.runs:
+                found, is_empty = found + 1, False
+        return max(1, found)
+
+    @property
+    def splits_inside_stages(self) -> bool:
+        """Whether tensor parallelism has a product to split that lies within one stage of a pipeline."""
+        around = {name for bond in self.bonds if bond.when == "around" for name in (bond.first, bond.last)}
+        has_chain = any(bond.when == "tensor" for bond in self.bonds)
+        return has_chain or any(layer.is_split(alone=not around) for layer in self.layers if layer.name not in around)
 
     @classmethod
     def transformer(

@@ -157,7 +157,7 @@ class Plan(Value):
             name: single, data_parallel, model_parallel, distributed, zero1, zero2, zero3, tensor, pipeline, hybrid or
                 auto. ``hybrid`` gives factors of two to tp, pp and dp in turn and the rest to dp (8 -> 2 x 2 x 2,
                 4 -> tp 2, pp 2, 2 -> tp 2); a pipeline's preset has two micro-batches a stage. ``auto`` is data
-                parallel until there is a planner.
+                parallel here, where there is no model to plan for.
             num_devices: The devices to use; None is 1 [count].
 
         Raises:

@@ -94,7 +94,7 @@ PRESETS: Final[Mapping[str, _Preset]] = {
     "auto": _Preset(
         sets={"mode": "ranks"},
         fills=("dp",),
-        reason="auto: this release has no planner yet, so auto means data parallel over all devices (distributed)",
+        reason="auto: data parallel over all devices (distributed); mw.make_plans and `meshwright train` choose by cost",
     ),
 }
 

@@ -4,6 +4,7 @@ The launching side checks the configuration without torch; every rank then runs 
 
 config/      the configuration and its checks
 data/        sources, order and loading of samples
+planning/    plans and predictions for a configuration on this machine
 session      the training loop, as every rank runs it
 opening      the applied model, its loaders and the event of its start
 checkpoints  checkpoints of a run, as its ranks take them

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint.durable import rename
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
-from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.errors import CheckpointError, InternalError, MeshwrightError, StorageError
 from meshwright.ranks.world import World
 from meshwright.run.checkpoints.loading import Loaded, load
-from meshwright.run.checkpoints.saving import save_checkpoint
+from meshwright.run.checkpoints.saving import Retention, is_saved, save, wait_for_checkpoint
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.resume import fixed_settings, refuse_changes
@@ -76,6 +76,17 @@ class RunState:
         self.best_loss, self.best_step = state["best_loss"], state["best_step"]
 
 
+class _BegunSave(NamedTuple):
+    """A save that has begun."""
+
+    step: int
+    is_best: bool
+    began_at: float
+    path: str = ""
+    stall_s: float = 0.0
+    """For how long training has waited [s]."""
+
+
 class RunCheckpoints:
     """The checkpoints of one run. Every rank calls what is here.
 
@@ -88,12 +99,14 @@ class RunCheckpoints:
     def __init__(self, config: TrainConfig, model: ParallelModel, parts: Mapping[str, Any]) -> None:
         self._config = config.checkpoint
         self._directory = config.checkpoint_directory
-        self._store = Store(self._directory)
         self._model = model
         self._parts = dict(parts)
         self._saved_at = time.monotonic()
         self.last_step: int | None = None
-        """The step of the newest one [count]."""
+        """The step of the newest one, or of the one that is under way [count]."""
+        self._under_way: _BegunSave | None = None
+        self._best_kept: int | None = None
+        self._warnings: list[str] = []
 
     @property
     def asks_the_clock(self) -> bool:
@@ -118,39 +131,74 @@ class RunCheckpoints:
         wanted = wanted or (is_end and self._config.at_end) or (is_best and self._config.best)
         return wanted and step != self.last_step
 
-    def save(self, step: int, *, best_step: int | None) -> dict[str, Any]:
-        """Save, let the oldest go, and return an event that tells of it.
+    def save(self, step: int, *, best_step: int | None, is_end: bool) -> Iterator[dict[str, Any]]:
+        """Save, let the oldest go, and yield events that tell of it, and before that of the one before.
+
+        In the background this returns when the ranks' shares are copied; `look` and `finish` tell of the rest. Where the run ends
+        there is nothing beside which it could be written.
 
         Args:
             step: Steps that are done [count].
             best_step: The step whose checkpoint stays in any case [count].
+            is_end: Whether the run ends here.
 
         Raises:
             CheckpointError: The state has something that cannot be saved, with on_error = "stop".
             StorageError: The disk is full or fails, with on_error = "stop".
         """
-        began = time.monotonic()
+        yield from self.finish()
+        self._warnings.clear()
+        is_best = self._config.best and best_step == step
+        under_way = _BegunSave(step, is_best, time.monotonic())
+        in_background = self._config.background and not is_end
+        also = () if is_best or self._best_kept is None else (self._best_kept,)
+        retention = Retention(self._config.keep or None, also, self._warnings.append, steps_look=False)
         try:
-            path = save_checkpoint(self._model, self._directory, step=step, extra=self._parts)
+            path = save(self._model, self._directory, step, self._parts, retention, in_background=in_background)
         except (CheckpointError, StorageError) as error:
-            if self._config.on_error == "stop":
-                raise
+            yield self._failed(step, error)
+            return
+        finally:
             self._saved_at = time.monotonic()
-            return {"event": "save_failed", "step": step, "text": str(error)}
-        self.last_step, self._saved_at = step, time.monotonic()
-        event = {"event": "saved", "step": step, "path": str(path), "seconds": self._saved_at - began}
-        event["is_best"] = self._config.best and best_step == step
-        return event | self._retain(step, best_step)
+        self.last_step = step
+        self._under_way = under_way._replace(path=str(path), stall_s=self._saved_at - under_way.began_at)
+        if not in_background:
+            yield self._ended()
 
-    def _retain(self, step: int, best_step: int | None) -> dict[str, Any]:
-        if self._model.world.rank or not self._config.keep:
-            return {}
-        stay = {step} | ({best_step} if self._config.best and best_step is not None else set())
+    def look(self) -> Iterator[dict[str, Any]]:
+        """Yield an event of a save in the background that is over, without waiting; raises as `save` does."""
+        yield from self._end(is_saved)
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """Wait for a save in the background, and yield its event; raises as `save` does."""
+        yield from self._end(_wait)
+
+    def _end(self, is_over: Callable[[ParallelModel], bool]) -> Iterator[dict[str, Any]]:
+        if self._under_way is None:
+            return
         try:
-            self._store.retain(self._config.keep, also=stay)
-        except StorageError as error:  # there is one more than was asked for, which ends no run
-            return {"warning": f"an old checkpoint stays: {error.message}"}
-        return {}
+            if not is_over(self._model):
+                return
+        except (CheckpointError, StorageError) as error:
+            step, self._under_way, self.last_step = self._under_way.step, None, None
+            yield self._failed(step, error)
+            return
+        yield self._ended()
+
+    def _failed(self, step: int, error: MeshwrightError) -> dict[str, Any]:
+        if self._config.on_error == "stop":
+            raise error
+        return {"event": "save_failed", "step": step, "text": str(error)}
+
+    def _ended(self) -> dict[str, Any]:
+        done, self._under_way = self._under_way, None
+        if done is None:
+            raise InternalError("no save is under way")
+        if done.is_best:
+            self._best_kept = done.step
+        event: dict[str, Any] = {"event": "saved", "step": done.step, "path": done.path}
+        event |= {"seconds": time.monotonic() - done.began_at, "stall_seconds": done.stall_s, "is_best": done.is_best}
+        return event | ({"warning": "; ".join(self._warnings)} if self._warnings else {})
 
     def resume(self) -> Loaded:
         """Continue at the newest sound one.
@@ -160,11 +208,17 @@ class RunCheckpoints:
             StorageError: It cannot be read.
         """
         loaded = load(self._model, self._directory, extra=self._parts)
+        self._best_kept = self._parts["run"].best_step if self._config.best else None
         self.last_step, self._saved_at = loaded.step, time.monotonic()
         if self._model.world.rank == 0:
             for path, _ in loaded.skipped:
                 _set_aside(path)
         return loaded
+
+
+def _wait(model: ParallelModel) -> bool:
+    wait_for_checkpoint(model)
+    return True
 
 
 def agree_on_start(config: TrainConfig, world: World, *, resume: bool) -> bool:

@@ -7,7 +7,8 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
     step         step, loss, grad_norm, lr, num_samples, num_tokens, seconds, tokens_per_s, peak_memory_bytes, eta_s, ...
     evaluated    step, loss, num_samples, num_tokens, seconds
     resumed      in place of run_started, with the same fields; and step, checkpoint, skipped, notes
-    saved        step, path, seconds, is_best; save_failed: step, text, where the run goes on
+    saved        step, path, seconds until it was seen on the disk, stall_seconds that training waited, is_best;
+                 save_failed: step, text, where the run goes on
     restarting   step, number, most, pause_s, exit_code, cause: ranks were lost and are started again
     stopped      step: asked to stop; finished: all steps done, or the time is over
     failed       rank, step, phase, type, text: from every rank that raised
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.durable import rename, told_of, write_new_file
-from meshwright.errors import StorageError
+from meshwright.errors import ConfigError, StorageError
+from meshwright.spec.plan import Plan
 from meshwright.spec.record import RunRecord
 from meshwright.train.lock import FolderLock
 
@@ -95,6 +97,14 @@ class RunDirectory:
     def has_record(self) -> bool:
         """Whether there is a record, of this run's start or of what it is continued from."""
         return (self.path / RECORD_FILE).is_file()
+
+    def read_plan(self) -> Plan | None:
+        """Return the plan that the record names, without what was decided at its first batch; None where there is none."""
+        try:
+            record = RunRecord.from_json((self.path / RECORD_FILE).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return None
+        return record.plan.replace(layouts={}, stages={}, prediction=record.prediction)
 
     @property
     def checkpoints(self) -> Path:

@@ -30,6 +30,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.record import Measurement, RunRecord
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.events import RunDirectory
+from meshwright.train.planning.choosing import foresee
+from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView, clean
 from meshwright.train.restarts import Restarts, wait
 
@@ -128,6 +130,7 @@ class _Run:
             self._directory = directory
             resume = self._choose_start(directory, resume=resume)
             self._is_continued = resume
+            self._foresee(joined=joined, resume=resume)
             self._write_record([])
             restarts = Restarts(0 if joined else self._config.train.max_restarts)
             with ProgressView(print_every=self._config.train.print_every) as self._view:
@@ -147,6 +150,7 @@ class _Run:
                             return self._report(StoppedOnRequest("stopped on request between two starts"))
                         resume = directory.has_checkpoints
             self._write_record(summaries)
+            self._say_prediction(summaries)
             if any(summary["stopped"] for summary in summaries):
                 return self._say_stopped(summaries[0]["step"])
             if resume and not self._num_new_steps:
@@ -177,6 +181,27 @@ class _Run:
                     raise
                 sys.stderr.write(f"warning: no checkpoint can be written: {clean(error)}\n")
         return resume
+
+    def _foresee(self, *, joined: bool, resume: bool) -> None:
+        """Choose the plan where that is left to the planner, and predict what it costs; a run that goes on keeps its plan."""
+        if resume and self._config.plan_is_auto and (kept := self._directory.read_plan()) is not None:
+            self._config = self._config.model_copy(update={"plan": kept})
+            lines = [f"plan auto: '{kept}', as this run began; --plan takes another"]
+        else:
+            self._config, lines = foresee(self._config, can_measure=not joined)
+        self._plan = self._config.plan
+        for line in lines:
+            sys.stderr.write(f"{clean(line)}\n")
+
+    def _say_prediction(self, summaries: list[dict[str, Any]]) -> None:
+        prediction, measurement = self._config.plan.prediction, self._record(summaries).measurement
+        if prediction is None or measurement is None:
+            return
+        sent = sum(summaries[0]["sent_bytes"].values()) / max(1, self._num_new_steps)
+        text = held_against(
+            prediction, step_s=measurement.step_s, peak_bytes=measurement.peak_memory_bytes, sent_bytes=sent
+        )
+        self._say(f"prediction: {text}")
 
     def _train(self, *, joined: bool, resume: bool) -> list[dict[str, Any]]:
         self._failures.clear()
@@ -251,7 +276,13 @@ class _Run:
                 loss=loss if loss is not None and abs(loss) < float("inf") else None,
             )
         config = json.loads(self._config.model_dump_json(exclude={"plan"}))
-        return RunRecord(plan=self._plan, config=config, measurement=measurement, environment=environment())
+        return RunRecord(
+            plan=self._plan,
+            config=config,
+            prediction=self._config.plan.prediction,
+            measurement=measurement,
+            environment=environment(),
+        )
 
     def _say(self, text: str) -> None:
         self._view.note(text)

@@ -148,7 +148,9 @@ class ProgressView:
     def _on_saved(self, event: dict[str, Any]) -> None:
         self._flush()
         best = ", the lowest held-out loss so far" if event["is_best"] else ""
-        self.note(f"step {event['step']}: saved {event['path']} ({format_seconds(event['seconds'])}{best})")
+        seconds, stall = event["seconds"], event.get("stall_seconds", event["seconds"])
+        waited = f", {format_seconds(stall)} of training" if stall < seconds / 2 else ""
+        self.note(f"step {event['step']}: saved {event['path']} ({format_seconds(seconds)}{waited}{best})")
         if "warning" in event:
             self.note(f"warning: {event['warning']}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -181,6 +181,7 @@ class _Session:
                 self.step += 1
                 now = time.perf_counter()
                 self._note_step(result, lr, now - step_began, now - loop_began)
+                self._emit_all(checkpoints.look())
                 self.stop_reason, is_time = self._agree(model, checkpoints, now - loop_began)
                 is_last = self.step == train.steps or self.stop_reason == "max_seconds"
                 is_best = False
@@ -189,8 +190,10 @@ class _Session:
                 is_end = is_last or self.stop_reason is not None
                 if checkpoints.is_due(self.step, is_time=is_time, is_end=is_end, is_best=is_best):
                     self._enter("save")
-                    self._emit(**checkpoints.save(self.step, best_step=self.state.best_step))
+                    self._emit_all(checkpoints.save(self.step, best_step=self.state.best_step, is_end=is_end))
                 step_began = time.perf_counter()
+            self._enter("save")
+            self._emit_all(checkpoints.finish())
         finally:
             batches.close()
         self._enter("end")
@@ -255,6 +258,10 @@ class _Session:
     def _emit(self, event: str, **fields: Any) -> None:
         if self.world.rank == 0:
             self.world.emit({"event": event, "time": time.time(), **fields})
+
+    def _emit_all(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            self._emit(**event)
 
     def _note_step(self, result: StepResult, lr: float, seconds: float, elapsed: float) -> None:
         self._emit(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -77,3 +79,31 @@ def graphs_left(plan: str) -> int:
 def _with_graphs() -> list[torch.Tensor]:
     gc.collect()
     return [item for item in gc.get_objects() if type(item) is torch.Tensor and item.grad_fn is not None]
+
+
+def left_to_the_collector(plan: str) -> int:
+    """Return the bytes of the tensors that a step leaves to the collector of cycles."""
+    with checkpoint_jobs.apply(plan, "words", "sgd") as model:
+        shares = [mw.split_batch(checkpoint_jobs.batch("words", number), model) for number in range(3)]
+        for share in shares[:2]:
+            model.step(share)
+        gc.collect()
+        with _collected() as found:
+            model.step(shares[2])
+        return sum(item.nbytes for item in found if type(item) in (torch.Tensor, nn.Parameter))
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[list[Any]]:
+    """Have what the collector finds in cycles put into a list, from what runs inside."""
+    found: list[Any] = []
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

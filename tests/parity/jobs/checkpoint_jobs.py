@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.run.checkpoints.background import wait_for
 
 PLANS = [
     "dp=2",
@@ -219,18 +218,26 @@ def refused_save(plan: str, directory: str, how: str) -> str:
 
 
 def save_beside(plan: str, directory: str, *, breaks: bool = False) -> list[Any]:
-    """Train beside saves in the background; with `breaks`, the last rank's disk fails in the first one."""
+    """Train beside saves in the background; with `breaks`, the last rank's disk fails in the first one, for its note as well.
+
+    Returns:
+        The loss of each step; before that of one that raised what a save has met, the error.
+    """
     model = apply(plan, "words", "adamw")
     losses: list[Any] = [model.step(mw.split_batch(batch("words", number), model)).loss for number in range(2)]
     if breaks and model.world.rank == model.world.world_size - 1:
         with mock.patch("meshwright.checkpoint.store.write_new_file", side_effect=mw.StorageError("no space")):
             mw.save_checkpoint(model, directory, step=2, in_background=True)
-            wait_for(model.saving)
+            if model.saving is not None:
+                model.saving.wait()
     else:
         mw.save_checkpoint(model, directory, step=2, in_background=True)
-    for number in range(2, 1000) if breaks else ():
-        model.step(mw.split_batch(batch("words", number), model))
-    losses += [model.step(mw.split_batch(batch("words", number), model)).loss for number in range(2, 4)]
+    for number in range(2, 4):
+        share = mw.split_batch(batch("words", number), model)
+        try:
+            losses.append(model.step(share).loss)
+        except mw.StorageError as error:
+            losses += [error.message, model.step(share).loss]
     mw.save_checkpoint(model, directory, step=4, in_background=True, keep=2)
     mw.wait_for_checkpoint(model)
     return losses

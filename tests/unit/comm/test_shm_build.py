@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import host
 from meshwright.comm.shm import build
 from meshwright.comm.shm.build import BuildError, build_extension, load_extension
 
@@ -17,7 +18,7 @@ from meshwright.comm.shm.build import BuildError, build_extension, load_extensio
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "cache"
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(directory))
+    monkeypatch.setenv(host.CACHE_VARIABLE, str(directory))
     return directory
 
 

@@ -21,8 +21,9 @@ from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import PlainReducer
 from meshwright.comm.ledger import Ledger
 from meshwright.compare import run_plans as module
+from meshwright.compare.command import run_comparison, show, split_plans
 from meshwright.compare.comparison import Comparison
-from meshwright.compare.run_plans import compare_plans, run_comparison, split_plans
+from meshwright.compare.run_plans import compare_plans
 from meshwright.compare.trial import RankSamples, learn_step
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import (
@@ -343,7 +344,7 @@ def test_a_wide_terminal_gets_frames(fake, monkeypatch, capsys, width, framed):
     screen = io.StringIO()
     made = functools.partial(rich.console.Console, file=screen, force_terminal=True, width=width, color_system=None)
     monkeypatch.setattr(rich.console, "Console", made)
-    module.show(comparison)
+    show(comparison)
     plain = capsys.readouterr().out
     assert ("\u2502 distributed" in screen.getvalue()) is framed
     assert (plain == f"{comparison}\n") is not framed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import threading
 
 import pytest
 import torch
@@ -13,85 +11,15 @@ from torch import nn
 
 import meshwright as mw
 from gpt import GPT, GPTConfig
-from meshwright.describe.describing import REAL_BYTES, describe_model
+from meshwright.describe.describing import describe_model
 from unit.describe.measured import counted_flops, growth, kept_by_layers
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 8, inner: int = 16) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 8)
-        self.blocks = nn.ModuleList([Mlp() for _ in range(2)])
-        self.head = nn.Linear(8, 40, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-class TiedByHand(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return F.linear(x, self.embedding.weight)
-
-
-class Experts(nn.Module):
-    """Routing whose sizes depend on values."""
-
-    def __init__(self, width: int = 8, num_experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, num_experts)
-        self.experts = nn.ModuleList([Mlp(width) for _ in range(num_experts)])
-
-    def forward(self, x):
-        chosen = self.gate(x).argmax(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows, places = torch.where(chosen == number)
-            out[rows, places] = expert(x[rows, places])
-        return out
-
-
-def convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
-        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.ReLU()),
-        nn.Sequential(nn.ConvTranspose2d(8, 4, 2, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(4, 10),
-    )
+from unit.describe.modules import Mlp, Tied, TiedByHand, convnet, floats_of, ids_of
 
 
 def gpt(**changes) -> nn.Module:
     return GPT(
         GPTConfig(**{"num_layers": 2, "hidden_size": 32, "vocabulary_size": 64, "tie_embeddings": False} | changes)
     )
-
-
-def ids_of(num_samples: int, length: int = 12, top: int = 40):
-    return (torch.arange(num_samples * length).reshape(num_samples, length) % top,)
-
-
-def floats_of(num_samples: int, *shape: int):
-    return (torch.randn(num_samples, *shape),)
 
 
 CASES = {
@@ -249,108 +177,6 @@ def test_a_loss_belongs_to_the_last_layer() -> None:
     assert {op.split for op in spec.layers[-1].operators if op.name == "loss"} == {"inside"}
 
 
-def test_routing_by_values_runs_for_real_and_says_so() -> None:
-    batch = floats_of(4, 6, 8)
-    spec = describe_model(Experts, batch)
-    assert any("the model was run for real with the 4 samples" in note for note in spec.notes)
-    rows = 4 * 6  # each goes to one expert
-    assert spec.forward_flops == pytest.approx((2 * rows * 8 * 4 + 2 * rows * 2 * 8 * 16) / 4, rel=1e-12)
-    assert sum(layer.num_params for layer in spec.layers) == sum(p.numel() for p in Experts().parameters())
-
-
-def test_a_large_model_that_needs_values_is_refused_with_its_place() -> None:
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(8, REAL_BYTES // 16)
-            self.second = Experts()
-
-        def forward(self, x):
-            self.first(x)
-            return self.second(x)
-
-    with pytest.raises(mw.ConfigError, match=r"'second' needs values.*rule: at most 1 GiB") as caught:
-        describe_model(Large, floats_of(2, 3, 8))
-    assert "fewer or smaller layers" in caught.value.fix
-
-
-def test_an_integer_that_a_mask_gives_needs_no_real_run() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, 4)
-
-        def forward(self, ids, mask):
-            x = self.table(ids)
-            return x if mask.all() else x * mask[..., None]
-
-    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3, dtype=torch.bool)}
-    spec = describe_model(Masked, batch)
-    assert not spec.notes
-    assert not any(op.name == "mul" for op in spec.layers[0].operators)
-
-
-def test_the_users_own_error_is_shown() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.linear(x[..., :4])
-
-    with pytest.raises(mw.UserCodeError, match="RuntimeError") as caught:
-        describe_model(Broken, floats_of(2, 8))
-    assert "forward" in caught.value.traceback_text
-
-
-@pytest.mark.parametrize(
-    ("build", "batch", "message"),
-    [
-        (lambda: 3, (torch.zeros(2, 8),), r"build_model returned int \(rule: an nn.Module\)"),
-        (Mlp, (torch.zeros(0, 8),), r"0 samples \(rule: at least 1\)"),
-        (Mlp, ({"x": torch.zeros(2, 8), "y": torch.zeros(3, 8)},), "different sizes in dim 0"),
-        (Mlp, (torch.zeros(2, 8),) * 3, "must be a pair"),
-    ],
-)
-def test_what_cannot_be_described_is_refused(build, batch, message: str) -> None:
-    with pytest.raises(mw.ConfigError, match=message) as caught:
-        describe_model(build, batch)
-    assert caught.value.fix
-
-
-def test_a_sequence_that_the_batch_has_not_is_refused() -> None:
-    with pytest.raises(mw.ConfigError, match=r"sequence_length=7, but dim 1 of the batch's tensors is \[5\]"):
-        describe_model(Mlp, floats_of(2, 5, 8), sequence_length=7)
-    assert describe_model(Mlp, floats_of(2, 5, 8), sequence_length=5).sequence_length == 5
-
-
-def test_a_given_module_is_not_changed() -> None:
-    model = convnet()
-    norm = model[0][1]
-    plain = norm.forward
-
-    def noted(x):
-        norm.last = x.shape
-        return plain(x)  # runs the norm of the model itself, in a copy too
-
-    norm.forward = noted
-    before = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
-    spec = describe_model(model, floats_of(2, 3, 8, 8))
-    torch.set_rng_state(state)
-    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not hasattr(norm, "last")
-    assert norm.forward is noted
-    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
-
-
-def test_no_memory_is_taken() -> None:
-    spec = describe_model(lambda: nn.Sequential(nn.Linear(1 << 17, 1 << 17)), (torch.zeros(1, 1 << 17),))
-    assert spec.params_bytes > 1 << 36
-
-
 def test_what_does_not_grow_with_the_samples_is_told() -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:
@@ -387,55 +213,3 @@ def test_samples_that_meet_samples_are_those_of_the_example() -> None:
     assert spec.forward_flops == counted_flops(Contrastive(), batch) / 6 == 2 * 2 * 8 * 16 + 2 * 16 * 6
     assert any("square of the samples" in note and "6 samples" in note for note in spec.notes)
     assert sum(op.forward_flops for layer in spec.layers for op in layer.operators) == spec.forward_flops
-
-
-def test_a_module_whose_forward_calls_none_of_its_layers_is_one_layer() -> None:
-    build = functools.partial(nn.MultiheadAttention, 16, 4, batch_first=True)
-    batch = {name: torch.ones(2, 5, 16) for name in ("query", "key", "value")}
-    (layer,) = describe_model(build, batch).layers
-    assert (layer.name, layer.num_params) == ("model", sum(parameter.numel() for parameter in build().parameters()))
-    assert layer.forward_flops == counted_flops(build(), batch) / 2 > 0
-
-
-def test_a_built_module_that_cannot_be_copied_is_refused_and_its_builder_taken() -> None:
-    class Locked(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = threading.Lock()
-
-    batch = floats_of(2, 8)
-    with pytest.raises(mw.ConfigError, match="is already built and cannot be copied") as caught:
-        describe_model(Locked(), batch)
-    assert caught.value.fix == "pass a function that builds it"
-    assert describe_model(Locked, batch).forward_flops == 2 * 2 * 8 * 16
-
-
-def test_a_scripted_module_is_refused() -> None:
-    with pytest.raises(mw.ConfigError, match="operators cannot be watched"):
-        describe_model(torch.jit.script(nn.Sequential(nn.Linear(8, 4))), floats_of(2, 8))
-
-
-def test_drop_rates_made_as_tensors_need_no_values() -> None:
-    class Rates(Mlp):
-        def __init__(self) -> None:
-            super().__init__(width=64, inner=128)
-            self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
-
-    assert describe_model(Rates, floats_of(2, 64)).notes[0].startswith("1 pairs")
-
-
-def test_a_function_that_returns_one_module_again_does_not_have_it_changed() -> None:
-    model = Mlp()
-    describe_model(lambda: model, floats_of(2, 8))
-    assert all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
-    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
-
-
-def test_a_batch_size_that_the_model_fixes_is_told() -> None:
-    class Fixed(Mlp):
-        def forward(self, x):
-            return super().forward(x.view(4, 8))
-
-    spec = describe_model(Fixed, floats_of(4, 8))
-    assert any("run with the 4 samples of the example batch" in note for note in spec.notes)
-    assert spec.forward_flops == 2 * 2 * 8 * 16

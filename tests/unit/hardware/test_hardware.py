@@ -30,6 +30,8 @@ def faults_of_table(table) -> list[str]:
             elif key == "peak_flops_per_s":
                 for dtype, peak in cell.items():
                     faults += _faults_of_peak(f"{name}.{dtype}", peak, table)
+            elif key == "per_host":
+                faults += [] if isinstance(cell, int) and cell > 0 else [f"{name}.per_host: no count"]
             elif key != "title":
                 faults += _faults_of_number(f"{name}.{key}", cell, table)
     return faults
@@ -126,6 +128,11 @@ def test_short_names() -> None:
         ("0xl4", "devices_per_host=0"),
         ("0x8xl4", "num_hosts=0"),
         ("2x8xl4", "no network for 'l4'"),
+        ("16xl4", "2 host.s., and the table has no network for 'l4'"),
+        ("12xl4", "12 devices .rule: up to 8, or whole hosts of 8."),
+        ("2x8xl4@roce", r"the network 'roce' \(did you mean 'roce-"),
+        ("8xh100-sxm + 8xl4", "no network for 'l4'"),
+        ("8xh100-sxm + ", "neither a short name"),
         ("8x", "neither a short name nor a JSON file"),
         ("", "neither a short name nor a JSON file"),
         ("none.json", "cannot be read"),
@@ -161,3 +168,58 @@ def test_impossible_hardware_is_refused() -> None:
         LinkSpec(name="x", bytes_per_s=0.0, latency_s=-1.0)
     with pytest.raises(ConfigError, match="several hosts need one"):
         ClusterSpec(name="x", device=DeviceSpec(name="x", memory_bytes=1), devices_per_host=1, num_hosts=2)
+
+
+def test_more_devices_than_a_host_has_are_hosts() -> None:
+    for text, hosts, in_host in (("64xa100-80g", 8, 8), ("72xgb200", 1, 72), ("144xgb300", 2, 72), ("8xl40s", 1, 8)):
+        cluster = load_cluster(text)
+        assert (cluster.num_hosts, cluster.devices_per_host) == (hosts, in_host)
+    assert load_cluster("64xa100-80g").device.name == "a100-sxm-80gb"
+
+
+def test_a_network_can_be_named() -> None:
+    cluster = load_cluster("4x8xl40s@roce-200")
+    assert cluster.network is not None
+    assert (cluster.num_devices, cluster.network.bytes_per_s) == (32, 25e9)
+    with pytest.raises(ConfigError) as caught:
+        load_cluster("2x8xl40s")
+    assert load_cluster(str(caught.value.fix).split("'")[1]).num_hosts == 2
+
+
+def test_aliases_name_devices() -> None:
+    table = read_table()
+    assert set(table["aliases"].values()) <= set(table["devices"])
+    assert not set(table["aliases"]) & set(table["devices"])
+
+
+def test_kinds_of_hosts_are_taken_for_the_slowest_with_the_least_memory() -> None:
+    cluster = load_cluster("2x8xa100-40g + 4x4xh100-sxm")
+    slow, fast = load_cluster("a100-40g").device, load_cluster("h100-sxm").device
+    assert (cluster.num_devices, cluster.devices_per_host, cluster.num_hosts) == (32, 4, 8)
+    assert cluster.device.name == slow.name
+    assert cluster.device.memory_bytes == slow.memory_bytes < fast.memory_bytes
+    assert cluster.device.peak("bf16") == slow.peak("bf16")
+    assert "fp8" not in cluster.device.peak_flops_per_s
+    assert cluster.network == load_cluster("2x8xa100-40g").network
+    assert cluster.made_of == ("2 x 8 x a100-sxm-40gb, 37.25 GiB", "4 x 4 x h100-sxm, 74.51 GiB")
+    assert ClusterSpec.from_json(cluster.to_json()) == cluster
+
+
+def test_the_least_memory_and_the_slowest_link_may_be_of_different_kinds() -> None:
+    cluster = load_cluster("8xh200-sxm@roce-100 + 8xa100-80g")
+    assert cluster.device.memory_bytes == 80e9
+    assert cluster.network is not None
+    assert cluster.network.name == "roce-100"
+
+
+def test_a_file_may_list_kinds_of_hosts(tmp_path: Path) -> None:
+    kinds = [load_cluster("2x8xa100-80g"), load_cluster("4x8xh100-sxm")]
+    path = tmp_path / "mixed.json"
+    path.write_text("[" + ",".join(kind.to_json() for kind in kinds) + "]")
+    assert load_cluster(path) == load_cluster("2x8xa100-80g + 4x8xh100-sxm")
+    path.write_text("[" + kinds[0].to_json() + "]")
+    with pytest.raises(ConfigError, match="two or more"):
+        load_cluster(path)
+    path.write_text("[{]")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_cluster(path)

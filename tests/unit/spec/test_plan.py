@@ -154,9 +154,9 @@ def test_one_device_distributed_is_single() -> None:
     assert str(Plan.preset("distributed", 1)) == "single"
 
 
-def test_auto_says_that_there_is_no_planner_and_equals_distributed() -> None:
+def test_auto_without_a_model_equals_distributed_and_says_who_plans() -> None:
     plan = Plan.preset("auto", 4)
-    assert "no planner yet" in plan.reasons[0]
+    assert "make_plans" in plan.reasons[0]
     assert plan == Plan.preset("distributed", 4)
     assert plan.hash == Plan.preset("distributed", 4).hash
 

@@ -27,14 +27,18 @@ def make(tmp_path, monkeypatch):
     (tmp_path / "c.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 
-    def save(model, directory, *, step, extra):
-        draft = Store(Path(directory)).begin(step)
-        return draft.commit(Manifest(step=step, epoch=draft.epoch, plan="single", files=(), tensors={}))
+    def save(model, directory, step, extra, retention, *, in_background):
+        store = Store(Path(directory))
+        draft = store.begin(step)
+        model.in_background.append(in_background)
+        path = draft.commit(Manifest(step=step, epoch=draft.epoch, plan="single", files=(), tensors={}))
+        retention.apply(store, path)
+        return path
 
-    monkeypatch.setattr(checkpoints, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoints, "save", save)
 
     def make(*settings):
-        model = types.SimpleNamespace(world=types.SimpleNamespace(rank=0))
+        model = types.SimpleNamespace(in_background=[])
         return RunCheckpoints(load_config("c.toml", [f"checkpoint.{each}" for each in settings]), model, {})
 
     return make
@@ -43,6 +47,11 @@ def make(tmp_path, monkeypatch):
 def due(made, *steps, **why):
     flags = {"is_time": False, "is_end": False, "is_best": False} | why
     return [step for step in steps if made.is_due(step, **flags)]
+
+
+def saved(made, step, best_step=None, *, is_end=False):
+    """Save, and return the last event."""
+    return list(made.save(step, best_step=best_step, is_end=is_end))[-1]
 
 
 def names():
@@ -61,7 +70,7 @@ def test_when_one_is_due(make):
 
 def test_one_step_is_saved_once(make):
     made = make("every_steps=2", "best=true")
-    made.save(4, best_step=4)
+    saved(made, 4, 4)
     assert due(made, 4, is_end=True, is_best=True, is_time=True) == []
     assert due(made, 6) == [6]
 
@@ -76,7 +85,7 @@ def test_the_clock_runs_from_the_last_one(make, monkeypatch):
     assert not made.is_time()
     now[0] = 220.0
     assert made.is_time()
-    made.save(3, best_step=None)
+    saved(made, 3, None)
     assert not made.is_time()
     assert not make().asks_the_clock
     assert not make().is_time()
@@ -85,22 +94,68 @@ def test_the_clock_runs_from_the_last_one(make, monkeypatch):
 def test_the_newest_and_the_best_stay(make):
     made = make("keep=2", "best=true")
     for step in range(1, 6):
-        event = made.save(step, best_step=min(step, 2))
+        event = saved(made, step, min(step, 2))
         assert (event["event"], event["step"], event["is_best"]) == ("saved", step, step <= 2)
     assert names() == ["step-00000002", "step-00000004", "step-00000005"]
     made = make("keep=1")
-    made.save(6, best_step=2)
+    saved(made, 6, 2)
     assert names() == ["step-00000006"]
     made = make("keep=0")
     for step in (7, 8, 9):
-        made.save(step, best_step=None)
+        saved(made, step, None)
     assert len(names()) == 4
 
 
 def test_what_is_saved_stays_beside_later_steps_of_another_life(make):
     Path("runs/a/checkpoints/step-00000099").mkdir(parents=True)
-    make("keep=1").save(3, best_step=None)
+    saved(make("keep=1"), 3, None)
     assert names() == ["step-00000003", "step-00000099"]
+
+
+def test_in_the_background_an_event_comes_when_it_is_over(make, monkeypatch):
+    answers: list[bool | StorageError] = []
+
+    def is_saved(model):
+        answer = answers.pop(0)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(checkpoints, "is_saved", is_saved)
+    monkeypatch.setattr(checkpoints, "wait_for_checkpoint", is_saved)
+    made = make("background=true", "on_error=warn", "best=true", "keep=1")
+    assert [*made.look(), *made.finish()] == []
+    assert list(made.save(1, best_step=1, is_end=False)) == []
+    assert due(made, 1, is_end=True) == []
+    answers += [False, True]
+    assert list(made.look()) == []
+    (event,) = made.look()
+    assert (event["event"], event["step"], event["is_best"]) == ("saved", 1, True)
+    assert list(made.save(2, best_step=1, is_end=False)) == []
+    answers += [True]
+    (event,) = made.save(3, best_step=1, is_end=False)
+    assert (event["event"], event["step"], event["is_best"]) == ("saved", 2, False)
+    answers += [StorageError("no space")]
+    failed, event = made.save(4, best_step=1, is_end=True)
+    assert (failed["event"], failed["step"], failed["text"]) == ("save_failed", 3, "no space")
+    assert (event["event"], event["step"]) == ("saved", 4)
+    assert names() == ["step-00000001", "step-00000004"]
+    assert made._model.in_background == [True, True, True, False]  # nothing is left to do beside the last one
+
+
+def test_a_best_one_that_was_not_saved_does_not_let_the_one_before_go(make, monkeypatch):
+    made = make("best=true", "keep=1", "on_error=warn")
+    saved(made, 1, 1)
+    right = checkpoints.save
+
+    def fail(*_, **__):
+        raise StorageError("no space")
+
+    monkeypatch.setattr(checkpoints, "save", fail)
+    assert saved(made, 2, 2)["event"] == "save_failed"
+    monkeypatch.setattr(checkpoints, "save", right)
+    saved(made, 3, 2)
+    assert names() == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("kind", [StorageError, CheckpointError])
@@ -108,11 +163,11 @@ def test_a_save_that_fails_stops_the_run_or_is_told(make, monkeypatch, kind):
     def fail(*_, **__):
         raise kind("cannot write x, 5 bytes: No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_checkpoint", fail)
+    monkeypatch.setattr(checkpoints, "save", fail)
     with pytest.raises(kind, match="No space left"):
-        make().save(3, best_step=None)
+        saved(make(), 3, None)
     made = make("on_error=warn")
-    event = made.save(3, best_step=None)
+    event = saved(made, 3, None)
     assert (event["event"], event["step"]) == ("save_failed", 3)
     assert "5 bytes" in event["text"]
     assert due(made, 3, is_end=True) == [3]
@@ -120,13 +175,13 @@ def test_a_save_that_fails_stops_the_run_or_is_told(make, monkeypatch, kind):
 
 def test_an_old_one_that_cannot_be_deleted_is_told_and_ends_nothing(make, monkeypatch):
     made = make("keep=1")
-    made.save(1, best_step=None)
+    saved(made, 1, None)
 
     def fail(*_, **__):
         raise StorageError("cannot rename x")
 
     monkeypatch.setattr(checkpoints.Store, "retain", fail)
-    assert made.save(2, best_step=None)["warning"] == "an old checkpoint stays: cannot rename x"
+    assert saved(made, 2, None)["warning"] == "an old checkpoint stays: cannot rename x"
 
 
 def test_the_state_of_a_run_goes_on(make):

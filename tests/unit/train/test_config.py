@@ -223,11 +223,12 @@ def test_plan_and_devices_that_disagree_are_refused(folder):
         load(folder, "train.plan=dp=2", "train.devices=4")
 
 
-def test_auto_says_what_it_is(folder, monkeypatch):
+def test_auto_is_left_to_the_planner_and_data_parallel_until_then(folder, monkeypatch):
     monkeypatch.setattr(checks, "visible_devices", lambda: (4, "core"))
     config = load(folder, plan="auto")
     assert plan_of(config) == "dp=4"
-    assert "4 of 4 cores" in config.notes[0]
+    assert config.plan_is_auto
+    assert not load(folder, plan="dp=4").plan_is_auto
     # No more ranks than there are samples for.
     assert plan_of(load(folder, "train.global_batch_size=3", plan="auto")) == "dp=3"
 

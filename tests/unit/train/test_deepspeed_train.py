@@ -148,13 +148,13 @@ def test_compare_leaves_the_training_as_it_is(folder):
 
 def test_compare_takes_a_file_beside_other_plans(folder):
     base = load_config(folder / "c.toml", ["train.global_batch_size=16"])
-    runs = run_plans._Runs(base, ["single", "ds.json"], None, None)
+    runs = run_plans.Runs(base, ["single", "ds.json"], None, None)
     assert [str(job.plan)[:11] for job in runs._jobs] == ["single", "dp=2,zero=3"]
     assert runs._jobs[1].config.optimizer.lr == 0.1
     (note,) = [note for note in runs._notes if "ds.json" in note]
     assert "ds.json would set optimizer.lr = 0.01, schedule.kind" in note
     with pytest.raises(ConfigError, match=r"the plan 'ds\.json': .* the configuration says 32"):
-        run_plans._Runs(load_config(folder / "c.toml", ["train.global_batch_size=32"]), ["ds.json"], None, None)
+        run_plans.Runs(load_config(folder / "c.toml", ["train.global_batch_size=32"]), ["ds.json"], None, None)
 
 
 def test_the_ranks_of_a_job_are_the_devices(folder, monkeypatch):

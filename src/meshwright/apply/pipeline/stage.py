@@ -109,12 +109,12 @@ class Stage:
             result = None
         finally:
             self._under_way.walk = None
+            sent, received = walk.sent, [(leaf, stage) for leaf, stage in walk.received if leaf.requires_grad]
+            walk.close()
         self._buffers.settle()
         self._end_forward(micro_batch, way)
         if torch.is_grad_enabled():
-            self._passed[micro_batch] = _Passed(
-                walk.sent, [(leaf, stage) for leaf, stage in walk.received if leaf.requires_grad], split, way
-            )
+            self._passed[micro_batch] = _Passed(sent, received, split, way)
         else:
             self._check_way(micro_batch, way)
         return result

@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from meshwright.host import private_cache_directory
+
 __all__: list[str] = []
 
 _LOG = logging.getLogger("meshwright")
@@ -35,7 +37,6 @@ _DEADLINE_S = 300.0
 _FAILURE_HOLDS_S = 60.0
 # No fused multiply-add, which would round differently from processor to processor; signed integers wrap as torch's do.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-std=c++20", "-fPIC", "-fvisibility=hidden")
-CACHE_VARIABLE = "MESHWRIGHT_CACHE"
 
 
 class BuildError(Exception):
@@ -132,19 +133,11 @@ def _find_torch() -> Path:
 
 
 def _cache_directory() -> Path:
-    """Return the cache directory, which must belong to this user alone: its files are loaded as code."""
-    base = os.environ.get(CACHE_VARIABLE) or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
-    )
-    directory = Path(base)
+    """Return the cache directory: its files are loaded as code."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
+        return private_cache_directory()
     except OSError as error:
-        raise BuildError(f"the cache directory {directory} cannot be used: {error.strerror}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise BuildError(f"the cache directory {directory} belongs to, or can be written by, another user")
-    return directory
+        raise BuildError(f"the cache directory {error.filename} cannot be used: {error.strerror}") from error
 
 
 def _key(torch_folder: Path) -> str:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.plan.catalogue.encoders import bert, t5, vit
+from meshwright.plan.catalogue.latent_experts import latent_experts
+from meshwright.plan.catalogue.resnets import resnet
 from meshwright.spec.model import ModelSpec
 
 __all__: list[str] = []
 
-_NOT_SIZES: Final = ("source", "published_params")
+_NOT_SIZES: Final = ("source", "published_params", "architecture")
+
+BUILDERS: Final[Mapping[str, Callable[..., ModelSpec]]] = {
+    "transformer": ModelSpec.transformer,
+    "bert": bert,
+    "vit": vit,
+    "t5": t5,
+    "resnet": resnet,
+    "latent_experts": latent_experts,
+}
+"""Architecture of a row -> what makes a model of its sizes."""
 
 
 def known_models() -> tuple[str, ...]:
@@ -33,7 +46,7 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelSpec:
         sequence: Tokens of a sample; None means what the model was trained with [tokens].
 
     Raises:
-        ConfigError: There is no such name.
+        ConfigError: There is no such name, or the model takes no sequences and one is given.
 
     >>> find_model("gpt2").num_params
     124439808
@@ -47,8 +60,12 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelSpec:
         )
     sizes: dict[str, Any] = {field: value for field, value in table[key].items() if field not in _NOT_SIZES}
     if sequence is not None:
+        if "sequence" not in sizes:
+            raise ConfigError(
+                f"model: '{key}' takes images, no sequence of {sequence} tokens", fix="leave the sequence out"
+            )
         sizes["sequence"] = sequence
-    return ModelSpec.transformer(name=key, **sizes)
+    return BUILDERS[table[key].get("architecture", "transformer")](name=key, **sizes)
 
 
 @functools.cache

@@ -59,8 +59,9 @@ class LayerTimes:
 
     def passes_s(self, machine: Machine, recompute: str) -> tuple[float, float, float]:
         """Return seconds of forward, backward and recompute: the host may be slower than the device."""
-        forward = _slower(self.forward_s + self.forward_comm_s, self._host_s(machine))
-        backward = _slower(self.backward_s + self.backward_comm_s, self._host_s(machine))
+        host_s, ahead = self._host_s(machine), machine.efficiency.issues_ahead
+        forward = _issued(self.forward_s + self.forward_comm_s, host_s, ahead=ahead)
+        backward = _issued(self.backward_s + self.backward_comm_s, host_s, ahead=ahead)
         repeated = {"full": forward, "selective": self.core_s, "all_but_products": self.elementwise_s}
         again = repeated.get(recompute, 0.0)
         return forward, backward, again
@@ -151,8 +152,10 @@ def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, mach
     peak = machine.peak("bf16" if setup.dtype in _LOW_PRECISION else setup.dtype)
     peak *= efficiency.native_attention if setup.native_attention else setup.attention_speed
     flops = operator.forward_flops * setup.micro_batch_size / setup.cp / cut
-    forward = max(flops / (peak * efficiency.attention_forward), efficiency.kernel_s)
-    backward = max(_FUSED_BACKWARD * flops / (peak * efficiency.attention_backward), efficiency.kernel_s)
+    scores = flops / (4.0 * operator.inner)
+    forward = flops / (peak * efficiency.attention_forward) + scores * efficiency.score_forward_s
+    backward = _FUSED_BACKWARD * flops / (peak * efficiency.attention_backward) + scores * efficiency.score_backward_s
+    forward, backward = max(forward, efficiency.kernel_s), max(backward, efficiency.kernel_s)
     times.forward_s += forward
     times.backward_s += backward
     times.core_s += forward
@@ -190,6 +193,14 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
     aligned = has_weight or (inner % 8 == 0 and columns % 8 == 0)
     dtype = setup.dtype if has_weight and operator.name != "head" else _plain(setup.dtype)
     height = max(1, round(rows))
+
+    # A recurrent layer's steps are run by a kernel of its own, where the probe has measured one.
+    if has_weight and count > 1 and machine.efficiency.product_curve:
+        rate = machine.flops_per_s(dtype)
+        flops = 2.0 * height * inner * columns * count
+        times.forward_s += flops / (rate * machine.efficiency.recurrence_forward)
+        times.backward_s += 2 * flops / (rate * machine.efficiency.recurrence_backward)
+        return
 
     def seconds(rows: int, inner: int, columns: int) -> float:
         return machine.product_s((rows, inner, columns), count, dtype, setup.element_bytes, aligned=aligned)
@@ -230,6 +241,8 @@ def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Mac
     times.sent_bytes += 2 * (setup.tp - 1) / setup.tp * num_bytes
 
 
-def _slower(device_s: float, host_s: float) -> float:
+def _issued(device_s: float, host_s: float, *, ahead: bool) -> float:
+    if not ahead:
+        return device_s + host_s
     # A smooth maximum: passes that the host can just feed wait for it here and there.
     return (device_s**3 + host_s**3) ** (1 / 3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
@@ -63,7 +65,8 @@ class Machine:
 
     def traffic_s(self, num_bytes: float) -> float:
         """Return the time of one elementwise kernel that moves so much [s]."""
-        return max(num_bytes / self.memory_bytes_per_s, self.efficiency.kernel_s)
+        share = _share_at(num_bytes, self.efficiency.traffic_curve)
+        return max(num_bytes / (self.memory_bytes_per_s * share), self.efficiency.kernel_s)
 
     def _product_s(
         self, sizes: tuple[int, int, int], count: float, dtype: str, element_bytes: float, *, aligned: bool
@@ -71,7 +74,7 @@ class Machine:
         """Return the time of ``count`` products of (rows, inner) by (inner, columns), by these three sizes [s]."""
         rows, inner, columns = sizes
         units = self.efficiency.num_units
-        rate = self.flops_per_s(dtype)
+        rate = self.flops_per_s(dtype) * _share_at(2.0 * rows * inner * columns, self.efficiency.product_curve)
         depth = inner + self.efficiency.inner_overhead
         if units == 1:
             arithmetic = 2.0 * count * rows * depth * columns / rate
@@ -120,3 +123,14 @@ class Machine:
 def _waves(waves: float) -> float:
     # The last wave is partly empty; libraries cut some of its tiles along the inner size, which fills half of the gap.
     return max(1.0, 0.5 * math.ceil(waves) + 0.5 * waves)
+
+
+def _share_at(size: float, curve: Sequence[Sequence[float]]) -> float:
+    """Return what a curve of (size, share) says, straight between its points over the logarithm of the size; 1 without one."""
+    if not curve:
+        return 1.0
+    index = bisect.bisect_left(curve, size, key=lambda point: point[0])
+    if index in (0, len(curve)):
+        return curve[min(index, len(curve) - 1)][1]
+    (low, below), (high, above) = curve[index - 1], curve[index]
+    return below + (above - below) * math.log(size / low) / math.log(high / low)

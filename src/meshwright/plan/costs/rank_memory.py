@@ -80,7 +80,7 @@ def micro_batches_in_flight(rank: int, setup: Setup) -> float:
         first rank); Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1 as 1F1B, ZB-H2 up to 2 p - 1, ZB-V p for all).
     """
     ranks, micro_batches = setup.pp, setup.micro_batches
-    if ranks == 1:
+    if ranks == 1 or setup.schedule == "sequential":
         return 1.0
     if setup.schedule == "gpipe":
         return micro_batches
@@ -111,3 +111,10 @@ def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMem
 def fullest(memories: Sequence[RankMemory]) -> RankMemory:
     """Return the memory of the fullest rank."""
     return max(memories, key=lambda memory: memory.peak)
+
+
+def together(memories: Sequence[RankMemory], copies: int) -> RankMemory:
+    """Return the memory of a process that holds so many copies of all of these."""
+    return RankMemory(
+        *(copies * sum(getattr(memory, field.name) for memory in memories) for field in dataclasses.fields(RankMemory))
+    )

@@ -62,7 +62,7 @@ class Setup:
     """Neighbours that ZeRO shards over [count]."""
     virtual: int = 1
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv."""
+    """gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv, or sequential: one stage after the other, nothing beside it."""
     micro_batches: int = 1
     micro_batch_size: float = 1.0
     """Samples of one forward of one rank [samples]."""
@@ -103,6 +103,8 @@ class Setup:
     """Samples of a step; None where all micro-batches of all ranks are as large [samples]."""
     replicas_gradient_bytes: float | None = None
     """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
+    one_process: bool = False
+    """Whether one process has all devices, so that on a CPU they share its memory."""
 
     @classmethod
     def of(cls, model: ModelSpec, plan: Plan, train: TrainSpec) -> Self:
@@ -122,7 +124,8 @@ class Setup:
             zero=plan.zero,
             shard=plan.shard_degree if plan.zero else 1,
             virtual=plan.virtual,
-            schedule=plan.schedule,
+            # One process runs one stage after the other.
+            schedule="sequential" if plan.mode == "model_parallel" else plan.schedule,
             micro_batches=micro_batches,
             micro_batch_size=share / micro_batches,
             sequence_parallel=plan.uses_sequence_parallel,
@@ -141,6 +144,7 @@ class Setup:
             offloads_optimizer=plan.offload == "optimizer",
             per_step=is_per_step(plan.zero, plan.pp),
             global_batch_size=train.global_batch_size,
+            one_process=plan.mode != "ranks",
         )
 
     @property

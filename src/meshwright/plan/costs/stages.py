@@ -75,7 +75,7 @@ def pipeline_s(
         busy: Seconds that each pp rank computes for one micro-batch [s].
         micro_batches: Micro-batches of the step [count].
         virtual: Stages of a rank [count].
-        schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv.
+        schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv or sequential.
         weight_fraction: Share of the time that gradients of weights take, which zero-bubble schedules defer.
         send_s: A message to the next rank [s].
 
@@ -89,6 +89,8 @@ def pipeline_s(
     if ranks == 1:
         return micro_batches * slowest, 0.0
     others = sum(busy) - slowest
+    if schedule == "sequential":
+        return micro_batches * sum(busy), micro_batches * others
     deferred = {"zb-h1": 2, "zb-h2": 3, "zbv": 3}.get(schedule, 0)
     # A zero-bubble schedule fills its gaps with gradients of weights, others fill none.
     fill = others * max(0.0, 1 - deferred * weight_fraction) / (virtual if schedule == "interleaved" else 1)

@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
+from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.hardware.efficiency import Efficiency, efficiency_of
 from meshwright.plan.costs.data_parallel_cost import exchange
 from meshwright.plan.costs.layer_times import LayerTimes, layer_times
 from meshwright.plan.costs.machine import Machine
-from meshwright.plan.costs.rank_memory import RankLoad, RankMemory, fullest, micro_batches_in_flight, rank_memory
+from meshwright.plan.costs.rank_memory import (
+    RankLoad,
+    RankMemory,
+    fullest,
+    micro_batches_in_flight,
+    rank_memory,
+    together,
+)
 from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.stages import balanced_cut, pipeline_s, rank_of_stage
 from meshwright.spec.layer import LayerSpec
@@ -37,6 +45,9 @@ _HOST_LINK_BYTES_PER_S: Final = 20e9
 
 _HOST_MEMORY_BYTES_PER_S: Final = 25e9
 """A device's share of its host's memory bandwidth: 200 GB/s over 8 devices. An estimate [bytes/s]."""
+
+_TENSORS: Final = 2
+"""Parameter tensors of an operator that has parameters: a weight and a bias [count]."""
 
 _ASYNCHRONOUS: Final = 0.3
 """Share of a message between stages that is not hidden where messages are posted ahead. An estimate [ratio]."""
@@ -96,6 +107,8 @@ class StepCosts:
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
         place = {layer.name: index for index, layer in enumerate(model.layers)}
+        weights = sum(1 for layer in model.layers for operator in layer.operators if operator.num_params)
+        self._num_tensors = _TENSORS * max(weights, len(model.layers))
         self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
         self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
@@ -122,6 +135,7 @@ class StepCosts:
             backward_s=backward,
             depth=len(self._kind) / setup.pp,
         )
+        sent = {"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes}
         return StepCost(
             forward_s=pipeline.forward_s,
             backward_s=pipeline.backward_s,
@@ -129,9 +143,21 @@ class StepCosts:
             bubble_s=pipeline.bubble_s,
             exposed_comm_s=shared.exposed_s + pipeline.waits_s,
             optimizer_s=self._optimizer_s(pipeline.num_params, setup),
-            memory=fullest([rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in pipeline.loads]),
-            sent_bytes={"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes},
+            memory=self._memory(pipeline.loads, setup),
+            # Of one process the ledger counts what all its devices send.
+            sent_bytes={
+                axis: amount * (setup.num_devices if setup.one_process else 1) for axis, amount in sent.items()
+            },
         )
+
+    def _memory(self, loads: Sequence[RankLoad], setup: Setup) -> RankMemory:
+        memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in loads]
+        shares_memory = setup.one_process and self.cluster.device.name == HOST_DEVICE
+        memory = together(memories, setup.dp) if shares_memory else fullest(memories)
+        efficiency = self.machine.efficiency
+        gaps = (efficiency.held - 1) * memory.activations
+        memory.buffers += efficiency.process_bytes + gaps
+        return memory
 
     def _cut_of(self, of_kinds: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
         return balanced_cut(self._sums(of_kinds), num_stages)
@@ -173,7 +199,7 @@ class StepCosts:
             recompute_s=again,
             bubble_s=bubble,
             waits_s=max(0.0, total - bubble - forward - backward - again),
-            num_params=max(params),
+            num_params=sum(params) if setup.schedule == "sequential" else max(params),
             sent_tp_bytes=sent * setup.micro_batches,
             sent_pp_bytes=self._sent_pp_bytes(kinds, placed, setup),
             loads=self._loads(kinds, params, placed, setup),
@@ -187,11 +213,23 @@ class StepCosts:
         slices = setup.tp if setup.sequence_parallel else 1
         handed_on = [round(kinds[self._kind[end - 1]].input_bytes * slices) for end in placed.bounds[1:]]
         messages = cut_activation_bytes(handed_on, placed.ranks, setup.micro_batches)
+        if setup.schedule == "sequential":
+            return (messages + self._returned_bytes(kinds, placed)) / setup.pp
         shared = 0.0
         for layers, num_params in self._shared:
             holders = len({placed.rank_of(layer) for layer in layers})
             shared += holders * ring_gradient_bytes(num_params / setup.tp * setup.states.gradient, holders)
         return (messages + shared) / setup.pp
+
+    def _returned_bytes(self, kinds: Sequence[LayerTimes], placed: _StagesOnRanks) -> float:
+        """Return what goes back where one process runs a layer on the device of the weights that it shares [bytes]."""
+        moved = 0.0
+        for layers, _ in self._shared:
+            home = placed.rank_of(layers[0])
+            moved += sum(
+                2 * kinds[self._kind[one - 1]].input_bytes for one in layers[1:] if placed.rank_of(one) != home
+            )
+        return moved
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""
@@ -241,7 +279,8 @@ class StepCosts:
         if setup.offloads_optimizer:
             moved = own * (setup.sent_gradient_bytes + setup.gathered_bytes) / _HOST_LINK_BYTES_PER_S
             return moved + own * efficiency.optimizer_bytes / _HOST_MEMORY_BYTES_PER_S + efficiency.step_s
-        return own * efficiency.optimizer_bytes / self.machine.memory_bytes_per_s + efficiency.step_s
+        tensors = self._num_tensors / setup.pp * efficiency.tensor_s
+        return own * efficiency.optimizer_bytes / self.machine.memory_bytes_per_s + tensors + efficiency.step_s
 
     def _mfu(self, step_s: float, setup: Setup) -> float | None:
         if not self.machine.cluster.device.peak_flops_per_s or step_s <= 0:
@@ -268,6 +307,8 @@ class StepCosts:
             )
             for rank in range(setup.pp)
         ]
+        if setup.schedule == "sequential":  # one process has them all
+            return loads
         return [one for one in loads if not any(other.exceeds(one) for other in loads)]
 
 

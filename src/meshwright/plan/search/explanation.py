@@ -23,7 +23,7 @@ def reasons_for(
         faster_misses: Plans that would be faster if they fitted, those that lack the least memory first.
         limit_bytes: What a device's memory may hold [bytes].
     """
-    found = [_time(candidate), _memory(candidate, limit_bytes), *_strategies(candidate, task)]
+    found = [_time(candidate), _memory(candidate, limit_bytes), *_strategies(candidate, task), *_mixed(task)]
     if candidate is not best:
         slower = candidate.cost.step_s / best.cost.step_s - 1
         found.append(f"{slower:.1%} slower than '{plan_of(best, task.train)}'")
@@ -33,6 +33,16 @@ def reasons_for(
         gain = best.cost.step_s / miss.cost.step_s - 1
         found.append(f"with {format_bytes(more)} more per device: '{plan_of(miss, task.train)}', {gain:.0%} faster")
     return tuple(found)
+
+
+def _mixed(task: Task) -> list[str]:
+    cluster = task.cluster
+    if not cluster.made_of:
+        return []
+    return [
+        f"all {cluster.num_devices} devices are taken for the slowest kind of {', '.join(cluster.made_of)}, with the least "
+        f"memory ({format_bytes(cluster.device.memory_bytes)}): ranks of a step wait for the slowest"
+    ]
 
 
 def _time(candidate: Candidate) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
+from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.train import TrainSpec
 
@@ -17,10 +19,6 @@ _MAX_TP_HOSTS: Final = 1
 
 _MAX_MICRO_BATCH: Final = 64
 """Samples of one forward on a rank that are tried [samples]."""
-
-
-_HOST_DEVICE: Final = "cpu"
-"""Name of a device, as `probe_cluster` gives it, whose memory is the host's: nothing is gained by offloading to it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,13 +32,31 @@ class Degrees:
     micro_batch_size: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Task:
     """What is planned for."""
 
     model: ModelSpec
     cluster: ClusterSpec
     train: TrainSpec
+
+    def num_pieces(self, tp: int) -> int:
+        """Return how many stages a pipeline can have at most [count]."""
+        return self._pieces_under_tp if tp > 1 else self._pieces
+
+    @functools.cached_property
+    def _pieces(self) -> int:
+        return self.model.num_pieces(under_tp=False)
+
+    @functools.cached_property
+    def _pieces_under_tp(self) -> int:
+        return self.model.num_pieces(under_tp=True)
+
+    @functools.cached_property
+    def splits_inside_stages(self) -> bool:
+        """Whether tensor parallelism has something to split inside a pipeline's stages."""
+        has_sums_alone = not any(layer.operators for layer in self.model.layers)
+        return has_sums_alone or self.model.splits_inside_stages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,10 +109,18 @@ def tp_inside_a_host(degrees: Degrees, task: Task) -> str | None:
 
 
 def a_layer_for_each_stage(degrees: Degrees, task: Task) -> str | None:
-    """Every stage of a pipeline has a layer."""
-    layers = len(task.model.layers)
-    if degrees.pp > layers:
-        return f"pp={degrees.pp} is more than the {layers} layers"
+    """Every stage of a pipeline has a layer, or layers that it must leave together."""
+    layers, pieces = len(task.model.layers), task.num_pieces(degrees.tp)
+    if degrees.pp > pieces:
+        cut = "" if pieces == layers else f", which make {pieces} pieces that a pipeline can cut"
+        return f"pp={degrees.pp} is more than the {layers} layers{cut}"
+    return None
+
+
+def something_to_split_inside_stages(degrees: Degrees, task: Task) -> str | None:
+    """Tensor parallelism inside a pipeline splits what lies within one stage."""
+    if degrees.tp > 1 and degrees.pp > 1 and not task.splits_inside_stages:
+        return f"tp={degrees.tp} with pp={degrees.pp}, and what could be split lies around layers of several stages"
     return None
 
 
@@ -120,6 +144,7 @@ RULES: Final[tuple[Rule, ...]] = (
     heads_divide,
     key_value_heads_divide,
     something_to_split,
+    something_to_split_inside_stages,
     tp_inside_a_host,
     a_layer_for_each_stage,
     a_sample_for_each_rank,
@@ -178,7 +203,8 @@ def all_choices(degrees: Degrees, task: Task) -> Iterator[Choice]:
         for recompute in ("none", "selective", "full"):
             for zero, shard in _sharding(degrees, task):
                 yield Choice(zero, shard, schedule, virtual, recompute, "none")
-                if zero and task.train.optimizer_bytes_per_param and task.cluster.device.name != _HOST_DEVICE:
+                # A host's memory offloads nothing to itself.
+                if zero and task.train.optimizer_bytes_per_param and task.cluster.device.name != HOST_DEVICE:
                     yield Choice(zero, shard, schedule, virtual, recompute, "optimizer")
 
 
@@ -187,7 +213,7 @@ def _schedules(degrees: Degrees, task: Task) -> Iterator[tuple[str, int]]:
     if degrees.pp == 1:
         return
     yield "zb-h1", 1
-    layers = len(task.model.layers)
+    layers = task.num_pieces(degrees.tp)
     if 2 * degrees.pp <= layers:
         yield "zbv", 2
     for virtual in (2, 3, 4, 6, 8, 12):

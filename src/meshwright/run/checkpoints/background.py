@@ -1,13 +1,14 @@
 """Saves that are written while training goes on: a copy of the rank's share, and a thread that writes it.
 
-Ranks exchange nothing meanwhile, since their exchanges belong to the steps: each leaves a note beside its file, and the first
-rank commits when all notes are there. An error is raised by the next call that all ranks make.
+The threads exchange nothing, since exchanges belong to the steps: each leaves a note beside its file, and the first rank commits
+when all notes are there. Between two steps the ranks look whether it is over (`look`); an error is raised there, on all of them.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -24,9 +25,10 @@ from meshwright.run.checkpoints.together import together
 
 __all__: list[str] = []
 
+_LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.02
 _AT_EXIT_S = 60.0
-"""How long a program that ends waits for its save [s]."""
+"""How long a program that ends waits for its save, and a model that is closed for another rank's note [s]."""
 _STAGES: weakref.WeakKeyDictionary[Any, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -59,6 +61,7 @@ class BackgroundSave:
         commit: Commits, given all rows; called on the first rank.
         place: This rank and the number of ranks.
         has_given_up: Tells whether the ranks have stopped working together, so that no further note will come.
+        steps_look: Whether `step` is to look after it; else the one that saves does so itself.
     """
 
     def __init__(
@@ -66,15 +69,19 @@ class BackgroundSave:
         draft: SaveUnderWay,
         *,
         write: Callable[[], Any],
-        commit: Callable[[list[Any]], str],
+        commit: Callable[[list[Any]], object],
         place: tuple[int, int],
         has_given_up: Callable[[], bool],
+        steps_look: bool = True,
     ) -> None:
         self._draft, self._write, self._commit = draft, write, commit
         self._rank, self._num_ranks = place
         self._has_given_up = has_given_up
-        self.error: MeshwrightError | None = None
-        self._is_raised = False
+        self.steps_look = steps_look
+        self._write_error: MeshwrightError | None = None
+        self._commit_error: MeshwrightError | None = None
+        self._is_written, self._is_called_off = threading.Event(), threading.Event()
+        self._note_limit_s: float | None = None
         # A daemon: a program that is to end at once does not wait for the disk. One that ends as it should does.
         self._thread = threading.Thread(target=self._run, name="meshwright-save", daemon=True)
         self._thread.start()
@@ -82,25 +89,34 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            self._draft.leave_note(self._rank, [None, self._write()])
-            if self._rank == 0:
-                self._commit(self._rows())
-        except (StorageError, CheckpointError) as error:
-            self._fail(error)
+            row = self._write()
+            self._draft.leave_note(self._rank, [None, row])
         except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to
-            self._fail(InternalError(f"a save in the background has failed: {type(error).__name__}: {error}"))
+            self._write_error = _as_ours(error)
+            with contextlib.suppress(StorageError):  # the next look tells the first rank as well
+                self._draft.leave_note(self._rank, [self._write_error.message, None])
+        finally:
+            self._is_written.set()
+        if self._rank:
+            return
+        try:
+            if self._write_error is None:
+                self._commit(self._rows())
+                return
+        except BaseException as error:  # noqa: BLE001 - likewise
+            self._commit_error = _as_ours(error)
+        self._draft.discard()
 
     def _rows(self) -> list[Any]:
         rows: list[Any] = []
+        came_at = time.monotonic()
         while len(rows) < self._num_ranks:
             note = self._draft.read_note(len(rows))
             if note is None:
-                if self._has_given_up():
-                    raise StorageError(
-                        f"the save of step {self._draft.step} was given up: other ranks are gone", is_told=True
-                    )
+                self._refuse_to_wait(len(rows), came_at)
                 time.sleep(_LOOK_EVERY_S)
                 continue
+            came_at = time.monotonic()
             failure, row = note
             if failure is not None:
                 raise StorageError(failure, is_told=True, rank=len(rows))
@@ -109,13 +125,13 @@ class BackgroundSave:
             self._draft.remove_note(rank)
         return rows
 
-    def _fail(self, error: MeshwrightError) -> None:
-        self.error = error
-        if self._rank == 0:
-            self._draft.discard()
-            return
-        with contextlib.suppress(StorageError):  # the next step tells the first rank as well
-            self._draft.leave_note(self._rank, [error.message, None])
+    def _refuse_to_wait(self, rank: int, since: float) -> None:
+        """Raise an error where the note of a rank will not come."""
+        limit_s = self._note_limit_s
+        is_late = limit_s is not None and time.monotonic() - since > limit_s
+        if self._is_called_off.is_set() or self._has_given_up() or is_late:
+            why = f"rank {rank} has not written its file in {limit_s} s" if is_late else "other ranks are gone"
+            raise StorageError(f"the save of step {self._draft.step} was given up: {why}", is_told=True)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when this rank has done its part, or after some time."""
@@ -123,23 +139,54 @@ class BackgroundSave:
         if not self._thread.is_alive():
             atexit.unregister(self.wait)
 
-    def raise_error(self) -> None:
-        """Raise what went wrong, once."""
-        if self.error is not None and not self._is_raised:
-            self._is_raised = True
-            raise self.error
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has done its part; the first one's is to commit."""
+        return not self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows of an error."""
+        return self._write_error is not None or self._commit_error is not None
+
+    def wait_for_file(self) -> None:
+        """Return when this rank's file is on the disk.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self._is_written.wait()
+        if self._write_error is not None:
+            raise self._write_error
+
+    def wait_for_end(self) -> None:
+        """Return when this rank has done its part.
+
+        Raises:
+            StorageError: It has failed.
+        """
+        self.wait()
+        if self._commit_error is not None:
+            raise self._commit_error
+
+    def call_off(self) -> None:
+        """Have the first rank remove what is there instead of waiting for a rank that has failed."""
+        self._is_called_off.set()
+        self.wait()
+
+    def close(self) -> None:
+        """Wait for it without the other ranks, and say what went wrong where nobody will look any more."""
+        self._note_limit_s = _AT_EXIT_S
+        self.wait()
+        error = self._write_error or self._commit_error
+        if error is not None:
+            _LOG.warning("step %d was not saved: %s", self._draft.step, error.message)
 
 
-def raise_error(saving: BackgroundSave | None) -> None:
-    """Raise what has gone wrong in a save, if there is one."""
-    if saving is not None:
-        saving.raise_error()
-
-
-def wait_for(saving: BackgroundSave | None) -> None:
-    """Return when a save, if there is one, is over on this rank."""
-    if saving is not None:
-        saving.wait()
+def _as_ours(error: BaseException) -> MeshwrightError:
+    if isinstance(error, (StorageError, CheckpointError)):
+        return error
+    return InternalError(f"a save in the background has failed: {type(error).__name__}: {error}")
 
 
 class HasSaves(Protocol):
@@ -149,6 +196,35 @@ class HasSaves(Protocol):
     saving: BackgroundSave | None
 
 
+def look(model: HasSaves) -> bool:
+    """Return whether no save is under way any more; every rank calls it, and all are told alike.
+
+    Raises:
+        StorageError: It has failed, on any rank.
+    """
+    saving = model.saving
+    if saving is None:
+        return True
+    flags = torch.tensor([saving.has_failed, not saving.is_over], dtype=torch.int32, device=model.engine.device)
+    model.engine.everyone.all_reduce(flags, "max")
+    has_failed, is_under_way = flags.tolist()
+    if is_under_way and not has_failed:
+        return False
+    model.saving = None
+    _end(model, saving)
+    return True
+
+
+def look_for_step(model: HasSaves) -> None:
+    """Look whether a save is over, where steps are to do that.
+
+    Raises:
+        StorageError: It has failed, on any rank.
+    """
+    if model.saving is not None and model.saving.steps_look:
+        look(model)
+
+
 def finish(model: HasSaves) -> None:
     """Wait for a save under way; every rank calls it.
 
@@ -156,11 +232,21 @@ def finish(model: HasSaves) -> None:
         StorageError: It has failed, on any rank.
     """
     saving, model.saving = model.saving, None
+    if saving is not None:
+        _end(model, saving)
 
-    def wait() -> None:
-        if saving is not None:
-            saving.wait()
-            saving.raise_error()
 
-    if any(model.engine.everyone.all_gather_json(saving is not None, device=model.engine.device)):
-        together(model.engine.everyone, model.engine.device, wait, lambda _: None)
+def _end(model: HasSaves, saving: BackgroundSave) -> None:
+    try:
+        together(model.engine.everyone, model.engine.device, saving.wait_for_file, lambda _: None)
+    except BaseException:
+        # A rank whose disk has failed may have left no note, and the first one's thread would wait for it.
+        saving.call_off()
+        raise
+    together(model.engine.everyone, model.engine.device, saving.wait_for_end, lambda _: None)
+
+
+def close(saving: BackgroundSave | None) -> None:
+    """End a save, if there is one, on this rank alone."""
+    if saving is not None:
+        saving.close()

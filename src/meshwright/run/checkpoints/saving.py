@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from meshwright.checkpoint.manifest import FileEntry, Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
-from meshwright.run.checkpoints.background import BackgroundSave, finish, staged
+from meshwright.run.checkpoints.background import BackgroundSave, finish, look, staged
 from meshwright.run.checkpoints.extra_states import digest_of_states, states_of
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
 from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
@@ -50,7 +53,7 @@ def save_checkpoint(
         keep: How many checkpoints stay in the directory, the newest and this one; None keeps all [count].
         with_optimizer: Whether the optimizer's state is saved.
         in_background: Return when the rank's share is copied in the host's memory. It is written while training goes on; what
-            goes wrong is raised by the next step, save or `wait_for_checkpoint`.
+            goes wrong is raised by the next step, save or `wait_for_checkpoint`, on every rank, and training may go on after it.
 
     Returns:
         The checkpoint's own directory; in the background it is not there yet.
@@ -64,6 +67,52 @@ def save_checkpoint(
         raise ConfigError(
             f"save_checkpoint: step={step}, keep={keep} (rule: step is at least 0, keep at least 1 or None)"
         )
+    return save(
+        model, directory, step, extra or {}, Retention(keep), with_optimizer=with_optimizer, in_background=in_background
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Retention:
+    """What stays of the checkpoints of before, and who is told what is not as asked for."""
+
+    keep: int | None = None
+    """How many of the newest, the new one included; None: all [count]."""
+    also: tuple[int, ...] = ()
+    """Steps that stay in any case."""
+    warn: Callable[[str], object] = _LOG.warning
+    """Called with a text on the first rank, in the background by its thread."""
+    steps_look: bool = True
+    """Whether steps look after a save in the background; else the caller does."""
+
+    def apply(self, store: Store, path: Path) -> None:
+        """Delete what need not stay; on the first rank, once a checkpoint is committed.
+
+        Args:
+            store: The run's directory.
+            path: The checkpoint.
+        """
+        try:
+            later = [saved.path for saved in store.saved()[:1] if saved.path.name != path.name]
+            if later:
+                self.warn(f"{later[0]}, saved before, is of a later step than {path}: load_checkpoint takes it")
+            if self.keep is not None:
+                store.retain(self.keep, self.also, own=path)
+        except StorageError as error:  # it is saved, and there is one more than was asked for
+            self.warn(f"an old checkpoint stays: {error.message}")
+
+
+def save(
+    model: ParallelModel,
+    directory: str | Path,
+    step: int,
+    extra: Mapping[str, Any],
+    retention: Retention,
+    *,
+    with_optimizer: bool = True,
+    in_background: bool = False,
+) -> Path:
+    """Save a model as `save_checkpoint` does, with more to say about what stays."""
     require_between_steps(model.engine.switch, "save_checkpoint")
     if model.stepper.is_waiting:
         raise CheckpointError(
@@ -74,7 +123,8 @@ def save_checkpoint(
     with model.told("save"), model.engine.switch.plain():
         optimizer = model.optimizer if with_optimizer else None
         finish(model)
-        return _Save(model, Store(Path(directory)), step).run(extra or {}, optimizer, keep, in_background=in_background)
+        saving = _Save(model, Store(Path(directory)), step, retention)
+        return saving.run(extra, optimizer, in_background=in_background)
 
 
 def wait_for_checkpoint(model: ParallelModel) -> None:
@@ -87,18 +137,29 @@ def wait_for_checkpoint(model: ParallelModel) -> None:
         finish(model)
 
 
+def is_saved(model: ParallelModel) -> bool:
+    """Return whether no save in the background is under way any more, without waiting; every rank calls it.
+
+    Raises:
+        StorageError: It has failed, on any rank.
+    """
+    with model.told("save"), model.engine.switch.plain():
+        return look(model)
+
+
 class _Save:
     """One save, on one rank."""
 
-    def __init__(self, model: ParallelModel, store: Store, step: int) -> None:
+    def __init__(self, model: ParallelModel, store: Store, step: int, retention: Retention) -> None:
         engine = self._engine = model.engine
         self._model = model
         self._store = store
         self._step = step
+        self._retention = retention
         self._together = functools.partial(together, engine.everyone, engine.device)
         self._is_first = engine.everyone.group_rank == 0
 
-    def run(self, extra: Mapping[str, Any], optimizer: Any, keep: int | None, *, in_background: bool) -> Path:
+    def run(self, extra: Mapping[str, Any], optimizer: Any, *, in_background: bool) -> Path:
         held = self._engine.held_state()
         rank = self._engine.everyone.group_rank
         own: list[RankState] = []
@@ -109,7 +170,7 @@ class _Save:
             own[0].told["extra"] = [digest_of_states(states), states if rank == 0 else {}]
             return own[0]
 
-        wanted = [str(self._store.root), self._step, keep, in_background]
+        wanted = [str(self._store.root), self._step, self._retention.keep, in_background]
         told = self._together(look, lambda state: [state.rows(), {**state.told, "wanted": wanted}])
         rows = [row for row, _ in told]
         asked = [state["wanted"] for _, state in told]
@@ -124,15 +185,16 @@ class _Save:
         try:
             mine = sorted(place for held in writers.values() for writer, place in held if writer == rank)
             tensors = [(own[0].parts[place].name, own[0].parts[place].tensor) for place in mine]
-            commit = functools.partial(self._commit, draft, told=told, writers=writers, keep=keep)
+            commit = functools.partial(self._commit, draft, told=told, writers=writers)
             if in_background:
-                file = TensorFile(staged(self._model.module, tensors))
+                calls = self._model.world.calls
                 self._model.saving = BackgroundSave(
                     draft,
-                    write=lambda: self._write(draft, file, rank, mine),
+                    write=self._staged(draft, tensors, rank, mine),
                     commit=commit,
                     place=(rank, len(told)),
-                    has_given_up=lambda: self._model.world.calls.has_given_up,
+                    has_given_up=lambda: calls.has_given_up,
+                    steps_look=self._retention.steps_look,
                 )
                 return draft.path.with_name(name_of(draft.step, draft.epoch))
             file = TensorFile(tensors)
@@ -154,6 +216,26 @@ class _Save:
         path, step, epoch = self._together(begin, lambda row: row)[0]
         return SaveUnderWay(Path(path), step, epoch)
 
+    def _staged(
+        self, draft: SaveUnderWay, tensors: Sequence[tuple[str, Tensor]], rank: int, mine: Sequence[int]
+    ) -> Callable[[], list[Any] | None]:
+        """Copy this rank's share, and return what writes the copy, or raises what was wrong with it."""
+        try:
+            file = TensorFile(staged(self._model.module, tensors))
+        except (MemoryError, RuntimeError) as error:
+            # Told as what a disk does is: the other ranks have begun by now, and have nothing to wait for here.
+            num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+            failure = StorageError(
+                f"cannot copy {num_bytes} bytes of step {draft.step} in the host's memory: {error}",
+                fix="save without in_background (checkpoint.background = false)",
+            )
+
+            def fail() -> None:
+                raise failure
+
+            return fail
+        return lambda: self._write(draft, file, rank, mine)
+
     def _write(self, draft: SaveUnderWay, file: TensorFile, rank: int, mine: Sequence[int]) -> list[Any] | None:
         if not mine:
             return None
@@ -172,17 +254,9 @@ class _Save:
         *,
         told: Sequence[Any],
         writers: Mapping[str, Sequence[tuple[int, int]]],
-        keep: int | None,
     ) -> str:
         path = draft.commit(self._manifest(draft, entries, told, writers))
-        try:
-            later = [saved.path for saved in self._store.saved()[:1] if saved.path.name != path.name]
-            if later:
-                _LOG.warning("%s, saved before, is of a later step than %s: load_checkpoint takes it", later[0], path)
-            if keep is not None:
-                self._store.retain(keep, own=path)
-        except StorageError as error:  # it is saved, and there is one more than was asked for
-            _LOG.warning("an old checkpoint stays: %s", error.message)
+        self._retention.apply(self._store, path)
         return str(path)
 
     def _manifest(
@@ -206,7 +280,7 @@ class _Save:
             tensors[name] = TensorEntry(dtype, tuple(shape), tuple(parts), tuple(order))
         states = [state for _, state in told]
         aliases = {name: stored for state in reversed(states) for name, stored in state["aliases"].items()}
-        manifest = Manifest(
+        return Manifest(
             step=draft.step,
             epoch=draft.epoch,
             plan=str(self._model.plan),
@@ -220,9 +294,6 @@ class _Save:
                 **states[0]["extra"][1],
             },
         )
-        # Read back before it counts: parts that do not make a whole must not be found out when they are needed.
-        Manifest.from_bytes(manifest.to_bytes(), str(draft.path))
-        return manifest
 
     def _optimizer_of(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         if "state" not in states[0]:

@@ -85,11 +85,7 @@ def resolve_plan(
             plan = Plan.parse(text, num_devices=devices if fixed else None)
     plan = _merge(plan, train, given)
     refuse_unbuilt(plan)
-    notes = []
-    if text.split(",")[0].strip() == "auto":
-        notes.append(f"plan auto: '{plan}', data parallel over {plan.num_devices} of {count} {kind}s")
-    notes += _warn_of_devices(plan, count, kind)
-    return ResolvedPlan(plan=plan, notes=tuple(notes))
+    return ResolvedPlan(plan=plan, notes=tuple(_warn_of_devices(plan, count, kind)))
 
 
 def _resolve_deepspeed(

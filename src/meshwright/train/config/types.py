@@ -178,6 +178,8 @@ class CheckpointConfig(_Section):
     """Save where the held-out loss is the lowest so far, and keep that one too."""
     on_error: Literal["stop", "warn"] = "stop"
     """What a save that fails does to the run."""
+    background: bool = False
+    """Copy in the host's memory and write while training goes on. Off: it needs memory for what a rank saves."""
 
     @property
     def is_on(self) -> bool:
@@ -207,6 +209,11 @@ class TrainConfig(_Section):
     def run_name(self) -> str:
         """The name of the run's folder."""
         return self.train.name or "run"
+
+    @property
+    def plan_is_auto(self) -> bool:
+        """Whether the plan is left to the planner."""
+        return self.train.plan.split(",")[0].strip() == "auto"
 
     @property
     def run_directory(self) -> Path:

@@ -30,25 +30,25 @@ class Memory:
         """Whether one stage alone has written into a tensor that each of them has of its own, such as one of the batch."""
         self._inputs: list[Tensor] = []
         self._stage = stage
-        self._copies: list[StageValue] = []
-        self._moved: set[int] = set()
+        self._copies: list[tuple[StageValue, Tensor]] = []
+        self._moved: dict[int, Tensor] = {}
 
-    def note_copy(self, value: StageValue) -> None:
-        """Record that another stage holds a copy of these values."""
-        self._copies.append(value)
+    def note_copy(self, value: StageValue, tensor: Tensor) -> None:
+        """Record that another stage holds a copy of these values, which this one has in a tensor."""
+        self._copies.append((value, tensor))
 
     def note_written(self, value: StageValue) -> None:
         """Record that this stage wrote into a tensor: copies of its aliases on other stages are stale."""
         place = _place_of(value.real)
-        for other in self._copies:
-            if other is not value and place and _place_of(other.real) == place:
+        for other, tensor in self._copies:
+            if other is not value and place and _place_of(tensor) == place:
                 other.is_stale = self.is_touched = True
 
     def note_moved(self, tensor: Tensor) -> None:
         """Record that another stage wrote into its copy of a tensor of this stage; this stage's own is unchanged."""
         place = _place_of(tensor)
         if place:
-            self._moved.add(place)
+            self._moved[place] = tensor  # held: another one must not come to lie at its address
             self.is_touched = True
 
     def note_input(self, tensor: Tensor) -> None:

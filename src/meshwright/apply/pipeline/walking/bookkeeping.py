@@ -60,9 +60,17 @@ class Bookkeeping(TorchFunctionMode):
         """(where its gradient goes, what it is like, stage it went to), in the order of sending."""
         self.received: list[tuple[Tensor, int]] = []
         """(leaf, stage it came from), in the order of receipt."""
+        self._taken: list[StageValue] = []
         self._mail = mail
         self._module = module
         self._memory = Memory(stage)
+
+    def close(self) -> None:
+        """Hold nothing of the forward any more: records of tensors that the user's code keeps hold this."""
+        for value in self._taken:
+            value.release()
+        self._taken, self.sent, self.received = [], [], []
+        self._memory = Memory(self.stage)
 
     def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageValue]:
         """Return the values of this forward, and those of parameters that other stages hold."""
@@ -92,20 +100,22 @@ class Bookkeeping(TorchFunctionMode):
         """Take over a tensor kept from an earlier batch; its stage and its holder stay the same."""
         if value.heir is not None and value.heir.owner is self:
             return value.heir
-        is_here = value.home == self.stage and value.real is not None
+        real = value.real
+        is_here = value.home == self.stage and real is not None
         stand_in = None if is_here else value.stand_in
         if not is_here and stand_in is None:
             stand_in = StandIn(Meta.of(value.any))
-        heir = StageValue(self, value.home, value.real if is_here else None, stand_in)
+        heir = StageValue(self, value.home, real if is_here else None, stand_in)
         value.heir = heir
-        for tensor in (value.real, value.stand_in):
+        for tensor in (real, value.stand_in):
             if tensor is not None:
                 mark(tensor, heir)
         return heir
 
     def real(self, value: StageValue) -> Tensor:
         """Return the tensor of a value; one of another stage is received."""
-        if value.real is None:
+        tensor = value.real
+        if tensor is None:
             if value.home is None or value.stand_in is None:
                 raise ApplyError(
                     f"stage {self.stage} needs a parameter that another stage holds: the forward took another path than the "
@@ -116,10 +126,11 @@ class Bookkeeping(TorchFunctionMode):
             tensor = leaf = self._mail.receive(meta, value.home)
             if meta.requires_grad and torch.is_grad_enabled():
                 leaf, tensor = with_leaf(tensor)
-            value.real = mark(tensor, value)
+            value.receive(tensor)
+            self._taken.append(value)
             self.received.append((leaf, value.home))
-            self._memory.note_copy(value)
-        return value.real
+            self._memory.note_copy(value, tensor)
+        return tensor
 
     def _real_if_known(self, tensor: Tensor) -> Tensor:
         value = value_of(tensor)
@@ -136,12 +147,13 @@ class Bookkeeping(TorchFunctionMode):
         for value in values:
             if value.home == self.stage and stage not in value.sent_to:
                 value.sent_to.add(stage)
-                tensor = make_whole(value.any)  # what lies in slices over tensor-parallel ranks, too
+                sent = value.any
+                tensor = make_whole(sent)  # what lies in slices over tensor-parallel ranks, too
                 if tensor.requires_grad and torch.is_grad_enabled():
                     # The gradient edge is kept, not the tensor: a write in place would make the tensor another node's result.
                     self.sent.append((get_gradient_edge(tensor), Meta.of(tensor), stage))
                 self._mail.send(tensor.detach(), stage)
-                self._memory.note_copy(value)
+                self._memory.note_copy(value, sent)
 
     def _note_written(self, target: Tensor, home: int | None) -> None:
         """Record that this stage has written into a tensor."""
@@ -163,9 +175,10 @@ class Bookkeeping(TorchFunctionMode):
             if value is None and home is not None:
                 self._memory.note_input(target)
             value = StageValue(self, home, None, None)
-        elif value.home == self.stage and value.real is not None:
-            self._memory.note_moved(value.real)
-        value.home, value.real, value.stand_in, value.sent_to = home, None, StandIn(meta), set()
+        elif value.home == self.stage and (real := value.real) is not None:
+            self._memory.note_moved(real)
+        value.lose()
+        value.home, value.stand_in, value.sent_to = home, StandIn(meta), set()
         mark(target, value)
 
 

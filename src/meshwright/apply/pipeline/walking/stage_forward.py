@@ -77,6 +77,12 @@ class StageForward(Bookkeeping):
         super().__exit__(*error)
         self._plain_checkpoints.__exit__()
 
+    def close(self) -> None:
+        """Hold nothing of the forward any more."""
+        super().close()
+        self.outputs = None
+        del self._plain_checkpoints  # which calls methods of this
+
     def _note_checkpoint(self, enters: bool) -> None:
         # The user's checkpoint would repeat calls of several stages; each unit of this stage is checkpointed by itself.
         self._checkpoints += 1 if enters else -1

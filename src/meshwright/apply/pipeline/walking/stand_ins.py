@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from meshwright._torch_private import FakeTensorMode, WrapperTensor
 from meshwright.errors import ApplyError
@@ -28,19 +29,23 @@ ATTRIBUTE = "_meshwright_value"
 class StageValue:
     """Record of one tensor of a forward.
 
+    A tensor holds its record, so the record must not hold the tensor: memory of activations would stay until the collector of
+    cycles comes, which knows nothing of their size. What was received is held until the forward is over, since nobody else may.
+
     Args:
         owner: The forward that it belongs to.
         home: The stage that computes it; None where it depends on parameters and inputs alone, on the stages that hold those.
-        real: The tensor, if this stage has it.
+        real: The tensor that this record is attached to, if this stage has it.
         stand_in: The stand-in that the user's code holds, if this stage does not compute it; it may have been received since.
     """
 
-    __slots__ = ("heir", "home", "is_stale", "owner", "real", "sent_to", "stand_in")
+    __slots__ = ("_received", "_weak", "heir", "home", "is_stale", "owner", "sent_to", "stand_in")
 
     def __init__(self, owner: object, home: int | None, real: Tensor | None, stand_in: Tensor | None) -> None:
         self.owner = owner
         self.home = home
-        self.real = real
+        self._weak = None if real is None else TensorWeakRef(real)
+        self._received: Tensor | None = None
         self.stand_in = stand_in
         self.sent_to: set[int] = set()
         self.heir: StageValue | None = None
@@ -55,9 +60,28 @@ class StageValue:
         return type(None), ()
 
     @property
+    def real(self) -> Tensor | None:
+        """The tensor; None where this stage does not have it."""
+        return None if self._weak is None else self._weak()
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Attach this record to the tensor that another stage has sent, and hold it until `release`."""
+        self._received, self._weak = mark(tensor, self), TensorWeakRef(tensor)
+        return tensor
+
+    def release(self) -> None:
+        """Hold what was received no longer: autograd and the user's code hold what they need of it."""
+        self._received = None
+
+    def lose(self) -> None:
+        """Have no tensor any more: another stage's is the right one."""
+        self._received = self._weak = None
+
+    @property
     def any(self) -> Tensor:
         """The tensor or its stand-in: right in shape and dtype."""
-        found = self.real if self.real is not None else self.stand_in
+        real = self.real
+        found = real if real is not None else self.stand_in
         if found is None:
             raise AttributeError("a value without a tensor")
         return found

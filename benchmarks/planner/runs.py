@@ -1,0 +1,150 @@
+"""Predictions of this machine's runs: every kind of plan for four models, predicted before and measured.
+
+    python -m benchmarks.planner.runs --out benchmarks/planner/results/runs.json
+
+Machines are measured anew first, so that what an earlier day kept is not used; `--keep` uses it. Plans that cannot be applied to
+a model are listed with their refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.surroundings import environment as surroundings
+
+from meshwright.compare.run_plans import compare_plans
+from meshwright.errors import MeshwrightError
+from meshwright.host import CACHE_VARIABLE
+
+EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples"
+MODELS: Final = ("gpt_python", "resnet_digits", "lstm_python", "gpt_hf")
+PLANS: Final = (
+    "single",
+    "data_parallel",
+    "model_parallel",
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "tp=2",
+    "pp=2,schedule=gpipe,micro_batches=4",
+    "pp=2,micro_batches=4",
+    "pp=2,schedule=interleaved,virtual=2,micro_batches=4",
+    "pp=2,schedule=zb-h1,micro_batches=4",
+    "pp=2,schedule=zbv,micro_batches=4",
+    "dp=2,micro_batches=2,recompute=full",
+    "dp=2,compress=int8",
+)
+
+
+def run_model(name: str, plans: list[str], steps: int) -> list[dict[str, Any]]:
+    """Return a row for each plan: predicted and measured step, peak and sent bytes, or why it failed."""
+    comparison = compare_plans(EXAMPLES / f"{name}.toml", plans, steps=steps)
+    rows: list[dict[str, Any]] = []
+    for row in comparison.rows:
+        trial, prediction = row.trial, row.trial.prediction
+        found: dict[str, Any] = {"model": name, "plan": trial.name, "error": trial.error}
+        if trial.error is None:
+            found |= {
+                "measured": {"step_s": row.step_s, "peak_bytes": row.peak_memory_bytes, "sent_bytes": row.sent_bytes},
+                "predicted": prediction.to_dict() if prediction is not None else None,
+                "step_ratio": row.step_prediction_ratio,
+                "memory_ratio": row.memory_prediction_ratio,
+                "sent_ratio": row.sent_prediction_ratio,
+                "other_cores": trial.other_cores,
+                "is_baseline": trial.is_baseline,
+            }
+        rows.append(found)
+    return rows
+
+
+def run_plans(name: str, steps: int) -> list[dict[str, Any]]:
+    """Return the rows of all plans; one that is refused before anything has started is left out, with its refusal."""
+    plans, refused = list(PLANS), []
+    while True:
+        try:
+            return [*run_model(name, plans, steps), *refused]
+        except MeshwrightError as error:
+            bad = next((plan for plan in plans if f"'{plan}'" in error.message), None)
+            if bad is None:
+                raise
+            plans.remove(bad)
+            refused.append({"model": name, "plan": bad, "error": error.message})
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return errors |predicted / measured - 1| over all runs, and how far the chosen plan is from the fastest of each model."""
+
+    def errors(key: str) -> list[float]:
+        return [abs(1 / row[key] - 1) for row in rows if row.get(key)]
+
+    found: dict[str, Any] = {"runs": sum(row["error"] is None for row in rows)}
+    for key in ("step_ratio", "memory_ratio", "sent_ratio"):
+        numbers = errors(key)
+        if numbers:
+            found[key] = {
+                "median_error": statistics.median(numbers),
+                "p90_error": statistics.quantiles(numbers, n=10)[-1] if len(numbers) > 1 else numbers[0],
+                "worst": max(numbers),
+            }
+    found["chosen"] = {}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == name and row["error"] is None and row.get("predicted")]
+        of_model = [row for row in of_model if not row["is_baseline"]]
+        if of_model:
+            fastest = min(of_model, key=lambda row: row["measured"]["step_s"])
+            chosen = min(of_model, key=lambda row: _step_s(row["predicted"]))
+            behind = chosen["measured"]["step_s"] / fastest["measured"]["step_s"] - 1
+            found["chosen"][name] = {"chosen": chosen["plan"], "fastest": fastest["plan"], "behind": behind}
+    return found
+
+
+def _step_s(prediction: dict[str, Any]) -> float:
+    return sum(value for value in prediction["time"].values() if isinstance(value, float))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--keep", action="store_true", help="use what is kept of this machine")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.keep:
+            _use_anew(Path(folder))
+        for name in options.models:
+            found = run_plans(name, options.steps)
+            rows += found
+            for row in found:
+                ratios = [row.get(key) for key in ("step_ratio", "memory_ratio", "sent_ratio")]
+                told = row["error"] or "  ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+                print(f"{row['model']:15}{row['plan']:55}{told[:110]}", flush=True)
+    result = {"surroundings": surroundings(), "seconds": time.time() - began, "summary": summary(rows), "rows": rows}
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    json.dump(result["summary"], sys.stdout, indent=1)
+    print()
+
+
+def _use_anew(folder: Path) -> None:
+    """Keep what is measured in a new folder, with the compiled transport of the usual one."""
+    from meshwright.comm.shm.build import build_extension
+
+    built = build_extension()
+    (folder / built.name).symlink_to(built)
+    folder.chmod(0o700)
+    os.environ[CACHE_VARIABLE] = str(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""`meshwright plan CONFIG`: plans for a configuration on this machine, and their refinement by short runs.
+
+The best plans are run for a few steps. What they took over what was predicted makes one scalar for computing and one for
+exchanging, by which the machine's numbers are corrected; then plans are ranked again. Free of torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from meshwright.compare.rows import Trial
+from meshwright.compare.run_plans import run_trials
+from meshwright.errors import ConfigError
+from meshwright.hardware import ClusterSpec
+from meshwright.plan.plan_table import list_plans
+from meshwright.plan.search.ranking import make_plans, predict_plan
+from meshwright.spec.plan import Plan
+from meshwright.train.config.load import load_config
+from meshwright.train.planning.config_model import Described
+from meshwright.train.planning.predictor import Predictor, default_devices, threads_of
+from meshwright.train.planning.this_machine import keep_cluster
+from meshwright.train.progress import ProgressView
+from meshwright.units import format_seconds
+
+__all__: list[str] = []
+
+_STEPS: Final = 10
+"""Measured steps of a plan that is run [count]."""
+
+_BOUNDS: Final = (0.1, 10.0)
+"""What a scalar may be: beyond it something else than the machine's speed is wrong [ratio]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scalars:
+    """Measured over predicted."""
+
+    compute: float
+    """Of what ranks do when they do not wait [ratio]."""
+    exchange: float
+    """Of waiting for exchanges [ratio]."""
+
+
+def plan_config(
+    path: Path, *, devices: int | None = None, top: int = 5, refine: int = 0, json_path: Path | None = None
+) -> str:
+    """Return the best plans for a configuration on this machine as text, and write them as JSON where a path is given.
+
+    Args:
+        path: The TOML file.
+        devices: How many devices to plan for; None means the configuration's [count].
+        top: Plans to show at most [count].
+        refine: How many of the best to run for a few steps before the list is made [count].
+        json_path: Write the plans there.
+
+    Raises:
+        ConfigError: The configuration is wrong, the model cannot be described, or the machine not be measured.
+        PlanError: No plan fits into the memory.
+        Exception: What the first plan that was run raised, where none of them ran.
+    """
+    config = load_config(path, plan="auto", devices=devices)
+    with ProgressView(sys.stderr) as view:
+        predictor = Predictor(config, tell=view.note)
+        count = default_devices(config)
+        known, cluster = predictor.task(count)
+        note = ""
+        if refine:
+            plans = make_plans(known.model, cluster, known.train, top=refine)
+            measured = run_trials(config, plans, _STEPS, view)
+            cluster = learn(cluster, plans, measured)
+            keep_cluster(cluster, count, threads_of(plans[0]))
+            note = _held(plans, measured, known, cluster)
+    return list_plans(known.model, cluster, known.train, top=top, json_path=json_path) + note
+
+
+def learn(cluster: ClusterSpec, plans: Sequence[Plan], trials: Sequence[Trial]) -> ClusterSpec:
+    """Return the cluster with its numbers corrected by what some plans took.
+
+    Raises:
+        ConfigError: No plan ran, or what was measured is too far from what was predicted for a machine's speed.
+    """
+    scalars = scalars_of(plans, trials)
+    for name, scalar in dataclasses.asdict(scalars).items():
+        if not _BOUNDS[0] <= scalar <= _BOUNDS[1]:
+            raise ConfigError(
+                f"{name}: measured over predicted is {scalar:.3g} (rule: {_BOUNDS[0]} to {_BOUNDS[1]})",
+                fix="measure the machine anew while it is idle: meshwright probe",
+            )
+    return scaled(cluster, scalars)
+
+
+def scalars_of(plans: Sequence[Plan], trials: Sequence[Trial]) -> Scalars:
+    """Return one scalar for each term, from plans with predictions and what they took.
+
+    Raises:
+        ConfigError: No plan ran.
+    """
+    computed: list[float] = []
+    waited = foreseen = 0.0
+    for plan, trial in zip(plans, trials, strict=True):
+        if trial.error is not None or plan.prediction is None:
+            continue
+        time = plan.prediction.time
+        waits = (
+            statistics.median(statistics.fmean(ranks) for ranks in trial.wait_seconds) if trial.wait_seconds else 0.0
+        )
+        step = statistics.median(trial.step_seconds)
+        computed.append((step - waits) / (time.forward_s + time.backward_s + time.recompute_s + time.optimizer_s))
+        if plan.pp == 1:  # in a pipeline ranks also wait for each other's work
+            waited, foreseen = waited + waits, foreseen + time.exposed_comm_s
+    if not computed:
+        raise ConfigError("none of the plans ran: " + "; ".join(f"'{one.plan}': {one.error}" for one in trials))
+    return Scalars(statistics.median(computed), waited / foreseen if waited > 0 and foreseen > 0 else 1.0)
+
+
+def scaled(cluster: ClusterSpec, scalars: Scalars) -> ClusterSpec:
+    """Return the cluster as fast as the scalars say."""
+    device, link, efficiency = cluster.device, cluster.link, cluster.efficiency
+    if efficiency is None:
+        raise ConfigError(f"'{cluster.name}' was not measured", fix="meshwright probe")
+    compute, exchange = scalars.compute, scalars.exchange
+    note = f"; corrected by {compute:.3g} after runs"
+    device = dataclasses.replace(
+        device,
+        peak_flops_per_s={dtype: rate / compute for dtype, rate in device.peak_flops_per_s.items()},
+        memory_bytes_per_s=device.memory_bytes_per_s / compute if device.memory_bytes_per_s else None,
+        sources={key: text.partition("; corrected")[0] + note for key, text in device.sources.items()},
+    )
+    if link is not None:
+        latency = None if link.latency_s is None else link.latency_s * exchange
+        link = dataclasses.replace(link, bytes_per_s=link.bytes_per_s / exchange, latency_s=latency)
+    by_compute = ("operator_s", "step_s", "tensor_s", "score_forward_s", "score_backward_s", "kernel_s")
+    by_exchange = ("link_latency_s", "collective_host_s", "hop_s")
+    changes = {name: getattr(efficiency, name) * compute for name in by_compute}
+    changes |= {name: getattr(efficiency, name) * exchange for name in by_exchange}
+    return dataclasses.replace(cluster, device=device, link=link, efficiency=dataclasses.replace(efficiency, **changes))
+
+
+def _held(plans: Sequence[Plan], trials: Sequence[Trial], known: Described, cluster: ClusterSpec) -> str:
+    """Return the plans that were run: predicted before, measured, predicted after."""
+    lines = ["", "", "Run for a few steps:"]
+    for plan, trial in zip(plans, trials, strict=True):
+        if trial.error is not None or plan.prediction is None:
+            lines.append(f"- '{plan}': {trial.error}")
+            continue
+        after = predict_plan(known.model, cluster, known.train, plan)
+        measured = format_seconds(statistics.median(trial.step_seconds))
+        lines.append(
+            f"- '{plan}': {format_seconds(plan.prediction.step_s)} predicted, {measured} measured, "
+            f"{format_seconds(after.step_s)} after the correction"
+        )
+    return "\n".join(lines)

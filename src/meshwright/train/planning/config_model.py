@@ -1,0 +1,110 @@
+"""Description of a configuration's model: made by one rank, since it takes torch and runs the user's code."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, Literal
+
+from meshwright.host import resident_bytes
+from meshwright.ranks.launch import launch
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.train import TrainSpec
+from meshwright.train.config.types import TrainConfig
+
+__all__: list[str] = []
+
+_SAMPLES: Final = 8
+"""Samples of the example batch at most: the description is for one sample, whatever it is [samples]."""
+
+_KINDS: Final[dict[int, Literal["sgd", "momentum", "adamw"]]] = {0: "sgd", 4: "momentum", 8: "adamw"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Described:
+    """What is known of a configuration before it runs."""
+
+    model: ModelSpec
+    train: TrainSpec
+    loaded_bytes: int
+    """Memory of the data and of what the user's code imports, which every process has [bytes]."""
+
+
+def describe_config(config: TrainConfig) -> Described:
+    """Return a configuration's model and the numbers of its training, found by a rank of this host.
+
+    Raises:
+        ConfigError: The model or the data cannot be described.
+        Exception: Whatever the user's code raises.
+    """
+    found = launch(describe_on_rank, 1, config.model_dump_json())[0]
+    state_bytes = min(_KINDS, key=lambda size: abs(size - found["optimizer_bytes"]))
+    train = TrainSpec(
+        global_batch_size=config.train.global_batch_size,
+        optimizer=_KINDS[state_bytes],
+        precision=config.train.precision or config.plan.precision,
+    )
+    return Described(ModelSpec.from_json(found["spec"]), train, found["loaded_bytes"])
+
+
+def describe_on_rank(config_json: str) -> dict[str, Any]:
+    """Describe the model on this rank; return its JSON, what the optimizer keeps for a parameter, and what was loaded [bytes]."""
+    from meshwright.describe.describing import describe_model
+    from meshwright.train.config.imports import add_to_path
+    from meshwright.train.data.loader import make_loader
+    from meshwright.train.data.sources import load_data, make_collate
+    from meshwright.train.losses import make_loss
+    from meshwright.train.models import make_build_model
+
+    config = TrainConfig.model_validate_json(config_json)
+    add_to_path(config.import_roots)
+    _describe_something()  # what that imports is no part of a training
+    before = resident_bytes()
+    loader = make_loader(
+        load_data(config, "train"),
+        _OneDevice(),
+        global_batch_size=min(_SAMPLES, config.train.global_batch_size),
+        shuffle=False,
+        collate_fn=make_collate(config),
+        prefetch=0,
+    )
+    # A start's weights may lie in files; shapes do not depend on them.
+    spec = describe_model(make_build_model(config, starts=False), next(iter(loader)), loss_fn=make_loss(config))
+    return {
+        "spec": spec.to_json(),
+        "optimizer_bytes": _optimizer_bytes(config),
+        "loaded_bytes": max(0, resident_bytes() - before),
+    }
+
+
+def _describe_something() -> None:
+    import torch
+
+    from meshwright.describe.describing import describe_model
+
+    describe_model(torch.nn.Linear(2, 2), (torch.zeros(2, 2),))
+
+
+class _OneDevice:
+    """What a loader asks of a model, for one that takes every sample."""
+
+    dp_size = 1
+    dp_rank = 0
+    splitter = None
+
+
+def _optimizer_bytes(config: TrainConfig) -> float:
+    """Return the state that the optimizer has for an element of a parameter after one step [bytes]."""
+    import torch
+
+    from meshwright.train.optim import OptimizerFactory
+    from meshwright.trees import tensors_in
+
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.ones_like(parameter)
+    without_rules = config.optimizer.model_copy(update={"param_groups": ()})  # which name the model's parameters
+    optimizer = OptimizerFactory(config.model_copy(update={"optimizer": without_rules})).build_named(
+        [("weight", parameter)]
+    )
+    optimizer.step()
+    held = sum(tensor.nbytes for tensor in tensors_in(dict(optimizer.state)) if tensor.numel() > 1)
+    return held / parameter.numel()

@@ -1,0 +1,175 @@
+"""Predictions of a configuration's plans on this machine, and the choice of the best one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from meshwright.errors import ApplyError, ConfigError
+from meshwright.hardware import ClusterSpec
+from meshwright.hardware.cluster import LinkSpec
+from meshwright.host import usable_cores
+from meshwright.plan.search.ranking import make_plans, predict_plan
+from meshwright.spec.plan import Plan
+from meshwright.spec.prediction import Prediction
+from meshwright.spec.supported import refuse_unbuilt
+from meshwright.train.config.checks import check_config, visible_devices
+from meshwright.train.config.types import TrainConfig
+from meshwright.train.planning.config_model import Described, describe_config
+from meshwright.train.planning.this_machine import is_switched_off, this_machine
+
+__all__: list[str] = []
+
+_MOST_PLANS: Final = 5
+"""Plans that are asked of the planner, of which the first that can be applied is taken [count]."""
+
+_ALL_PLANS: Final = 2000
+"""The same where some of a plan is given already [count]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A prediction, or why there is none."""
+
+    prediction: Prediction | None
+    why_not: str = ""
+
+
+class Predictor:
+    """What plans of one configuration should cost on this machine: the model is described once.
+
+    Args:
+        config: The configuration; its own plan does not matter.
+        measure: Whether to measure the machine where nothing is kept of it.
+        tell: Called with lines for the user.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, measure: bool = True, tell: Callable[[str], None] = lambda _text: None
+    ) -> None:
+        self._config = config
+        self._measure = measure
+        self._tell = tell
+        self._described: Described | None = None
+        self._why_not = ""
+
+    def predict(self, plan: Plan, threads: int | None = None) -> Foreseen:
+        """Return what a step of a plan should cost.
+
+        Args:
+            plan: The plan.
+            threads: Threads that one device computes with; None means what `train` gives it [count].
+        """
+        threads = threads or threads_of(plan)
+        try:
+            cluster = self._cluster(plan.num_devices if plan.mode != "model_parallel" else 1, threads)
+            if cluster is None:
+                return Foreseen(
+                    None, "" if is_switched_off() else "this machine is not measured; `meshwright probe` does it"
+                )
+            known = self._description()
+            cluster = _with_devices(_loaded(cluster, known), plan.num_devices)
+            # A step of a plan in bf16 is one whatever the configuration's key says.
+            train = dataclasses.replace(known.train, precision=plan.precision)
+            return Foreseen(predict_plan(known.model, cluster, train, plan))
+        except ConfigError as error:
+            return Foreseen(None, error.message)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the run itself will show it
+            return Foreseen(None, f"{type(error).__name__}: {error}")
+
+    def best(self, num_devices: int, *, wanted: Mapping[str, object] | None = None) -> Plan:
+        """Return the plan that is expected to be the fastest on that many devices, with its reasons and its prediction.
+
+        Args:
+            num_devices: The devices, all of which are used [count].
+            wanted: Fields that the plan must have.
+
+        Raises:
+            PlanError: No plan fits into the memory.
+            ConfigError: The model cannot be described, or no plan that fits can be applied.
+            Exception: Whatever the user's code raises.
+        """
+        known = self._description()
+        cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
+        if cluster is None:
+            raise ConfigError("this machine is not measured", fix="meshwright probe")
+        refusals: list[str] = []
+        wanted = wanted or {}
+        for plan in make_plans(
+            known.model, _loaded(cluster, known), known.train, top=_ALL_PLANS if wanted else _MOST_PLANS
+        ):
+            if any(getattr(plan, name) != value for name, value in wanted.items()):
+                continue
+            try:
+                refuse_unbuilt(plan)
+                check_config(self._config.model_copy(update={"plan": plan}))
+            except (ApplyError, ConfigError) as error:
+                refusals.append(f"'{plan}': {error.message}")
+                continue
+            return plan
+        raise ConfigError("; ".join(refusals) or f"no plan has {', '.join(f'{k}={v}' for k, v in wanted.items())}")
+
+    def task(self, num_devices: int) -> tuple[Described, ClusterSpec]:
+        """Return the model with its training, and this machine as that many devices see it.
+
+        Raises:
+            ConfigError: The model cannot be described, or the machine may not be measured.
+            Exception: Whatever the user's code raises.
+        """
+        known = self._description()
+        cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
+        if cluster is None:
+            raise ConfigError("this machine is not measured", fix="meshwright probe")
+        return known, _loaded(cluster, known)
+
+    def _description(self) -> Described:
+        if self._why_not:
+            raise ConfigError(self._why_not)
+        if self._described is None:
+            try:
+                self._described = describe_config(self._config)
+            except ConfigError as error:
+                self._why_not = error.message
+                raise
+        return self._described
+
+    def _cluster(self, num_ranks: int, threads: int) -> ClusterSpec | None:
+        cluster = this_machine(num_ranks, threads, measure=False)
+        if cluster is None and self._measure and not is_switched_off():
+            ranks = (
+                f"{num_ranks} rank{'' if num_ranks == 1 else 's'} with {threads} thread{'' if threads == 1 else 's'}"
+            )
+            self._tell(f"measuring this machine for {ranks}, once; it is kept for later runs")
+            cluster = this_machine(num_ranks, threads)
+        return cluster
+
+
+def threads_of(plan: Plan) -> int:
+    """Return the threads that `train` gives each device of a plan [count]."""
+    # model_parallel computes on one device at a time.
+    shares = 1 if plan.mode == "model_parallel" else plan.num_devices
+    return max(1, usable_cores() // shares)
+
+
+def _loaded(cluster: ClusterSpec, known: Described) -> ClusterSpec:
+    """Return the cluster with what each process holds besides the model, where that is in the devices' memory."""
+    efficiency = cluster.efficiency
+    if efficiency is None or not efficiency.process_bytes:
+        return cluster
+    more = dataclasses.replace(efficiency, process_bytes=efficiency.process_bytes + known.loaded_bytes)
+    return dataclasses.replace(cluster, efficiency=more)
+
+
+def _with_devices(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """Return a cluster that was measured by fewer ranks with as many devices: those of one process."""
+    if cluster.num_devices >= num_devices:
+        return cluster
+    # What one process hands on is not copied.
+    link = cluster.link or LinkSpec(name="one-process", bytes_per_s=1e15, latency_s=0.0)
+    return dataclasses.replace(cluster, devices_per_host=num_devices, link=link)
+
+
+def default_devices(config: TrainConfig) -> int:
+    """Return how many devices "auto" is for: the configuration's, else the GPUs or cores, a sample each [count]."""
+    return config.train.devices or min(visible_devices()[0], config.train.global_batch_size)

@@ -1,0 +1,100 @@
+"""Clusters of this host: measured once for each way to share its cores, and kept between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from meshwright.errors import ConfigError
+from meshwright.hardware import ClusterSpec, load_cluster
+from meshwright.host import private_cache_directory, processor_name, usable_cores
+from meshwright.measure.probe import probe_cluster
+from meshwright.ranks.environment import choose_transport
+from meshwright.train.config.checks import visible_devices
+
+__all__: list[str] = []
+
+CLUSTER_VARIABLE: Final = "MESHWRIGHT_CLUSTER"
+"""Environment variable: a cluster to predict for, as `load_cluster` takes it, in place of this host; "none" predicts nothing."""
+
+_FORMAT: Final = 1
+"""Of what a probe measures: kept files of another one are not used."""
+
+
+def is_switched_off() -> bool:
+    """Tell whether nothing is to be predicted."""
+    return os.environ.get(CLUSTER_VARIABLE) == "none"
+
+
+def this_machine(
+    num_ranks: int,
+    threads: int,
+    *,
+    measure: bool = True,
+    on_stage: Callable[[str, int, int], None] | None = None,
+) -> ClusterSpec | None:
+    """Return this host as that many ranks see it, all at once.
+
+    Args:
+        num_ranks: Ranks, one for each device [count].
+        threads: Threads that a CPU rank computes with [count].
+        measure: Whether to measure what is not kept; it takes some ten seconds.
+        on_stage: Told of each measurement; see `probe_cluster`.
+
+    Returns:
+        The cluster; None where nothing is kept and nothing may be measured, or nothing is to be predicted.
+
+    Raises:
+        ConfigError: MESHWRIGHT_CLUSTER names no cluster.
+    """
+    if is_switched_off():
+        return None
+    named = os.environ.get(CLUSTER_VARIABLE)
+    if named:
+        return load_cluster(named)
+    kept = _kept_file(num_ranks, threads)
+    if kept is not None and kept.is_file():
+        # A file that was cut or is of a later version: measured anew.
+        with contextlib.suppress(ConfigError, OSError, ValueError):
+            return ClusterSpec.from_json(kept.read_text(encoding="utf-8"))
+    if not measure:
+        return None
+    cluster = probe_cluster(num_ranks, threads_per_device=threads, on_stage=on_stage)
+    keep_cluster(cluster, num_ranks, threads)
+    return cluster
+
+
+def keep_cluster(cluster: ClusterSpec, num_ranks: int, threads: int) -> None:
+    """Keep a cluster for later runs on this host; where that cannot be, they measure anew."""
+    path = _kept_file(num_ranks, threads)
+    if path is None:
+        return
+    draft = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        draft.write_text(cluster.to_json(indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def _kept_file(num_ranks: int, threads: int) -> Path | None:
+    """Return where a cluster is kept; None where nothing can be."""
+    facts = (
+        _FORMAT,
+        os.uname().nodename,
+        processor_name(),
+        usable_cores(),
+        visible_devices(),
+        metadata.version("torch"),
+        choose_transport(os.environ),
+        num_ranks,
+        threads,
+    )
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+    try:
+        return private_cache_directory() / f"machine-{digest}.json"
+    except OSError:
+        return None
