@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from benchmarks.planner import errors
 from benchmarks.planner.rows import cluster_of, model_of, setup_of
 
@@ -53,6 +52,19 @@ BOUNDS = {
     "matmul": (0.2, 0.87),
 }
 """What a constant may be: outside it would no longer mean what it is called. 0.87 is what a product alone reaches at most."""
+
+KIN = {
+    "v100-sxm2-16gb": ("v100-sxm2-32gb",),
+    "v100-sxm2-32gb": ("v100-sxm2-16gb",),
+    "a100-sxm-40gb": ("a100-sxm-80gb",),
+    "a100-sxm-80gb": ("a100-sxm-40gb",),
+    "h100-sxm": ("h200-sxm", "h100-hbm2e-500w"),
+    "h100-hbm2e-500w": ("h100-sxm", "h200-sxm"),
+    "h200-sxm": ("h100-sxm",),
+    "b200": ("b300", "h100-sxm"),
+    "b300": ("b200", "h100-sxm"),
+}
+"""Devices -> those of the same generation, the most alike first."""
 
 _NEAR = 0.03
 """Distance below which a row is as good as met: what repeated runs differ by [ratio]."""
@@ -88,6 +100,24 @@ class Fit:
             group: [self._case(row) for row in random.sample(own, min(most, len(own)))]
             for group, own in errors.by_group(rows).items()
         }
+
+    def begin_in_the_middle(self) -> None:
+        """Forget all constants: each is in the middle of what it may be."""
+        for name in self.names():
+            low, high = BOUNDS.get(name[1], (0.0, 1.0))
+            self[name] = (low + high) / 2
+
+    def take_from_kin(self, without: str) -> None:
+        """Give devices that the other sources do not have the shares of the device that is most like it."""
+        seen = {case.device for group, cases in self.groups.items() if group != without for case in cases}
+        for device, others in KIN.items():
+            if device in self.devices and device not in seen:
+                kin = next((other for other in others if other in seen), None)
+                if kin is not None:
+                    units = self.devices[device]["num_units"]
+                    own = self.devices[kin] | {"matmul": self.devices[device]["matmul"] | self.devices[kin]["matmul"]}
+                    self.devices[device] = own | {"num_units": units}
+        self._known.clear()
 
     def begin(self, found: dict[str, Any]) -> None:
         """Take over constants that another fit found."""
@@ -159,7 +189,9 @@ class Fit:
         """Improve all constants together: least squares, in which a row counts less the farther it is off."""
         names, start, damping = self.names(), time.monotonic(), 0.02
         weights = {
-            id(case): (1.0 if len(cases) >= 10 else 0.4) / len(cases) for cases in self.groups.values() for case in cases
+            id(case): (1.0 if len(cases) >= 10 else 0.4) / len(cases)
+            for cases in self.groups.values()
+            for case in cases
         }
         now = self.distances(without)
         best = sum(weights[key] * _loss(gap) for key, gap in now.items())
@@ -263,19 +295,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--leave-out", help="a source that is not fitted, whose error is reported")
     parser.add_argument("--start", type=Path, help="constants to start from, as --out wrote them; None means the table")
+    parser.add_argument("--middle", action="store_true", help="start from the middle of what each constant may be")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     random.seed(options.seed)
-    rows = errors.usable([row for path in options.rows for row in json.loads(path.read_text())])
-    fit = Fit(rows, most=options.most)
+    fit = Fit(errors.read(options.rows), most=options.most)
     if options.start is not None:
         fit.begin(json.loads(options.start.read_text()))
+    if options.middle:
+        fit.begin_in_the_middle()
     print(f"score {fit.score(without=options.leave_out):.4f}", flush=True)
     fit.descend(options.seconds, without=options.leave_out)
     print(f"score {fit.score(without=options.leave_out):.4f}", flush=True)
     if options.polish:
         fit.search(options.polish, without=options.leave_out)
     print(f"score {fit.score(without=options.leave_out):.4f}")
+    if options.leave_out:
+        fit.take_from_kin(options.leave_out)
+        fit.ratios(options.leave_out)  # which costs its rows with these from now on
     cases = {id(case.row): case for cases in fit.groups.values() for case in cases}
     seconds = {key: case.costs.seconds(case.setup) for key, case in cases.items()}
     table = errors.errors_of([case.row for case in cases.values()], lambda row: seconds[id(row)])

@@ -77,7 +77,10 @@ _MEGATRON: Final = Software(
 )
 
 _XLA: Final = dataclasses.replace(
-    _MEGATRON, overlaps_tp=False, bucket_params=None, source="XLA fuses elementwise operators and calls cuDNN's attention (JAX-Toolbox, README)"
+    _MEGATRON,
+    overlaps_tp=False,
+    bucket_params=None,
+    source="XLA fuses elementwise operators and calls cuDNN's attention (JAX-Toolbox, README)",
 )
 
 _DEEPSPEED: Final = dataclasses.replace(
