@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -31,6 +33,11 @@ def usable(rows: Sequence[Row]) -> list[Row]:
         and (row["measured"].get("step_time_s") or 0) > 0
     }
     return list(found.values())
+
+
+def read(paths: Sequence[Path]) -> list[Row]:
+    """Return the usable rows of JSON files."""
+    return usable([row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))])
 
 
 def by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from benchmarks.planner.software import Software, software_of
+
 from meshwright.hardware import ClusterSpec, DeviceSpec, LinkSpec, known_devices, load_cluster
 from meshwright.plan.costs.setup import Setup, StateBytes
 from meshwright.spec.model import ModelSpec
@@ -20,13 +22,13 @@ _DEVICES = {
     "H200-SXM5-141GB": "h200-sxm",
     "B200": "b200",
     "GB200": "b200",
-    "GB300": "b200",
-    "B300": "b200",
+    "GB300": "b300",
+    "B300": "b300",
     "MI300X": "mi300x",
 }
 """Name in the rows -> device of the table whose efficiency it has."""
 
-_LIKE = {"h100-hbm2e-500w": "h100-sxm"}
+_LIKE = {"h100-hbm2e-500w": "h100-sxm", "b300": "b200"}
 """Device with an efficiency of its own that is not in the table -> the one whose data sheet it shares."""
 
 _SIXTEEN_BITS = ("fp16", "bf16", "fp8", "mxfp8", "nvfp4")
@@ -106,13 +108,19 @@ def _model(**sizes: Any) -> ModelSpec:
     return ModelSpec.transformer(**sizes)
 
 
+def is_recent(row: dict[str, Any]) -> bool:
+    """Tell whether a row's software has fused attention: where it does not say, by the GPU."""
+    flash = row.get("flash_attention")
+    return row["hardware"]["gpu"].startswith(("H", "B", "GB", "MI3")) if flash is None else bool(flash)
+
+
 def model_of(row: dict[str, Any]) -> ModelSpec:
     """Return the row's model."""
     model = row["model"]
     hidden = model["hidden"]
     gated = bool(model.get("gated_mlp"))
     is_llama = model.get("arch") in ("llama", "mixtral", "qwen", "mistral", "deepseek")
-    fused = bool(row.get("flash_attention"))
+    fused = is_recent(row)
     return _model(
         layers=model["layers"],
         hidden=hidden,
@@ -135,10 +143,23 @@ def model_of(row: dict[str, Any]) -> ModelSpec:
     )
 
 
+def _calls_per_layer(row: dict[str, Any], software: Software, zero: int) -> float:
+    """Return the collectives in which data parallelism exchanges a layer: at most what the software's buckets make of it."""
+    parallel = row["parallel"]
+    if not software.bucket_params or zero >= 3:
+        return software.calls_per_layer
+    model = model_of(row)
+    degree = (parallel.get("tp") or 1) * (parallel.get("pp") or 1)
+    smallest, each = software.bucket_params
+    bucket = max(smallest, each * (parallel.get("dp") or 1) * (parallel.get("cp") or 1))
+    layers = max(1.0, len(model.layers) / (parallel.get("pp") or 1))
+    return min(1.0, max(1.0, model.num_params / degree / bucket) / layers)
+
+
 def setup_of(row: dict[str, Any]) -> Setup:
     """Return the row's degrees, batch and numerics.
 
-    A row does not say what its software overlaps or fuses. Fused attention came into these code bases together with overlapped
+    A row does not say what its software overlaps. Fused attention came into these code bases together with overlapped
     gradients: a row that has it is taken for software of 2023 or later, which overlaps.
     """
     parallel, batch = row["parallel"], row["batch"]
@@ -149,7 +170,8 @@ def setup_of(row: dict[str, Any]) -> Setup:
     virtual = parallel.get("vpp") or 1
     zero = parallel.get("zero_stage")
     zero = (3 if parallel.get("fsdp") else 0) if zero is None else zero
-    recent = bool(row.get("flash_attention"))
+    recent = is_recent(row)
+    software = software_of(row, recent=recent)
     schedule = parallel.get("schedule") or "1f1b"
     schedule = "interleaved" if virtual > 1 else _SCHEDULES.get(schedule, schedule)
     is_half = precision == "fp16" and not recent
@@ -170,10 +192,15 @@ def setup_of(row: dict[str, Any]) -> Setup:
         dtype=precision,
         element_bytes=2.0 if precision in _SIXTEEN_BITS else 4.0,
         states=StateBytes(parameter=2.0, gradient=2.0 if is_half else 4.0, optimizer=12.0),
-        sent_gradient_bytes=2.0 if is_half or zero == 3 else 4.0,
+        sent_gradient_bytes=2.0 if is_half or zero == 3 else software.sent_gradient_bytes,
         gathered_bytes=2.0,
         overlap=recent,
-        overlaps_tp=recent,
-        is_eager=recent,
+        calls_per_layer=_calls_per_layer(row, software, zero),
+        attention_speed=software.attention_speed,
+        overlaps_tp=software.overlaps_tp,
+        is_eager=not software.fused,
+        native_attention=software.native_attention,
+        sends_slices=software.sends_slices,
+        accumulated_bytes=software.accumulated_bytes,
         trains_weights="lora" not in (row.get("task") or "").lower(),
     )

@@ -25,6 +25,7 @@ class Efficiency(Value):
         memory: Share of the memory's bandwidth that elementwise kernels reach; 0 to 1.
         attention_forward: Share of the bf16 peak that fused attention reaches; 0 to 1.
         attention_backward: The same for its backward.
+        native_attention: How much faster attention is that is written for this generation of device; at least 1 [ratio].
         inner_overhead: Elements that a tile's start and end cost, added to the summed size of a product [elements].
         elementwise_passes: Traffic of elementwise operators as PyTorch runs them, over that of one fused pass [ratio].
         kernel_s: The shortest kernel [s].
@@ -70,6 +71,7 @@ class Efficiency(Value):
     memory: float
     attention_forward: float
     attention_backward: float
+    native_attention: float = 1.0
     inner_overhead: float
     elementwise_passes: float
     kernel_s: float

@@ -57,10 +57,16 @@ def exchange(
     across_copies = trained * (setup.replicas_gradient_bytes or setup.sent_gradient_bytes)
     shard = setup.shard if setup.zero else 1
     in_shard, across = _hosts(setup, machine, shard), _hosts(setup, machine, group)
-    gather_s = machine.collective_s(gathered, shard, in_shard, rounds=1)
+    # What overlaps, and what is gathered where it is needed, goes in pieces.
+    pieces = max(1.0, depth * setup.calls_per_layer) if setup.overlap or setup.zero == 3 else 1.0
+
+    def seconds(num_bytes: float, ranks: int, hosts: int, rounds: int) -> float:
+        return pieces * machine.collective_s(num_bytes / pieces, ranks, hosts, rounds=rounds)
+
+    gather_s = seconds(gathered, shard, in_shard, 1)
     # ZeRO scatters sums over its shards, and copies of a shard are then summed.
-    scatter_s = machine.collective_s(reduced, shard, in_shard, rounds=1)
-    sum_s = machine.collective_s(across_copies / shard, group // shard, min(across, group // shard), rounds=2)
+    scatter_s = seconds(reduced, shard, in_shard, 1)
+    sum_s = seconds(across_copies / shard, group // shard, min(across, group // shard), 2)
     if setup.zero >= 3 and not setup.per_step:
         calls = setup.micro_batches  # each gathers in forward and in backward, and scatters its gradients
         before = _Hidden(calls * gather_s, forward_s)
@@ -69,7 +75,8 @@ def exchange(
         before, after = _Hidden(gather_s, 0.0), _Hidden(scatter_s + sum_s, 0.0)
     else:
         # The last micro-batch's backward hides the sums, the first one's forward the gathering of updated parameters.
-        rooms = setup.micro_batches * (setup.virtual if setup.pp > 1 else 1)
+        # Interleaved stages end one after the other: what one exchanges hides behind the rest of the others.
+        rooms = setup.micro_batches
         calls = (
             setup.micro_batches if setup.zero == 2 else 1
         )  # sums of a micro-batch are scattered before the next one's

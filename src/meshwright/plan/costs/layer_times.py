@@ -150,6 +150,7 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
 def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, cut: int) -> None:
     efficiency = machine.efficiency
     peak = machine.peak("bf16" if setup.dtype in _LOW_PRECISION else setup.dtype)
+    peak *= efficiency.native_attention if setup.native_attention else setup.attention_speed
     flops = operator.forward_flops * setup.micro_batch_size / setup.cp / cut
     scores = flops / (4.0 * operator.inner)
     forward = flops / (peak * efficiency.attention_forward) + scores * efficiency.score_forward_s

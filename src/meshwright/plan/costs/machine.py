@@ -23,6 +23,10 @@ _MISALIGNED: Final = 4.0
 Source of the rule: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"; the ratio is fitted to
 BigScience's rows with heads of 108 and 150 elements."""
 
+_NETWORK_HOPS: Final = 3
+"""Steps inside a host that one over the network takes as long as. An estimate after the latencies in NCCL's src/graph/tuning.cc,
+read 2026-11-24 [count]."""
+
 _REAL_KINDS: Final = {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp4"}
 
 
@@ -102,10 +106,12 @@ class Machine:
             return (
                 rounds * share / self.link_bytes_per_s + self.efficiency.link_latency_s + hops * self.efficiency.hop_s
             )
-        per_host = max(1, group // spread)
-        ports = self.network_bytes_per_s * (1 + (per_host - 1) * self.efficiency.rails)
-        hops = rounds * (min(group, 8) + 3 * math.log2(spread))
+        ports = self.network_bytes_per_s * (1 + (max(1, group // spread) - 1) * self.efficiency.rails)
         rate = min(self.link_bytes_per_s, ports)
+        if rounds == 1:  # a gather goes round the ring, over every device; sums have trees
+            hops = group - spread + _NETWORK_HOPS * spread
+        else:
+            hops = rounds * (min(group, 8) + _NETWORK_HOPS * math.log2(spread))
         return rounds * share / rate + self.efficiency.network_latency_s + hops * self.efficiency.hop_s
 
     def message_s(self, num_bytes: float, *, inside: bool) -> float:

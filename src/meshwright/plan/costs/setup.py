@@ -83,6 +83,17 @@ class Setup:
     """Whether collectives of sequence parallelism run piece by piece beside their products: this project's do not."""
     is_eager: bool = True
     """Whether PyTorch runs one kernel after the other as the model says, with today's fused attention and overlap."""
+    native_attention: bool = False
+    """Whether fused attention is written for this generation of device (cuDNN's, FlashAttention-3), not for the one before."""
+    attention_speed: float = 1.0
+    """Of its fused attention over FlashAttention-2 or what is its equal [ratio]."""
+    calls_per_layer: float = 1.0
+    """Collectives in which data parallelism exchanges a layer; tools without buckets have one for each tensor [count]."""
+    accumulated_bytes: float = 10.0
+    """Traffic of one gradient element that is added to those of the micro-batches before: 2 read, 4 read, 4 written; less where
+    the product itself adds [bytes]."""
+    sends_slices: bool = False
+    """Whether tp ranks send a slice each to the next stage, and their receivers gather: this project's send it whole."""
     trains_weights: bool = True
     """False where adapters alone are trained, whose gradients are small."""
     offloads_optimizer: bool = False

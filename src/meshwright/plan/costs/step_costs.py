@@ -36,9 +36,6 @@ __all__: list[str] = []
 _BUCKET_BYTES: Final = 40 * 2**20
 """Gradients that are reduced together [bytes]."""
 
-_ACCUMULATED_BYTES: Final = 10.0
-"""Traffic of one gradient element that is added to those of the micro-batches before: 2 read, 4 read, 4 written [bytes]."""
-
 _WEIGHT_FRACTION: Final = 1 / 3
 """Share of forward and backward that gradients of weights take: one of three products [ratio]."""
 
@@ -179,7 +176,7 @@ class StepCosts:
             passes = [(forward, backward, again + each) for forward, backward, again in passes]
         accumulated = 0.0
         if setup.trains_weights and setup.micro_batches > 1:
-            accumulated = _ACCUMULATED_BYTES / self.machine.memory_bytes_per_s
+            accumulated = setup.accumulated_bytes / self.machine.memory_bytes_per_s
         of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
         totals = self._sums(of_kinds)
         num_stages = min(setup.num_stages, len(self._kind))
@@ -282,8 +279,10 @@ class StepCosts:
         if setup.pp == 1:
             return 0.0
         width = max((kinds[kind].input_bytes for kind in self._kind[:-1]), default=0.0)
-        if not setup.sequence_parallel and setup.overlap:
-            width /= setup.tp  # tp ranks hold the same result: each sends a share, and the receivers gather
+        if setup.sequence_parallel and not setup.sends_slices:
+            width *= setup.tp
+        if setup.sends_slices and not setup.sequence_parallel:
+            width /= setup.tp
         return self.machine.message_s(width, inside=setup.num_devices <= self.machine.cluster.devices_per_host)
 
     def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
@@ -346,21 +345,14 @@ class StepCosts:
 
 _SEEN: Final = (
     "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "overlaps_tp", "is_eager", "trains_weights",
+    "native_attention", "attention_speed",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
 _PIPED: Final = (
-    *_SEEN,
-    "dp",
-    "pp",
-    "virtual",
-    "schedule",
-    "micro_batches",
-    "recompute",
-    "overlap",
-    "cut_by_work",
-    "one_process",
-)
+    *_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap", "accumulated_bytes", "sends_slices",
+    "cut_by_work", "one_process",
+)  # fmt: skip
 """What a pipeline sees of a setup."""
 
 _seen: Final = operator.attrgetter(*_SEEN)
