@@ -26,7 +26,8 @@ class FirstRun:
 
     Args:
         run: (module, samples) -> outputs. It may not write into the samples.
-        take: Returns the samples. It is called for a look alone: the user's own code may cut the batch, and raise on one rank.
+        take: Returns the samples, and how many times as many the micro-batch has. It is called for a look alone: the user's own
+            code may cut the batch, and raise on one rank.
         repeat: Makes two samples of a single one; returns None where there are more.
         whole: All samples of the micro-batch.
     """
@@ -34,7 +35,7 @@ class FirstRun:
     def __init__(
         self,
         run: Callable[[nn.Module, Any], Any],
-        take: Callable[[], Any],
+        take: Callable[[], tuple[Any, int]],
         repeat: Callable[[Any], Any | None],
         whole: Any,
     ) -> None:
@@ -42,13 +43,16 @@ class FirstRun:
         self._take = take
         self._repeat = repeat
         self._whole = whole
+        self.pieces = 1
+        """How many times as many samples the micro-batch has as the last run took [count]."""
 
     def __call__(self, module: nn.Module) -> Any:
-        return self._run(module, self._take())
+        few, self.pieces = self._take()
+        return self._run(module, few)
 
     def on_two(self) -> Run | None:
         """Return the run on two samples where this one has a single sample, with which BatchNorm cannot train."""
-        two = self._repeat(self._take())
+        two = self._repeat(self._take()[0])
         return None if two is None else lambda module: self._run(module, two)
 
     def on_all(self, module: nn.Module) -> Any:

@@ -72,8 +72,9 @@ class LossTerms:
     def first_run(self, part: Any) -> FirstRun:
         """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""
 
-        def take() -> Any:
-            return self._splitter.cut(part, max(1, self._splitter.count(part) // _FEW_SAMPLES))[0]
+        def take() -> tuple[Any, int]:
+            pieces = max(1, self._splitter.count(part) // _FEW_SAMPLES)
+            return self._splitter.cut(part, pieces)[0], pieces
 
         def repeat(few: Any) -> Any | None:
             is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1

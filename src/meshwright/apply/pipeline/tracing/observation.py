@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright._torch_private import without_function_modes
+from meshwright._torch_private import RNN_LAYER, without_function_modes
+from meshwright.apply.first_look import FirstRun
 from meshwright.apply.modules.copies import copy_module, sharing_attributes
 from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
@@ -76,9 +78,21 @@ def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Seq
     try:
         with torch.enable_grad(), observer.attached(), observer.counter, observer:
             run(module)
-        return observer.flow()
+        # What layers compute grows with the samples, what their parameters cost does not.
+        return observer.flow(run.pieces if isinstance(run, FirstRun) else 1)
     finally:
         observer.forget()
+
+
+def _recurrence_flops(data: Sequence[int], one: Sequence[int], other: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the operations of one direction of an LSTM's layer, which torch does not count [FLOPs].
+
+    Args:
+        data: Shape of the inputs: steps, samples, width.
+        one: Shape of the inputs' matrix.
+        other: Shape of the state's matrix.
+    """
+    return 2 * data[0] * data[1] * (math.prod(one) + math.prod(other))
 
 
 class _ForwardObserver(TorchFunctionMode):
@@ -86,7 +100,7 @@ class _ForwardObserver(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
-        self.counter = FlopCounterMode(display=False)
+        self.counter = FlopCounterMode(display=False, custom_mapping={RNN_LAYER.overloadpacket: _recurrence_flops})
         self._module = module
         self._modules = dict(module.named_modules())
         self._units = list(units)
@@ -343,12 +357,14 @@ class _ForwardObserver(TorchFunctionMode):
                 unit = self._changed_buffers[id(tensor)]
                 self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
 
-    def flow(self) -> Flow:
-        """Return the trace."""
+    def flow(self, pieces: int) -> Flow:
+        """Return the trace, with the operations of so many times the samples."""
         if self._running is not None:
             raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
         calls = tuple(
-            UnitCall(unit=call["unit"], flops=call["flops"], parameters=tuple(sorted(used)), takes=call["takes"])
+            UnitCall(
+                unit=call["unit"], flops=pieces * call["flops"], parameters=tuple(sorted(used)), takes=call["takes"]
+            )
             for call, used in zip(self._calls, self._used, strict=True)
         )
         called = {call.unit for call in calls}
