@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.runs --out benchmarks/planner/results/runs.json
 
-Machines are measured anew first, so that what an earlier day kept is not used; `--keep` uses it. Plans that cannot be applied to
-a model are listed with their refusal.
+"auto" is the plan that `train` would choose on two devices; the others are every kind. Machines are measured anew first, so that
+what an earlier day kept is not used; `--keep` uses it. Plans that cannot be applied to a model are listed with their refusal.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from typing import Any, Final
 
 from benchmarks.surroundings import environment as surroundings
 
-from meshwright.compare.run_plans import compare_plans
+import meshwright as mw
+from meshwright.compare.run_plans import compare_plans, run_trials
 from meshwright.errors import MeshwrightError
 from meshwright.host import CACHE_VARIABLE
+from meshwright.train.config.load import load_config
 
 EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples"
 MODELS: Final = ("gpt_python", "resnet_digits", "lstm_python", "gpt_hf")
-PLANS: Final = (
+_ROUNDS: Final = 5
+PLANS: Final[tuple[str, ...]] = (
+    "auto",
     "single",
     "data_parallel",
     "model_parallel",
@@ -51,7 +55,7 @@ def run_model(name: str, plans: list[str], steps: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row in comparison.rows:
         trial, prediction = row.trial, row.trial.prediction
-        found: dict[str, Any] = {"model": name, "plan": trial.name, "error": trial.error}
+        found: dict[str, Any] = {"model": name, "plan": trial.name, "line": trial.plan, "error": trial.error}
         if trial.error is None:
             found |= {
                 "measured": {"step_s": row.step_s, "peak_bytes": row.peak_memory_bytes, "sent_bytes": row.sent_bytes},
@@ -95,20 +99,30 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "p90_error": statistics.quantiles(numbers, n=10)[-1] if len(numbers) > 1 else numbers[0],
                 "worst": max(numbers),
             }
-    found["chosen"] = {}
-    for name in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == name and row["error"] is None and row.get("predicted")]
-        of_model = [row for row in of_model if not row["is_baseline"]]
-        if of_model:
-            fastest = min(of_model, key=lambda row: row["measured"]["step_s"])
-            chosen = min(of_model, key=lambda row: _step_s(row["predicted"]))
-            behind = chosen["measured"]["step_s"] / fastest["measured"]["step_s"] - 1
-            found["chosen"][name] = {"chosen": chosen["plan"], "fastest": fastest["plan"], "behind": behind}
     return found
 
 
-def _step_s(prediction: dict[str, Any]) -> float:
-    return sum(value for value in prediction["time"].values() if isinstance(value, float))
+def duels(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how far the plan that "auto" chose is behind the two that were the fastest beside it, measured in turns."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == name and row["error"] is None and not row["is_baseline"]]
+        chosen = next(row["line"] for row in of_model if row["plan"] == "auto")
+        others = sorted((row for row in of_model if row["line"] != chosen), key=lambda row: row["measured"]["step_s"])
+        rivals = list(dict.fromkeys(row["line"] for row in others))[:2]
+        lines = [chosen, *rivals] * _ROUNDS
+        trials = run_trials(load_config(EXAMPLES / f"{name}.toml"), [mw.Plan.parse(line) for line in lines], 15, None)
+        times = [statistics.median(trial.step_seconds) for trial in trials]
+        rounds = [times[first : first + 3] for first in range(0, len(times), 3)]
+        behind = {
+            rival: statistics.median(one[0] / one[place] for one in rounds) - 1 for place, rival in enumerate(rivals, 1)
+        }
+        found[name] = {"chosen": chosen, "behind": behind, "rounds_s": rounds}
+        print(
+            f"{name:15}{chosen:30}" + "".join(f"{rival}: {100 * by:+.1f} %  " for rival, by in behind.items()),
+            flush=True,
+        )
+    return found
 
 
 def main() -> None:
@@ -116,8 +130,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--duels-of", type=Path, help="what an earlier run wrote: only the choice is measured again")
     parser.add_argument("--keep", action="store_true", help="use what is kept of this machine")
     options = parser.parse_args()
+    if options.duels_of is not None:
+        result = json.loads(options.duels_of.read_text(encoding="utf-8"))
+        result["chosen"] = duels(result["rows"])
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return
     rows: list[dict[str, Any]] = []
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +150,14 @@ def main() -> None:
                 ratios = [row.get(key) for key in ("step_ratio", "memory_ratio", "sent_ratio")]
                 told = row["error"] or "  ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
                 print(f"{row['model']:15}{row['plan']:55}{told[:110]}", flush=True)
-    result = {"surroundings": surroundings(), "seconds": time.time() - began, "summary": summary(rows), "rows": rows}
+        chosen = duels(rows)
+    result = {
+        "chosen": chosen,
+        "surroundings": surroundings(),
+        "seconds": time.time() - began,
+        "summary": summary(rows),
+        "rows": rows,
+    }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     json.dump(result["summary"], sys.stdout, indent=1)
     print()
