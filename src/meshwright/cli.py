@@ -118,8 +118,12 @@ def plan(
         int | None, typer.Option(min=1, help="Samples of one step over all devices.", show_default=False)
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
-    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="What products are computed in.")] = "bf16",
-    optimizer: Annotated[Literal["adamw", "adam", "momentum", "sgd"], typer.Option(help="The optimizer.")] = "adamw",
+    precision: Annotated[
+        Literal["fp32", "bf16"] | None, typer.Option(help="What products are computed in; bf16.", show_default=False)
+    ] = None,
+    optimizer: Annotated[
+        Literal["adamw", "adam", "momentum", "sgd"] | None, typer.Option(help="adamw.", show_default=False)
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     batch: Annotated[
         str | None, typer.Option(metavar="PACKAGE.MODULE:CALLABLE", help="What returns an example batch of the model.")
@@ -134,8 +138,14 @@ def plan(
     if model.endswith(".toml"):
         from meshwright.compare.refine import plan_config
 
-        print(plan_config(Path(model), devices=devices, top=top, refine=refine, json_path=json_path))
+        for name, value in (("global-batch", global_batch), ("sequence", sequence), ("precision", precision),
+                            ("optimizer", optimizer), ("batch", batch)):  # fmt: skip
+            _refuse(value is not None, f"--{name}", f"'{model}' says it itself")
+        _refuse(bool(cluster and refine), "--refine", "plans are run on this machine alone; leave --cluster out")
+        print(plan_config(Path(model), cluster=cluster, devices=devices, top=top, refine=refine, json_path=json_path))
         return
+    for name, value in (("devices", devices), ("refine", refine or None)):
+        _refuse(value is not None, f"--{name}", "for a TOML file of a training alone")
     if cluster is None or global_batch is None:
         missing = "--cluster" if cluster is None else "--global-batch"
         raise typer.BadParameter(f"missing for '{model}': only a TOML file says it itself", param_hint=missing)
@@ -143,7 +153,7 @@ def plan(
     from meshwright.plan.plan_table import list_plans, read_model
     from meshwright.spec import TrainSpec
 
-    train = TrainSpec(global_batch_size=global_batch, precision=precision, optimizer=optimizer)
+    train = TrainSpec(global_batch_size=global_batch, precision=precision or "bf16", optimizer=optimizer or "adamw")
     if ":" in model:  # a module has to be built and run, on fake tensors
         from meshwright.train.model_names import find_model
 
@@ -153,16 +163,23 @@ def plan(
     print(list_plans(spec, load_cluster(cluster), train, top=top, json_path=json_path))
 
 
+def _refuse(is_wrong: bool, option: str, why: str) -> None:
+    if is_wrong:
+        raise typer.BadParameter(why, param_hint=option)
+
+
 @app.command()
 def probe(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cluster to this JSON file.")] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Ranks; the visible GPUs, or the cores.")] = None,
 ) -> None:
-    """Measure this machine, for `meshwright plan --cluster FILE`."""
+    """Measure this machine, for later runs here and for `meshwright plan --cluster FILE`."""
     from meshwright.measure.probe import probe_cluster
     from meshwright.measure.probe_listing import save_cluster, show_cluster, show_stage
+    from meshwright.train.planning.this_machine import keep_for_runs
 
     cluster = probe_cluster(devices, on_stage=show_stage)
+    keep_for_runs(cluster)
     print(show_cluster(cluster))
     if output is not None:
         save_cluster(cluster, output)

@@ -142,7 +142,9 @@ def run(in_tmp, monkeypatch, capsys):
     def run(*lives, settings=(), resume=False, **kwargs):
         fake = fake_launch(*lives, **kwargs)
         monkeypatch.setattr(launcher, "launch", fake)
-        code = launcher.run_training(load_config(EXAMPLE, ["train.name=my run", *settings]), resume=resume)
+        code = launcher.run_training(
+            load_config(EXAMPLE, ["train.name=my run", "train.plan=distributed", *settings]), resume=resume
+        )
         run.resumed = fake.resumed
         return code, capsys.readouterr()
 
@@ -370,3 +372,22 @@ def test_a_plan_that_does_not_fit_the_job_is_refused(in_tmp, monkeypatch):
         launcher.run_training(load_config(EXAMPLE))
     plan = re.match(r"--plan (\S+),", caught.value.fix)[1]
     assert load_config(EXAMPLE, plan=plan).plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("bert-base", "--cluster", "8xh100-sxm"), "--global-batch"),
+        (("bert-base", "--global-batch", "8"), "--cluster"),
+        (("bert-base", "--cluster", "8xh100-sxm", "--global-batch", "8", "--refine", "2"), "--refine"),
+        (("bert-base", "--cluster", "8xh100-sxm", "--global-batch", "8", "--devices", "2"), "--devices"),
+        ((str(EXAMPLE), "--global-batch", "8"), "--global-batch"),
+        ((str(EXAMPLE), "--precision", "bf16"), "--precision"),
+        ((str(EXAMPLE), "--cluster", "8xh100-sxm", "--refine", "2"), "--refine"),
+    ],
+)
+def test_an_option_of_plan_that_would_be_ignored_or_is_missing_is_refused(monkeypatch, capsys, arguments, option):
+    code, out, err = run_main(monkeypatch, capsys, "plan", *arguments)
+    assert code == 2
+    assert out == ""
+    assert f"Invalid value for {option}" in err

@@ -16,7 +16,7 @@ from typing import Final
 from meshwright.compare.rows import Trial
 from meshwright.compare.run_plans import run_trials
 from meshwright.errors import ConfigError
-from meshwright.hardware import ClusterSpec
+from meshwright.hardware import ClusterSpec, load_cluster
 from meshwright.plan.plan_table import list_plans
 from meshwright.plan.search.ranking import make_plans, predict_plan
 from meshwright.spec.plan import Plan
@@ -47,12 +47,19 @@ class Scalars:
 
 
 def plan_config(
-    path: Path, *, devices: int | None = None, top: int = 5, refine: int = 0, json_path: Path | None = None
+    path: Path,
+    *,
+    cluster: str | None = None,
+    devices: int | None = None,
+    top: int = 5,
+    refine: int = 0,
+    json_path: Path | None = None,
 ) -> str:
-    """Return the best plans for a configuration on this machine as text, and write them as JSON where a path is given.
+    """Return the best plans for a configuration as text, and write them as JSON where a path is given.
 
     Args:
         path: The TOML file.
+        cluster: As `load_cluster` takes it; None means this machine.
         devices: How many devices to plan for; None means the configuration's [count].
         top: Plans to show at most [count].
         refine: How many of the best to run for a few steps before the list is made [count].
@@ -66,16 +73,19 @@ def plan_config(
     config = load_config(path, plan="auto", devices=devices)
     with ProgressView(sys.stderr) as view:
         predictor = Predictor(config, tell=view.note)
-        count = default_devices(config)
-        known, cluster = predictor.task(count)
+        if cluster is not None:
+            whole = load_cluster(cluster)
+            known, machine = predictor.task(devices or whole.num_devices, whole)
+        else:
+            known, machine = predictor.task(default_devices(config))
         note = ""
         if refine:
-            plans = make_plans(known.model, cluster, known.train, top=refine)
+            plans = make_plans(known.model, machine, known.train, top=refine)
             measured = run_trials(config, plans, _STEPS, view)
-            cluster = learn(cluster, plans, measured)
-            keep_cluster(cluster, count, threads_of(plans[0]))
-            note = _held(plans, measured, known, cluster)
-    return list_plans(known.model, cluster, known.train, top=top, json_path=json_path) + note
+            machine = learn(machine, plans, measured)
+            keep_cluster(machine, machine.num_devices, threads_of(plans[0]))
+            note = _held(plans, measured, known, machine)
+    return list_plans(known.model, machine, known.train, top=top, json_path=json_path) + note
 
 
 def learn(cluster: ClusterSpec, plans: Sequence[Plan], trials: Sequence[Trial]) -> ClusterSpec:

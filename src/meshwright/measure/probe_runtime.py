@@ -1,4 +1,4 @@
-"""What this project's own steps add to a model's operators: plans on next to nothing, beside a plain loop.
+"""Times that this project's own steps add to a model's operators: plans on next to nothing, beside a plain loop.
 
 A step of two sizes of a small model gives what it takes in any case, and what each layer or parameter adds.
 """

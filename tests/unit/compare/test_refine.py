@@ -124,3 +124,12 @@ def test_the_best_plans_are_run_and_what_they_say_is_kept(monkeypatch: pytest.Mo
     assert text.count("measured") == 3
     assert plain.splitlines()[0] == text.splitlines()[0]
     assert kept[0].device.peak("fp32") == pytest.approx(host().device.peak("fp32") / 1.5)
+
+
+def test_plans_for_another_cluster_need_no_machine_of_that_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "describe_config", lambda _config: Described(MODEL, TRAIN, loaded_bytes=0))
+    monkeypatch.setattr(predictor, "this_machine", lambda *_args, **_options: pytest.fail("it was asked"))
+    assert "8xh100-sxm" in plan_config(CLASSIC, cluster="8xh100-sxm", top=1)
+    assert "1 x 4 x h100" in plan_config(CLASSIC, cluster="8xh100-sxm", devices=4, top=1)
+    with pytest.raises(ConfigError, match="rule: at most the 8 that it has"):
+        plan_config(CLASSIC, cluster="8xh100-sxm", devices=16)

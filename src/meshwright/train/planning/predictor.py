@@ -110,18 +110,24 @@ class Predictor:
             return plan
         raise ConfigError("; ".join(refusals) or f"no plan has {', '.join(f'{k}={v}' for k, v in wanted.items())}")
 
-    def task(self, num_devices: int) -> tuple[Described, ClusterSpec]:
-        """Return the model with its training, and this machine as that many devices see it.
+    def task(self, num_devices: int, cluster: ClusterSpec | None = None) -> tuple[Described, ClusterSpec]:
+        """Return the model with its training, and so many devices of a cluster, or of this machine.
 
         Raises:
             ConfigError: The model cannot be described, or the machine may not be measured.
             Exception: Whatever the user's code raises.
         """
         known = self._description()
-        cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
         if cluster is None:
-            raise ConfigError("this machine is not measured", fix="meshwright probe")
-        return known, _loaded(cluster, known)
+            cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
+        if cluster is None:
+            raise ConfigError("this machine is not measured", fix="unset MESHWRIGHT_CLUSTER, or --cluster 8xh100-sxm")
+        if num_devices > cluster.num_devices:
+            raise ConfigError(
+                f"{num_devices} devices of '{cluster.name}' (rule: at most the {cluster.num_devices} that it has)",
+                fix=f"devices={cluster.num_devices}",
+            )
+        return known, _loaded(_part_of(cluster, num_devices), known)
 
     def _description(self) -> Described:
         if self._why_not:
@@ -136,8 +142,8 @@ class Predictor:
 
     def _cluster(self, num_ranks: int, threads: int) -> ClusterSpec | None:
         cluster = this_machine(num_ranks, threads, measure=False)
-        if cluster is not None and cluster.num_devices > num_ranks:
-            cluster = _part_of(cluster, num_ranks)  # one that was named
+        if cluster is not None:
+            cluster = _part_of(cluster, num_ranks)  # of one that was named
         if cluster is None and self._measure and not is_switched_off():
             ranks = (
                 f"{num_ranks} rank{'' if num_ranks == 1 else 's'} with {threads} thread{'' if threads == 1 else 's'}"
@@ -164,7 +170,9 @@ def _loaded(cluster: ClusterSpec, known: Described) -> ClusterSpec:
 
 
 def _part_of(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """Return so many devices of a cluster: whole hosts, or a part of one."""
+    """Return so many devices of a cluster, at most all of them: whole hosts, or a part of one."""
+    if num_devices >= cluster.num_devices:
+        return cluster
     hosts, rest = divmod(num_devices, cluster.devices_per_host)
     if hosts and rest:
         raise ConfigError(

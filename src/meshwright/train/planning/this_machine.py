@@ -80,6 +80,11 @@ def keep_cluster(cluster: ClusterSpec, num_ranks: int, threads: int) -> None:
         draft.replace(path)
 
 
+def keep_for_runs(cluster: ClusterSpec) -> None:
+    """Keep what was measured with an equal share of the cores for each rank, as `train` starts them."""
+    keep_cluster(cluster, cluster.num_devices, max(1, usable_cores() // cluster.num_devices))
+
+
 def _kept_file(num_ranks: int, threads: int) -> Path | None:
     """Return where a cluster is kept; None where nothing can be."""
     facts = (
