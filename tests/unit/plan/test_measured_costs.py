@@ -1,0 +1,190 @@
+"""Costs from what a probe measured: curves by size, kernels of recurrences and attention, and what the runtime adds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+import meshwright as mw
+from meshwright.errors import ApplyError, ConfigError
+from meshwright.hardware import ClusterSpec
+from meshwright.hardware.efficiency import Efficiency
+from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.step_costs import StepCosts
+from meshwright.schedule.balance import balance_layers, work_of
+from meshwright.spec import Prediction
+
+MODEL = mw.ModelSpec.transformer(layers=6, hidden=64, heads=4, vocab=128, sequence=32)
+TRAIN = mw.TrainSpec(global_batch_size=8)
+EFFICIENCY = Efficiency(
+    num_units=1, matmul={"fp32": 1.0, "bf16": 1.0}, memory=1.0, attention_forward=0.5, attention_backward=0.4,
+    inner_overhead=0.0, elementwise_passes=1.0, kernel_s=0.0, operator_s=0.0, collective_host_s=0.0, link=1.0, network=1.0,
+    rails=1.0, link_latency_s=0.0, network_latency_s=0.0, hop_s=0.0, tp_overlap=0.0, interference=0.0, overlap=0.0,
+    optimizer_bytes=28.0, step_s=0.0, issues_ahead=False,
+)  # fmt: skip
+
+
+def host(**changes: object) -> ClusterSpec:
+    device = mw.DeviceSpec(
+        name="cpu", peak_flops_per_s={"fp32": 1e11, "bf16": 2e11}, memory_bytes_per_s=2e10, memory_bytes=8 * 2**30
+    )
+    link = mw.LinkSpec(name="between-ranks", bytes_per_s=4e9, latency_s=0.0)
+    efficiency = dataclasses.replace(EFFICIENCY, **changes)  # type: ignore[arg-type]
+    return ClusterSpec(name="host", device=device, devices_per_host=4, link=link, efficiency=efficiency)
+
+
+def predicted(line: str, **changes: object) -> Prediction:
+    return mw.predict_plan(MODEL, host(**changes), TRAIN, mw.Plan.parse(line))
+
+
+def added(line: str, **runtime: tuple[float, float]) -> float:
+    """Return by how much a plan's step takes longer where the runtime adds something."""
+    return predicted(line, runtime=runtime).step_s - predicted(line).step_s
+
+
+# -- what the runtime adds ---------------------------------------------------------------------------------------------
+
+
+def test_every_step_takes_the_runtimes_own_time() -> None:
+    layers = len(MODEL.layers)
+    for line in ("single", "dp=2", "dp=2,zero=3"):
+        assert added(line, step=(1e-3, 1e-5)) == pytest.approx(1e-3 + layers * 1e-5)
+    assert added("pp=2,micro_batches=4", step=(1e-3, 1e-5)) == pytest.approx(1e-3 + layers / 2 * 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "times"),
+    [
+        ("dp=2", 0),
+        ("dp=2,zero=1", 0),
+        ("dp=2,zero=2", 1),
+        ("dp=2,zero=3,micro_batches=4", 4),
+        ("dp=2,pp=2,zero=3,micro_batches=2", 0),
+    ],
+)
+def test_zero_takes_it_for_each_exchange_of_a_parameter(line: str, times: int) -> None:
+    fixed = added(line, zero=(1e-3, 0.0))
+    assert fixed == pytest.approx(times * 1e-3, abs=1e-12)
+    assert (added(line, zero=(0.0, 1e-5)) > 0) == (times > 0)
+
+
+def test_recompute_takes_it_for_each_micro_batch() -> None:
+    assert added("dp=2,recompute=full", recompute=(1e-3, 0.0)) == pytest.approx(1e-3)
+    assert added("dp=2,recompute=full,micro_batches=4", recompute=(1e-3, 1e-4)) == pytest.approx(
+        4 * (1e-3 + len(MODEL.layers) * 1e-4)
+    )
+    assert added("dp=2", recompute=(1e-3, 1e-4)) == 0
+
+
+def test_each_stage_follows_the_whole_forward_of_each_micro_batch() -> None:
+    layers = len(MODEL.layers)
+    # Four micro-batches, and the first one's way through the other stage.
+    one = added("pp=2,schedule=gpipe,micro_batches=4", stage=(1e-3, 1e-5))
+    assert one == pytest.approx(5 * (1e-3 + layers * 1e-5))
+    two = added("pp=2,schedule=interleaved,virtual=2,micro_batches=4", stage=(1e-3, 1e-5))
+    assert two > 1.5 * one
+    assert added("pp=2,micro_batches=4", half=(1e-3, 0.0)) == 0
+    assert added("pp=2,schedule=zb-h1,micro_batches=4", half=(1e-3, 0.0)) >= 4e-3
+    assert added("dp=2", stage=(1e-3, 1e-5)) == 0
+
+
+@pytest.mark.parametrize("runtime", [{"walk": (1.0, 1.0)}, {"step": (1.0,)}, {"step": (-1.0, 0.0)}])
+def test_what_the_runtime_adds_is_two_times_of_a_known_kind(runtime: dict[str, tuple[float, ...]]) -> None:
+    with pytest.raises(ConfigError, match="rule"):
+        dataclasses.replace(EFFICIENCY, runtime=runtime)
+
+
+def test_measured_numbers_survive_their_file() -> None:
+    curves = {"product_curve": ((1e3, 0.1), (1e6, 0.9)), "traffic_curve": ((1e3, 0.5), (1e6, 1.0))}
+    cluster = host(**curves, runtime={"stage": (1e-3, 1e-5)}, process_bytes=1e8, held=1.2, recurrence_forward=0.4)
+    assert ClusterSpec.from_json(cluster.to_json()) == cluster
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+
+def test_products_and_traffic_go_by_their_size() -> None:
+    cluster = host()
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes_per_s=1e15))
+    machine = Machine(cluster, EFFICIENCY)
+    slow = Machine(cluster, dataclasses.replace(EFFICIENCY, product_curve=((1e4, 0.1), (1e8, 1.0))))
+    sizes = [8, 32, 128, 512]
+    ratios = [
+        slow.product_s((size, size, size), 1.0, "fp32", 4.0, aligned=True)
+        / machine.product_s((size, size, size), 1.0, "fp32", 4.0, aligned=True)
+        for size in sizes
+    ]
+    assert all(one >= other - 1e-9 for one, other in itertools.pairwise(ratios))
+    assert ratios[0] > 2
+    assert ratios[-1] == pytest.approx(1.0)
+    traffic = Machine(cluster, dataclasses.replace(EFFICIENCY, traffic_curve=((1e4, 0.5), (1e8, 1.0))))
+    assert traffic.traffic_s(1e4) == pytest.approx(2 * machine.traffic_s(1e4))
+    assert traffic.traffic_s(1e9) == pytest.approx(machine.traffic_s(1e9))
+
+
+@pytest.mark.parametrize("curve", [((1e3, 0.5), (1e2, 0.6)), ((1e3,),), ((1e3, -0.5),)])
+def test_a_curve_ascends_and_is_positive(curve: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ConfigError, match="rule"):
+        dataclasses.replace(EFFICIENCY, product_curve=curve)
+
+
+def test_scores_of_attention_take_their_time() -> None:
+    plain, slow = predicted("single"), predicted("single", score_forward_s=1e-8)
+    scores = 6 * 4 * 32 * 32 * 8 / 2  # half of them are masked
+    assert slow.time.forward_s - plain.time.forward_s == pytest.approx(scores * 1e-8, rel=0.01)
+
+
+# -- memory of a process -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_counts_once_and_the_allocator_holds_more_than_is_alive() -> None:
+    plain = predicted("dp=2")
+    more = predicted("dp=2", process_bytes=3e8, held=1.5)
+    assert more.memory.buffers_bytes - plain.memory.buffers_bytes == pytest.approx(
+        3e8 + 0.5 * plain.memory.activations_bytes, abs=2
+    )
+    assert more.memory.activations_bytes == plain.memory.activations_bytes
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def brute(costs: list[float], stages: int) -> float:
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    return min(max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts)
+
+
+def test_balanced_layers_are_the_best_of_all_cuts() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        costs = [float(draw.choice((0, 1, 2, 5, 9))) for _ in range(draw.randint(2, 9))]
+        stages = draw.randint(1, len(costs))
+        found = balance_layers(costs, stages)
+        loads = [sum(cost for cost, stage in zip(costs, found, strict=True) if stage == one) for one in range(stages)]
+        assert max(loads) == brute(costs, stages)
+        assert found == sorted(found)
+        assert set(found) == set(range(stages))
+
+
+def test_stages_given_by_the_user_are_kept() -> None:
+    assert balance_layers([1.0, 1.0, 1.0, 9.0], 2, [None, 1, None, None]) == [0, 1, 1, 1]
+    with pytest.raises(ApplyError, match="stages="):
+        balance_layers([1.0, 1.0], 2, [1, 0])
+
+
+def test_work_counts_products_three_times_and_parameters_by_their_traffic() -> None:
+    assert work_of(10.0, 2) == 3 * 10 + 48 * 2 + 1
+
+
+def test_one_process_has_a_stage_after_the_other_and_one_optimizer() -> None:
+    costs = StepCosts(MODEL, host(tensor_s=1e-3))
+    whole = costs.predict(Setup.of(MODEL, mw.Plan.parse("single"), TRAIN))
+    cut = costs.predict(Setup.of(MODEL, mw.Plan.preset("model_parallel", 2), TRAIN))
+    assert cut.time.optimizer_s == pytest.approx(whole.time.optimizer_s)
+    assert cut.time.forward_s + cut.time.backward_s + cut.time.bubble_s == pytest.approx(
+        whole.time.forward_s + whole.time.backward_s, rel=0.01
+    )
