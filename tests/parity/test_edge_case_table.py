@@ -1,4 +1,4 @@
-"""The table of edge cases names tests and models that exist."""
+"""The tables of edge cases and faults name tests and models that exist."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TABLE = (ROOT / "docs" / "edge_cases.md").read_text(encoding="utf-8")
 
 
 def test_every_test_that_the_table_names_exists() -> None:
-    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", TABLE))
-    assert len(named) > 30
+    named = set(re.findall(r"`((?:\w+/)*)(test_\w+\.py)::(test_\w+)`", TABLE))
+    assert len(named) > 60
     missing = [
-        f"{file}::{test}"
-        for file, test in sorted(named)
-        if f"def {test}(" not in (ROOT / "tests" / "parity" / file).read_text(encoding="utf-8")
+        f"{folder}{file}::{test}"
+        for folder, file, test in sorted(named)
+        if f"def {test}(" not in (ROOT / "tests" / (folder or "parity") / file).read_text(encoding="utf-8")
     ]
     assert missing == []
 
@@ -35,7 +35,8 @@ def test_every_model_that_the_table_names_exists() -> None:
 
 
 def test_every_row_is_a_case_with_an_answer() -> None:
-    rows = [line.split("|")[1:-1] for line in TABLE.splitlines() if re.match(r"\| E\d{3} ", line)]
+    rows = [line.split("|")[1:-1] for line in TABLE.splitlines() if re.match(r"\| (E\d{3}|F\d\d) ", line)]
     numbers = [row[0].strip() for row in rows]
     assert numbers == sorted(set(numbers))
+    assert {f"F{number}" for number in (*range(21, 35), 42)} <= set(numbers)
     assert all(len(row) == 3 and len(row[2].strip()) > 10 for row in rows)
