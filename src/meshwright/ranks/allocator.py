@@ -17,7 +17,7 @@ _M_ARENA_MAX = -8
 _NEVER = -1
 _FROM_HEAP_BYTES = 2**30
 _FROM_KERNEL_BYTES = 2**20
-_LARGEST_KEPT_BYTES = 3 * 2**25
+_LARGEST_KEPT_BYTES = 2**22
 _WORTH_A_TRIM_BYTES = 2**26  # the heap that is given back has to be faulted in again
 
 _from_kernel_bytes: int | None = None

@@ -47,7 +47,7 @@ def sameness(one: nn.Module, calls: Sequence[Call], other: nn.Module, its_calls:
     pairs = _Pairs([*one.parameters(), *other.parameters()])
     mine = [(call.args, call.kwargs, call.ambient) for call in calls]
     theirs = [(call.args, call.kwargs, call.ambient) for call in its_calls]
-    if not pairs.are_same(one, other) or not pairs.are_same(mine, theirs):
+    if not pairs.are_same(one, other) or not pairs.are_same_calls(mine, theirs):
         return Sameness.DIFFERENT
     if not pairs.differ_in_places:
         return Sameness.SAME
@@ -62,10 +62,16 @@ class _Pairs:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.differ_in_places = False
+        self._in_calls = False
         self._drawn = {id(parameter) for parameter in parameters if parameter.is_floating_point()}
         self._forth: dict[int, int] = {}
         self._back: dict[int, int] = {}
         self._alive: list[Any] = []  # an id identifies an object only while it lives
+
+    def are_same_calls(self, one: Any, other: Any) -> bool:
+        """Tell whether calls are the same; of activations among the arguments the shape counts."""
+        self._in_calls = True
+        return self.are_same(one, other)
 
     def are_same(self, one: Any, other: Any) -> bool:
         """Tell whether two values are the same to any code that has them."""
@@ -86,16 +92,14 @@ class _Pairs:
             return True
         if type(one) not in (Tensor, nn.Parameter, nn.Buffer) or one.layout != torch.strided or one.is_nested:
             return False
-        facts = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_inference()) for t in (one, other)]
-        if facts[0] != facts[1]:
+        if _facts(one) != _facts(other) or (id(one) in self._drawn) is not (id(other) in self._drawn):
             return False
-        # Drawn by shape: the scope's parameters and activations.
-        is_drawn = id(one) in self._drawn if isinstance(one, nn.Parameter) else one.requires_grad
-        if is_drawn:
-            return isinstance(one, nn.Parameter) is isinstance(other, nn.Parameter) and (
-                not isinstance(one, nn.Parameter) or id(other) in self._drawn
-            )
-        return not one.is_meta and _bits(one) == _bits(other)
+        if id(one) in self._drawn:
+            return True
+        if not self._are_same_mappings(vars(one), vars(other)):
+            return False
+        is_activation = self._in_calls and one.requires_grad and not isinstance(one, nn.Parameter)
+        return is_activation or (not one.is_meta and _have_same_bits(one, other))
 
     def _have_same_parts(self, one: Any, other: Any) -> bool:
         if isinstance(one, types.FunctionType):
@@ -162,9 +166,13 @@ def _held(function: types.FunctionType) -> list[Any]:
     return [function.__defaults__, function.__kwdefaults__, vars(function), *cells]
 
 
-def _bits(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    flags = (tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg())
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *flags
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 @functools.lru_cache(maxsize=1 << 10)
