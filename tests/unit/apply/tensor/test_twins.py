@@ -41,11 +41,11 @@ class Block(nn.Module):
         self.act = act
         self.settings = Settings()
         self.table = [1.0, 2.0]
-        self.scale = nn.Buffer(torch.ones(HIDDEN))
-        self.shift = torch.zeros(HIDDEN)
+        self.scale = nn.Buffer(torch.ones(1))
+        self.shift = torch.zeros(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)) ** self.settings.power * self.scale + self.shift * self.table[0])
+        return x + self.down(self.act(self.up(x)) ** self.settings.power * self.scale + self.shift * self.table[0])
 
 
 class Reader(Block):
@@ -53,7 +53,7 @@ class Reader(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        return self.down(hidden.softmax(-1) if self.layer_idx % 2 else hidden.relu())
+        return x + self.down(hidden.softmax(-1) if self.layer_idx % 2 else hidden.relu())
 
 
 class Opener(Block):
@@ -61,7 +61,7 @@ class Opener(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        return self.down(hidden.softmax(-1) if self.__dict__["layer_idx"] % 2 else hidden.relu())
+        return x + self.down(hidden.softmax(-1) if self.__dict__["layer_idx"] % 2 else hidden.relu())
 
 
 def call(**kwargs: Any) -> Call:
@@ -94,11 +94,11 @@ def _change_entry(block: Block) -> None:
 
 
 def _change_buffer(block: Block) -> None:
-    block.scale[3] = 2.0
+    block.scale[0] = 2.0
 
 
 def _change_tensor(block: Block) -> None:
-    block.shift[3] = 2.0
+    block.shift[0] = 2.0
 
 
 def _change_mode(block: Block) -> None:
@@ -126,7 +126,7 @@ def _add_attribute(block: Block) -> None:
 
 
 def _tie(block: Block) -> None:
-    block.scale = block.shift = torch.ones(HIDDEN)
+    block.scale = block.shift = torch.ones(1)
 
 
 def _patch(block: Block) -> None:
@@ -241,7 +241,7 @@ def search(monkeypatch: pytest.MonkeyPatch, blocks: list[nn.Module]) -> tuple[Te
     """Return the layout of these blocks in a row, and how many runs of shards it took."""
     monkeypatch.setattr("meshwright.apply.tensor.proof.conditions.Experiment", _Counted)
     _Counted.num_runs = 0
-    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
     return Search(nn.Sequential(*blocks).double(), 2, lambda module: module(x)).layout(), _Counted.num_runs
 
 
@@ -257,7 +257,8 @@ def test_equal_blocks_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", [Reader, Opener])
 def test_blocks_that_read_their_position_are_proven_each(monkeypatch: pytest.MonkeyPatch, kind: type[Block]) -> None:
     layout, _ = search(monkeypatch, [kind(index) for index in range(4)])
-    assert {name for name in layout.cuts if name.endswith("up.weight")} == {"0.up.weight", "2.up.weight"}
+    rows = {name for region in layout.regions for name, role in region.roles.items() if role == "row"}
+    assert rows == {"0.down", "2.down"}
 
 
 @pytest.mark.parametrize("name", ["split_fused", "sloped", "packed", "vit"])
