@@ -23,14 +23,12 @@ def is_in_place(whole: Tensor, shard: Tensor, layouts: Sequence[ShardLayout], gr
     Args:
         whole: The parameter, on every rank.
         shard: This rank's shard.
-        layouts: All ranks' layouts, in group order; cut along a dim, or all whole.
+        layouts: All ranks' layouts, in group order, cut along a dim.
         group: The ranks; all of them call this.
     """
     if whole.is_meta or not whole.numel():
         return True
     check_coverage(layouts)
-    if all(layout.is_whole for layout in layouts):
-        return _same_bits(shard, whole)
     num_rows = [layout.local_shape[0] for layout in layouts]
     widest = max(layout.numel // rows for layout, rows in zip(layouts, num_rows, strict=True) if rows)
     step = max(1, _BLOCK // max(1, widest))
@@ -46,8 +44,6 @@ def is_in_place(whole: Tensor, shard: Tensor, layouts: Sequence[ShardLayout], gr
 
 def _rows(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tensor:
     """Return rows of a rank's shard as the whole parameter has them: a view where they lie together."""
-    if layout.dim is None:
-        return whole[start:stop]
     if layout.dim:
         pieces = [whole[start:stop].narrow(layout.dim, first, last - first) for first, last in layout.ranges]
         return torch.cat(pieces, layout.dim) if pieces else whole[:0]

@@ -40,9 +40,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.act = act
         self.settings = Settings()
-        self.table = [1.0, 2.0]
-        self.scale = nn.Buffer(torch.ones(1))
-        self.shift = torch.zeros(1)
+        self.table: Any = [1.0, 2.0]
+        self.scale: Any = nn.Buffer(torch.ones(1))
+        self.shift: Any = torch.zeros(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(x)) ** self.settings.power * self.scale + self.shift * self.table[0])
@@ -106,7 +106,7 @@ def _change_mode(block: Block) -> None:
 
 
 def _change_flag(block: Block) -> None:
-    block.up.weight.requires_grad_(requires_grad=False)
+    block.up.weight.requires_grad = False
 
 
 def _change_dtype(block: Block) -> None:
@@ -117,11 +117,15 @@ def _change_type(block: Block) -> None:
     block.layer_idx = True
 
 
+def _doubled(_: nn.Module, __: Any, result: Tensor) -> Tensor:
+    return result * 2.0
+
+
 def _add_hook(block: Block) -> None:
-    block.down.register_forward_hook(lambda _, __, result: result * 2.0)
+    block.down.register_forward_hook(_doubled)
 
 
-def _add_attribute(block: Block) -> None:
+def _add_attribute(block: Any) -> None:
     block.gain = 1.0
 
 
@@ -261,7 +265,7 @@ def test_blocks_that_read_their_position_are_proven_each(monkeypatch: pytest.Mon
     assert rows == {"0.down", "2.down"}
 
 
-@pytest.mark.parametrize("name", ["split_fused", "sloped", "packed", "vit"])
+@pytest.mark.parametrize("name", ["split_fused", "vit"])
 def test_a_proof_that_is_passed_on_says_what_one_of_its_own_says(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = cases.find(f"style_{name}")
     batch = case.batch(2, 0)

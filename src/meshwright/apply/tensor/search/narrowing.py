@@ -26,7 +26,7 @@ __all__: list[str] = []
 _ROWS = 61
 """Rows for each rank, about [count]."""
 
-_ATTRIBUTES = {kind: frozenset(vars(kind(1, 1))) for kind in (nn.Embedding, nn.Linear)}
+_ATTRIBUTES: dict[type, frozenset[str]] = {kind: frozenset(vars(kind(1, 1))) for kind in (nn.Embedding, nn.Linear)}
 
 
 @dataclasses.dataclass(frozen=True)
