@@ -58,7 +58,8 @@ def memory_returned() -> Iterator[None]:
 def memory_kept() -> Iterator[None]:
     """Have freed memory kept inside, and returned at the end: for what makes tensors of the same sizes many times over.
 
-    The largest ones go back to the kernel at once: a heap cannot give a hole to a tensor that is a little larger.
+    Those above 4 MiB go back to the kernel at once: a heap cannot give a hole to a tensor that is a little larger, and small ones
+    that live on between them keep it from shrinking.
     """
     with _memory_from(_LARGEST_KEPT_BYTES):
         yield

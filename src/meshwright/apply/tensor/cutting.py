@@ -60,6 +60,7 @@ class Cutting:
         self._drawing = Drawing(group)
         self._running: list[RunningRegion] = []
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
+        self._tensors: list[Tensor] = []  # what was cut
         self._cuts: dict[str, Callable[[int], ShardLayout]] = {}  # name -> the layout of a rank, by its number
         self.attributes: dict[tuple[int, str], Any] = {}
         """(id of a module, attribute) -> its value in the whole model, where the shard has another."""
@@ -91,6 +92,7 @@ class Cutting:
                     layout = functools.partial(cut.layout, tuple(whole.shape), region.num_units, self.group.size)
                     self._cuts[name] = known[id(tensor)] = layout
                     tensor.data = take_shard(whole, layout(rank))
+                    self._tensors.append(tensor)
                     if self._make_guard is not None:
                         layouts = [layout(part) for part in range(self.group.size)]
                         if not is_in_place(whole, tensor.data, layouts, self.group):
@@ -310,8 +312,7 @@ class Cutting:
 
     def drop_values(self) -> None:
         """Free the memory of what was cut; the module cannot be used any more."""
-        for name in self.layouts:
-            tensor = find_tensor(self.module, name)
+        for tensor in self._tensors:
             tensor.data = tensor.data.new_empty(0)
 
     def fill_with_nan(self) -> None:

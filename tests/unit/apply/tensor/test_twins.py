@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.twins import Sameness, sameness
+from meshwright.apply.tensor.search.passed_on import PassedOn
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.tensor_layout import TensorLayout
@@ -226,6 +228,32 @@ def test_writes_of_a_position_and_positions_that_are_missing_count_as_reads() ->
             action()
         assert reads.was_read
     assert "layer_idx" not in vars(block)
+
+
+class Shy:
+    """An object that raises where it is looked into."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise RuntimeError("it is nobody's business")
+        return super().__getattribute__(name)
+
+
+def test_what_cannot_be_looked_into_is_proven_each() -> None:
+    model = nn.Sequential(Block(), Block())
+    block: Any
+    for block in model:
+        block.settings = Shy()
+    trace: Any = SimpleNamespace(module=model, distinct={})
+    passed = PassedOn(trace)
+    passed.keep("it", "0", "right", PlaceReads(model[0]))
+    assert passed.find("it", "0") == "right"
+    assert passed.find("it", "1") is None
+    model[1].settings = model[0].settings
+    passed = PassedOn(trace)
+    passed.keep("it", "0", "right", PlaceReads(model[0]))
+    assert passed.find("it", "1") == "right"
+    assert passed.num_passed == 1
 
 
 # -- in a search ------------------------------------------------------------------------------------------------------

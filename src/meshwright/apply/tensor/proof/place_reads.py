@@ -40,8 +40,13 @@ class PlaceReads:
         before: list[tuple[type, str, Any]] = []
         try:
             for kind, name in self._places:
-                before.append((kind, name, vars(kind).get(name, _NOTHING)))
-                setattr(kind, name, _WatchedPlace(self, name))
+                was = vars(kind).get(name, _NOTHING)
+                try:
+                    setattr(kind, name, _WatchedPlace(self, name))
+                except (AttributeError, TypeError):  # a class that lets nobody change it
+                    self.was_read = True
+                    continue
+                before.append((kind, name, was))
             yield
         finally:
             for kind, name, value in reversed(before):

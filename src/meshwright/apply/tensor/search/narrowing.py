@@ -59,7 +59,7 @@ def narrow(module: nn.Module, calls: Sequence[Call], num_tp_ranks: int) -> Narro
         return None
     if any(vars(module)[name] for name in HOOKS) or any(GLOBAL_MODULE_HOOKS):
         return None
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.dim() != 2 or not weight.is_floating_point():
         return None
     num_rows = weight.shape[0]

@@ -55,5 +55,9 @@ class PassedOn:
         if (one, other) not in self._compared:
             model, calls = self._trace.module, self._trace.distinct
             mine, theirs = list(calls.get(one, {}).values()), list(calls.get(other, {}).values())
-            self._compared[one, other] = sameness(model.get_submodule(one), mine, model.get_submodule(other), theirs)
+            try:
+                found = sameness(model.get_submodule(one), mine, model.get_submodule(other), theirs)
+            except Exception:  # noqa: BLE001 - whatever a user's object raises where it is looked into
+                found = Sameness.DIFFERENT
+            self._compared[one, other] = found
         return self._compared[one, other]
