@@ -17,7 +17,7 @@ _M_ARENA_MAX = -8
 _NEVER = -1
 _FROM_HEAP_BYTES = 2**30
 _FROM_KERNEL_BYTES = 2**20
-_LARGEST_KEPT_BYTES = 3 * 2**25
+_LARGEST_KEPT_BYTES = 2**22
 _WORTH_A_TRIM_BYTES = 2**26  # the heap that is given back has to be faulted in again
 
 _from_kernel_bytes: int | None = None
@@ -58,7 +58,8 @@ def memory_returned() -> Iterator[None]:
 def memory_kept() -> Iterator[None]:
     """Have freed memory kept inside, and returned at the end: for what makes tensors of the same sizes many times over.
 
-    The largest ones go back to the kernel at once: a heap cannot give a hole to a tensor that is a little larger.
+    Those above 4 MiB go back to the kernel at once: a heap cannot give a hole to a tensor that is a little larger, and small ones
+    that live on between them keep it from shrinking.
     """
     with _memory_from(_LARGEST_KEPT_BYTES):
         yield

@@ -24,11 +24,11 @@ contexts = {"returned": [memory_returned], "kept inside": [memory_returned, memo
 with contextlib.ExitStack() as stack:
     for context in contexts:
         stack.enter_context(context())
-    held = [torch.ones(2**22) for _ in range(8)]
+    held = [torch.ones(2**19) for _ in range(64)]
     del held
     print(resident() - before)
 print(resident() - before)
-again = [torch.ones(2**22) for _ in range(8)]
+again = [torch.ones(2**19) for _ in range(64)]
 del again
 print(resident() - before)
 """
@@ -45,7 +45,7 @@ def test_large_tensors_go_back_to_the_kernel_only_inside(kind: str) -> None:
         pytest.skip("this C library has no such settings")
     assert done.returncode == 0, done.stderr
     inside, at_end, after = map(int, done.stdout.split())
-    size = 8 * 2**24
+    size = 64 * 2**21
     assert (inside < size // 4) == (kind == "returned")
     assert (at_end < size // 4) == (kind != "kept")
     assert after > size // 2  # what is freed outside stays with the process

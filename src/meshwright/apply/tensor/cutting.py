@@ -17,6 +17,7 @@ from meshwright.apply.recompute.checkpointing import with_repeated_forward
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.held_buffers import HeldBuffer
 from meshwright.apply.tensor.part import CallGuard, Part
+from meshwright.apply.tensor.placement import is_in_place
 from meshwright.apply.tensor.region_state import Drawing, RunningChain, RunningRegion
 from meshwright.apply.tensor.roles import (
     entry_forward,
@@ -28,8 +29,7 @@ from meshwright.apply.tensor.roles import (
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.comm.communicator import Communicator
-from meshwright.comm.functional import gather_from_group
-from meshwright.layout import ShardLayout, check_coverage
+from meshwright.layout import ShardLayout
 from meshwright.nn.shards import take_shard
 
 __all__: list[str] = []
@@ -60,6 +60,7 @@ class Cutting:
         self._drawing = Drawing(group)
         self._running: list[RunningRegion] = []
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
+        self._tensors: list[Tensor] = []  # what was cut
         self._cuts: dict[str, Callable[[int], ShardLayout]] = {}  # name -> the layout of a rank, by its number
         self.attributes: dict[tuple[int, str], Any] = {}
         """(id of a module, attribute) -> its value in the whole model, where the shard has another."""
@@ -91,25 +92,15 @@ class Cutting:
                     layout = functools.partial(cut.layout, tuple(whole.shape), region.num_units, self.group.size)
                     self._cuts[name] = known[id(tensor)] = layout
                     tensor.data = take_shard(whole, layout(rank))
-                    if self._make_guard is not None and not self._is_in_place(whole, tensor.data, layout):
-                        self.misplaced.append(name)
+                    self._tensors.append(tensor)
+                    if self._make_guard is not None:
+                        layouts = [layout(part) for part in range(self.group.size)]
+                        if not is_in_place(whole, tensor.data, layouts, self.group):
+                            self.misplaced.append(name)
                 path, _, own = name.rpartition(".")
                 slots = self.module.get_submodule(path)._buffers
                 if own in slots:
                     self._buffers.append(HeldBuffer(name, slots, own, tensor, known[id(tensor)](rank)))
-
-    def _is_in_place(self, whole: Tensor, shard: Tensor, layout: Callable[[int], ShardLayout]) -> bool:
-        """Tell whether the ranks' shards together equal the parameter, while the whole one still exists."""
-        if whole.is_meta or not whole.numel():
-            return True
-        layouts = [layout(part) for part in range(self.group.size)]
-        check_coverage(layouts)
-        if all(own.is_whole for own in layouts):
-            return _same_bits(shard, whole)
-        sizes = [each.numel for each in layouts]
-        # Part by part: put together they would take the whole's memory twice more.
-        parts = gather_from_group(shard.reshape(-1), self.group, dim=0, sizes=sizes).split(sizes)
-        return all(_same_bits(part, take_shard(whole, own)) for part, own in zip(parts, layouts, strict=True))
 
     @functools.cached_property
     def layouts(self) -> Mapping[str, list[ShardLayout]]:
@@ -319,6 +310,11 @@ class Cutting:
         for owner, attribute, original, _ in reversed(self._changes):
             setattr(owner, attribute, original)
 
+    def drop_values(self) -> None:
+        """Free the memory of what was cut; the module cannot be used any more."""
+        for tensor in self._tensors:
+            tensor.data = tensor.data.new_empty(0)
+
     def fill_with_nan(self) -> None:
         """Restore the full shape of what was cut, filled with NaN: other ranks hold the values."""
         for name, layouts in self.layouts.items():
@@ -329,10 +325,6 @@ class Cutting:
 
 def _lies_in(region: Region, chain: Chain) -> bool:
     return any(is_inside(region.scope, layer) for layer in chain.layers)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def _repeated(role: str, running: RunningRegion, module: nn.Module) -> Callable[..., Any]:

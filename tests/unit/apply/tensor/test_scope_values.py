@@ -10,7 +10,8 @@ import torch
 from tests.unit.apply.tensor.tensor_type_cases import PAIR, Between
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.proof import scope_values
+from meshwright.apply.tensor.cutting import Cutting
+from meshwright.apply.tensor.proof import proof, scope_values
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
@@ -27,6 +28,10 @@ from meshwright.layout import ShardLayout
 
 def call() -> Call:
     return Call(args=(torch.randn(4, 6, dtype=torch.float64, requires_grad=True),), kwargs={})
+
+
+def call_of_many() -> Call:
+    return Call(args=(torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True),), kwargs={})
 
 
 def pair() -> nn.Module:
@@ -103,6 +108,40 @@ def test_conditions_hold_the_results_of_no_large_scope(monkeypatch: pytest.Monke
     held = [experiment._whole is not None for experiment in conditions._made]
     assert held == [not large] * 4  # two calls, in two modes
     assert conditions.prove(PAIR) == proven
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_shards_and_their_gradients_are_gone_after_a_proof(monkeypatch: pytest.MonkeyPatch, is_right: bool) -> None:
+    # Modules refer to themselves: until the collector comes, their tensors would stay.
+    made: list[Cutting] = []
+
+    class Kept(Cutting):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(proof, "Cutting", Kept)
+    module = pair() if is_right else Between(lambda _, h: h.softmax(-1)).double()
+    experiment = Experiment(module, call(), 2)
+    if is_right:
+        experiment.prove(PAIR)
+    else:
+        with pytest.raises(DisprovedError):
+            experiment.prove(PAIR)
+    assert len(made) == 2
+    for cutting in made:
+        assert [cutting.module.get_parameter(name).numel() for name in PAIR.cuts] == [0] * len(PAIR.cuts)
+        assert all(parameter.grad is None for parameter in cutting.module.parameters())
+
+
+def test_shards_are_gone_where_a_run_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Cutting] = []
+    dropped = Cutting.drop_values
+    monkeypatch.setattr(Cutting, "drop_values", lambda self: (made.append(self), dropped(self)))
+    with pytest.raises(DisprovedError, match="on shards"):
+        Experiment(Between(lambda _, h: h.view(2, 4, 8)).double(), call_of_many(), 2).prove(PAIR)
+    assert made
+    assert all(cutting.module.get_parameter(name).numel() == 0 for cutting in made for name in PAIR.cuts)
 
 
 # -- shards beside the whole ------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ proof                 the proof of one region
 scope_values          random values that all runs of a scope share
 conditions            calls and modes under which a layout is proven
 shards_against_whole  comparison of results, and the error for a difference
+twins                 comparison of two scopes: is an experiment with one that with the other?
+place_reads           reads of a module's own position, noticed while experiments run
 effects               side effects of a forward
 threads               collectives between threads
 unchecked             shape checks that torch's kernels lack

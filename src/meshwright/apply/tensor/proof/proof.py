@@ -218,24 +218,28 @@ class Experiment:
         if foreign is not None:
             raise DisprovedError(f"it uses a parameter of shape {list(foreign.shape)} that is outside of it")
         run_backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-        return Outcome(
+        outcome = Outcome(
             outputs=[tensor.detach() for tensor in outputs],
             input_gradients=[_dense(tensor.grad) for tensor in tensors_in(inputs)],
             gradients={name: _dense(p.grad) for name, p in module.named_parameters(remove_duplicate=False)},
             left=left,
         )
+        for parameter in module.parameters():
+            parameter.grad = None  # the module, which refers to itself, would keep it until it is collected
+        return outcome
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
         _, record = self._remember()  # which shards follow
         meeting = Meeting(self.num_tp_ranks)
         found: list[Any] = [None] * self.num_tp_ranks
         errors: list[BaseException] = []
+        made: list[Cutting] = []
 
         def work(part: int) -> None:
             try:
                 group: Any = ThreadGroup(meeting, self.num_tp_ranks, part)
                 with surrounded_by(self._ambient, gradients=True), Exact():
-                    found[part] = self._run_shard(layout, group, record)
+                    found[part] = self._run_shard(layout, group, record, made)
                     group.leave()
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
                 errors.append(error)
@@ -247,6 +251,9 @@ class Experiment:
                 thread.start()
             for thread in threads:
                 thread.join()
+        if errors:
+            for cutting in made:  # the error keeps them until it is collected
+                cutting.drop_values()
         if self._values.were_written():
             raise DisprovedError("on shards it writes into parameters, and the whole does not", Disproof.RAISED)
         if errors:
@@ -259,9 +266,12 @@ class Experiment:
             )
         return found
 
-    def _run_shard(self, layout: TensorLayout, group: Communicator, record: Record) -> tuple[Outcome, Cutting]:
+    def _run_shard(
+        self, layout: TensorLayout, group: Communicator, record: Record, made: list[Cutting]
+    ) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
         cutting = Cutting(module, layout, group)
+        made.append(cutting)
         is_last = group.group_rank == self.num_tp_ranks - 1
         checker = Checker(self._scope, cutting, record) if is_last else None
         before = Before(module, inputs)
@@ -302,9 +312,14 @@ class Experiment:
 
     def check(self, layout: TensorLayout) -> tuple[str, ...]:
         """Return the names of whole parameters whose gradients have to be summed, or raise DisprovedError."""
+        runs: list[tuple[Outcome, Cutting]] = []
         try:
-            return self._compare(self._run_shards(layout))
+            runs = self._run_shards(layout)
+            return self._compare(runs)
         finally:
+            for outcome, cutting in runs:
+                outcome.gradients.clear()
+                cutting.drop_values()
             self._values.collect()
 
     def _compare(self, runs: Sequence[tuple[Outcome, Cutting]]) -> tuple[str, ...]:

@@ -40,10 +40,10 @@ class LastDrawn:
         # A run that raised has told nobody of what it wrote.
         are_written = versions_of(self._values) != self._versions
         if not self._values or are_written or None in shapes or shapes != self._shapes:
-            if sum(math.prod(shape or ()) for shape in shapes) > max(_LARGE, sum(map(torch.numel, self._values))):
+            self._values = []  # first of all: both together would need twice the memory
+            if sum(math.prod(shape or ()) for shape in shapes) > _LARGE:
                 # Runs with other shapes have left a heap of free blocks, of which this one's fit into few.
                 return_freed_memory()
-            self._values = []  # first of all: both together would need twice the memory
             generator = torch.Generator().manual_seed(_SEED)
             self._values = [_random(parameter, generator) for parameter in parameters]
             self._shapes, self._state = shapes, generator.get_state()

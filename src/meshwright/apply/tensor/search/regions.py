@@ -1,7 +1,7 @@
 """Search for a region that is right: proposals are tried one after the other, and each scope is proven for itself.
 
 The region found for one block is the first candidate for the next block of the same structure. It is proven there too, since
-blocks of one class may hold different activations, or use their own index.
+blocks of one class may hold different activations, or use their own index; unless the two are twins (`passed_on.py`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import Any
 
+from torch import nn
+
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
+from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
 from meshwright.apply.tensor.search.deadline import Deadline
-from meshwright.apply.tensor.search.trace import Trace
+from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
+from meshwright.apply.tensor.search.passed_on import PassedOn
+from meshwright.apply.tensor.search.trace import Call, Trace
 from meshwright.apply.tensor.tensor_layout import Region, is_inside
 
 __all__: list[str] = []
@@ -33,6 +38,39 @@ MAX_ALL_TRIALS = 4000
 
 class SurroundedError(DisprovedError):
     """A region is proven alone but not in its place: something else is cut or used there."""
+
+
+class _ScopeTrial:
+    """One scope, prepared for experiments, which are made when they are asked for."""
+
+    def __init__(self, scope: str, module: nn.Module, calls: list[Call], num_tp_ranks: int, drawn: LastDrawn) -> None:
+        self.scope = scope
+        self.reads = PlaceReads(module)
+        self.narrowed = narrow(module, calls, num_tp_ranks)
+        self._module, self._calls = module, calls
+        self._num_tp_ranks, self._drawn = num_tp_ranks, drawn
+        self._made: dict[bool, Conditions] = {}
+
+    def conditions(self) -> Conditions:
+        """Return the conditions of the scope as it is."""
+        return self._of(self._module, self._calls, is_narrow=False)
+
+    def narrow_conditions(self, narrowed: Narrowed) -> Conditions:
+        """Return those of the narrowed scope."""
+        return self._of(narrowed.module, narrowed.calls, is_narrow=True)
+
+    def _of(self, module: nn.Module, calls: list[Call], *, is_narrow: bool) -> Conditions:
+        if is_narrow not in self._made:
+            try:
+                made = Conditions(module, calls, self._num_tp_ranks, ScopeValues(module, self._drawn))
+            except DisprovedError:
+                raise
+            except Exception as error:  # any exception of user code that runs alone
+                raise DisprovedError(
+                    f"'{self.scope}' cannot be run by itself: {type(error).__name__}: {error}"
+                ) from error
+            self._made[is_narrow] = made
+        return self._made[is_narrow]
 
 
 class Proving:
@@ -58,7 +96,9 @@ class Proving:
         self._num_trials = 0
         self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
         self._failed: dict[str, dict[str, str]] = {}  # by structure, and by the modules' position
-        self._last: tuple[str, Conditions] | None = None
+        self._last: _ScopeTrial | None = None
+        self.passed_on = PassedOn(trace)
+        """What was proven, for scopes that are the same."""
 
     def find(
         self, scope: str, tries: Iterable[Region], keys: set[int], kind: str, accept: Region | None
@@ -155,11 +195,33 @@ class Proving:
         self._num_trials += 1
         self.check_deadline()
         try:
-            return self._conditions(scope).prove(region.below(scope)).above(scope)
+            return self._prove_once(scope, region.below(scope)).above(scope)
         except DisprovedError:
             raise
         except Exception as error:  # a trial that fails proves nothing
             raise DisprovedError(f"the trial failed: {type(error).__name__}: {error}") from error
+
+    def _prove_once(self, scope: str, region: Region) -> Region:
+        """Return a region as proven, in names relative to its scope, by experiments with it or with a twin."""
+        tried = ("region", repr(region))
+        known = self.passed_on.find(tried, scope)
+        if known is not None:
+            return known
+        trial = self._trial(scope)
+        narrowed = trial.narrowed
+        smaller = None if narrowed is None else narrowed.region(region)
+        with trial.reads.watched():
+            if narrowed is None or smaller is None:
+                proven = trial.conditions().prove(region)
+            else:
+                found = trial.narrow_conditions(narrowed).prove(smaller)
+                proven = region.replace(partial=found.partial, results=found.results)
+        self.passed_on.keep(tried, scope, proven, trial.reads)
+        return proven
+
+    def forget(self) -> None:
+        """Let go of the experiments of the last scope."""
+        self._last = None
 
     def check_deadline(self) -> None:
         """Raise ApplyError where the search has taken too long."""
@@ -180,19 +242,14 @@ class Proving:
                 if around.isdisjoint(path):
                     raise SurroundedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
 
-    def _conditions(self, scope: str) -> Conditions:
-        if self._last is None or self._last[0] != scope:
+    def _trial(self, scope: str) -> _ScopeTrial:
+        if self._last is None or self._last.scope != scope:
             self._last = None  # first of all: its experiments are as large as a few copies of the scope
-            try:
-                calls = list(self._trace.distinct[scope].values())
-                module = self._model.get_submodule(scope)
-                conditions = Conditions(module, calls, self._num_tp_ranks, ScopeValues(module, self._drawn))
-            except DisprovedError:
-                raise
-            except Exception as error:  # any exception of user code that runs alone
-                raise DisprovedError(f"'{scope}' cannot be run by itself: {type(error).__name__}: {error}") from error
-            self._last = (scope, conditions)
-        return self._last[1]
+            calls = list(self._trace.distinct.get(scope, {}).values())
+            if not calls:
+                raise DisprovedError(f"'{scope}' was not called with the first batch")
+            self._last = _ScopeTrial(scope, self._model.get_submodule(scope), calls, self._num_tp_ranks, self._drawn)
+        return self._last
 
     def _shape_of(self, scope: str, keys: set[int]) -> Any:
         """Return a key that scopes which are likely to be cut alike share: structure, calls, position. Each is still proven."""

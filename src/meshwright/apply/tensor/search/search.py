@@ -13,11 +13,13 @@ from meshwright.apply.tensor.attention import attention_region
 from meshwright.apply.tensor.copied_attributes import attributes_shown
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
+from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
+from meshwright.apply.tensor.search.narrowing import narrow
 from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, pair_of
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.sequences import find_chains
@@ -96,10 +98,11 @@ class Search:
         self._vocabularies()
         self._pairs()
         self._lone_layers()
+        self._proving.forget()
         chains: tuple[Chain, ...] = ()
         if on_slices:
             chains, self._regions = find_chains(
-                self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving.check_deadline
+                self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving
             )
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
         return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
@@ -118,8 +121,8 @@ class Search:
             if structure in structures:
                 continue  # the traced modes, already done
             structures.add(structure)
-            for call in self._trace.distinct.get(name, {}).values():
-                kind, is_same = self._kind_of(module, call)
+            for place, call in enumerate(self._trace.distinct.get(name, {}).values()):
+                kind, is_same = self._kind_of(name, call, tried=("asks", place, mode))
                 found |= dict.fromkeys(
                     proven_digests(
                         structure,
@@ -134,15 +137,31 @@ class Search:
             child.training = flag
         return tuple(found)
 
-    def _kind_of(self, module: nn.Module, call: Call) -> tuple[Kind, bool]:
-        """Return which sizes and values could run other code, and whether none do without gradients."""
+    def _kind_of(self, name: str, call: Call, tried: tuple[Any, ...]) -> tuple[Kind, bool]:
+        """Return which sizes and values could run other code, and whether none do without gradients.
+
+        Args:
+            name: The module.
+            call: Its call.
+            tried: Which call it is, and in which mode.
+        """
         names = names_of_sizes(call.args, call.kwargs)
-        try:
-            values = ScopeValues(module, self._drawn)
-            asked = Experiment(module, call, self.num_tp_ranks, values=values, only_asks=True).asks()
-        except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
-            return (tuple(names.values()), 2), False
-        return (tuple(name for size, name in names.items() if size in asked.sizes), asked.values), asked.is_same
+        asked = self._proving.passed_on.find(tried, name)
+        if asked is None:
+            module = self._model.get_submodule(name)
+            reads = PlaceReads(module)
+            try:
+                narrowed = narrow(module, [call], self.num_tp_ranks)
+                own, given = (module, call) if narrowed is None else (narrowed.module, narrowed.calls[0])
+                values = ScopeValues(own, self._drawn)
+                with reads.watched():
+                    asked = Experiment(own, given, self.num_tp_ranks, values=values, only_asks=True).asks()
+            except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
+                return (tuple(names.values()), 2), False
+            asked = (asked.sizes, asked.values, asked.is_same)
+            self._proving.passed_on.keep(tried, name, asked, reads)
+        sizes, values, is_same = asked
+        return (tuple(name for size, name in names.items() if size in sizes), values), is_same
 
     def _by_wish(self, wish: str) -> list[int]:
         return [

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import repeat_call
 from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.proof.conditions import Conditions
+from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.roles import is_stream
+from meshwright.apply.tensor.search.passed_on import PassedOn
+from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.trace import Call, Trace
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside, name_below, regions_inside
 from meshwright.trees import tensors_in
@@ -30,7 +33,7 @@ MAX_TRIALS = 32
 
 
 def find_chains(
-    trace: Trace, regions: Sequence[Region], num_tp_ranks: int, drawn: LastDrawn, check_deadline: Callable[[], None]
+    trace: Trace, regions: Sequence[Region], num_tp_ranks: int, drawn: LastDrawn, proving: Proving
 ) -> tuple[tuple[Chain, ...], list[Region]]:
     """Return the chains of layers that may run on slices, and the regions with the modules at which tensors then enter.
 
@@ -39,7 +42,7 @@ def find_chains(
         regions: The regions found.
         num_tp_ranks: Ranks [count].
         drawn: Values of the scope that was tried last.
-        check_deadline: Raises ApplyError where the search has taken too long; called before each layer.
+        proving: Has the deadline, and what was proven for scopes that are the same.
     """
     chains: list[Chain] = []
     found = list(regions)
@@ -48,7 +51,7 @@ def find_chains(
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         if is_within or not all(regions_inside(layer, found) for layer in layers):
             continue
-        chain, changed = _try_run(trace, layers, found, num_tp_ranks, drawn, check_deadline=check_deadline)
+        chain, changed = _try_run(trace, layers, found, num_tp_ranks, drawn, proving=proving)
         if chain is not None:
             chains.append(chain)
             found = [changed.get(id(region), region) for region in found]
@@ -92,7 +95,7 @@ def _try_run(
     num_tp_ranks: int,
     drawn: LastDrawn,
     *,
-    check_deadline: Callable[[], None],
+    proving: Proving,
 ) -> tuple[Chain | None, dict[int, Region]]:
     changed: dict[int, Region] = {}
     partial: list[str] = []
@@ -100,7 +103,7 @@ def _try_run(
     ways: dict[str, tuple[Region, ...]] = {}
     dims: tuple[int, ...] = (0, 1)
     for layer in layers:
-        check_deadline()
+        proving.check_deadline()
         inside = regions_inside(layer, regions)
         shape = repr([region.below(layer) for region in inside])
         whole = _whole_inputs(layer, inside, trace)
@@ -111,7 +114,8 @@ def _try_run(
         )
         module = trace.module.get_submodule(layer)
         values = ScopeValues(module, drawn)
-        trial = _LayerTrial(module, trace.calls[layer], _stream(layer, trace), alone, num_tp_ranks, values)
+        stream = _stream(layer, trace)
+        trial = _LayerTrial(module, trace.calls[layer], stream, alone, num_tp_ranks, values, layer, proving.passed_on)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, trace):
@@ -160,10 +164,27 @@ class _LayerTrial:
     num_tp_ranks: int
     values: ScopeValues
     """Of the layer."""
+    name: str
+    passed_on: PassedOn
     _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
+
+    def __post_init__(self) -> None:
+        self.reads = PlaceReads(self.layer)
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
+        tried = ("chain", repr((way, self.chain, tuple(dims))))
+        known = self.passed_on.find(tried, self.name)
+        if known is not None:
+            return known
+        with self.reads.watched():
+            found = self._try(way, dims)
+        if found[0]:
+            for same in {tuple(dims), found[0]}:  # of dims that are all right, nothing else is tried
+                self.passed_on.keep(("chain", repr((way, self.chain, same))), self.name, found, self.reads)
+        return found
+
+    def _try(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         right: list[int] = []
         partial: dict[str, None] = {}
         for dim in reversed(dims):  # the sequence first: errors show there
