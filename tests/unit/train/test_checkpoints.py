@@ -38,7 +38,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "save", save)
 
     def make(*settings):
-        model = types.SimpleNamespace(in_background=[])
+        model = types.SimpleNamespace(in_background=[], saving=None)
         return RunCheckpoints(load_config("c.toml", [f"checkpoint.{each}" for each in settings]), model, {})
 
     return make

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -16,10 +16,11 @@ from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
-from meshwright.run.checkpoints.background import BackgroundSave, finish, look, staged
+from meshwright.run.checkpoints.background import BackgroundSave, finish, look
 from meshwright.run.checkpoints.extra_states import digest_of_states, states_of
+from meshwright.run.checkpoints.live_share import LiveShare, memory_for, no_room
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
-from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
+from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, trained_names, writers_of
 from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
 
@@ -187,15 +188,7 @@ class _Save:
             tensors = [(own[0].parts[place].name, own[0].parts[place].tensor) for place in mine]
             commit = functools.partial(self._commit, draft, told=told, writers=writers)
             if in_background:
-                calls = self._model.world.calls
-                self._model.saving = BackgroundSave(
-                    draft,
-                    write=self._staged(draft, tensors, rank, mine),
-                    commit=commit,
-                    place=(rank, len(told)),
-                    has_given_up=lambda: calls.has_given_up,
-                    steps_look=self._retention.steps_look,
-                )
+                self._model.saving = self._in_background(draft, tensors, mine, commit)
                 return draft.path.with_name(name_of(draft.step, draft.epoch))
             file = TensorFile(tensors)
             entries = self._together(lambda: self._write(draft, file, rank, mine), lambda entry: entry)
@@ -216,30 +209,50 @@ class _Save:
         path, step, epoch = self._together(begin, lambda row: row)[0]
         return SaveUnderWay(Path(path), step, epoch)
 
-    def _staged(
-        self, draft: SaveUnderWay, tensors: Sequence[tuple[str, Tensor]], rank: int, mine: Sequence[int]
-    ) -> Callable[[], list[Any] | None]:
-        """Copy this rank's share, and return what writes the copy, or raises what was wrong with it."""
+    def _in_background(
+        self,
+        draft: SaveUnderWay,
+        tensors: Sequence[tuple[str, Tensor]],
+        mine: Sequence[int],
+        commit: Callable[..., str],
+    ) -> BackgroundSave:
+        """Start writing this rank's share in a thread, or one that raises what was wrong with it."""
+        rank, share = self._engine.everyone.group_rank, None
         try:
-            file = TensorFile(staged(self._model.module, tensors))
+            share = LiveShare(tensors, self._staying(), memory_for(self._model.module), draft.step)
+            write = functools.partial(self._write, draft, share.file, rank, mine, share.check)
         except (MemoryError, RuntimeError) as error:
             # Told as what a disk does is: the other ranks have begun by now, and have nothing to wait for here.
-            num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-            failure = StorageError(
-                f"cannot copy {num_bytes} bytes of step {draft.step} in the host's memory: {error}",
-                fix="save without in_background (checkpoint.background = false)",
-            )
+            write = functools.partial(_fail, no_room(sum(tensor.nbytes for _, tensor in tensors), draft.step, error))
+        calls = self._model.world.calls
+        return BackgroundSave(
+            draft,
+            share=share,
+            write=write,
+            commit=commit,
+            place=(rank, self._engine.everyone.size),
+            has_given_up=lambda: calls.has_given_up,
+            steps_look=self._retention.steps_look,
+        )
 
-            def fail() -> None:
-                raise failure
+    def _staying(self) -> frozenset[str]:
+        """Return the names of what an optimizer's step alone changes; nothing where no step of ours tells of itself before."""
+        optimizer = self._model.optimizer
+        if optimizer is None or not self._engine.is_prepared:
+            return frozenset()
+        return trained_names(self._engine.held_state(), optimizer)
 
-            return fail
-        return lambda: self._write(draft, file, rank, mine)
-
-    def _write(self, draft: SaveUnderWay, file: TensorFile, rank: int, mine: Sequence[int]) -> list[Any] | None:
+    def _write(
+        self,
+        draft: SaveUnderWay,
+        file: TensorFile,
+        rank: int,
+        mine: Sequence[int],
+        check: Callable[[bytes], object] | None = None,
+    ) -> list[Any] | None:
         if not mine:
             return None
-        entry = draft.write(f"rank-{rank:05d}.safetensors", file)
+        entry = draft.write(f"rank-{rank:05d}.safetensors", file, check)
         return [
             entry.name,
             entry.num_bytes,
@@ -303,6 +316,10 @@ class _Save:
             "state": merge_state([state["state"] for state in states]),
             "groups": merge_groups([state["groups"] for state in states]),
         }
+
+
+def _fail(error: StorageError) -> NoReturn:
+    raise error
 
 
 def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
