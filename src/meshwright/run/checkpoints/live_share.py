@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
-from meshwright.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, Digesting
-from meshwright.checkpoint.tensor_files import DeferredTensor, TensorFile, dtype_name
+from meshwright.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, Digesting, digest_of
+from meshwright.checkpoint.tensor_files import DeferredTensor, TensorFile, dtype_name, memory_of
 from meshwright.errors import CheckpointError, StorageError
 
 __all__: list[str] = []
@@ -126,6 +125,9 @@ class LiveShare:
             ]
         )
         self._sizes = [value.nbytes for value in self._values]
+        self._counts = [value._version for value in self._values]
+        self._counted: set[str] = set()
+        """Names of tensors of which torch has counted a write before `let_go`."""
         self._is_begun = not any(self._is_live)
         self._expected = None if self._is_begun else self._digests()
 
@@ -163,33 +165,43 @@ class LiveShare:
                 self._turn.notify_all()
 
     def let_go(self) -> None:
-        """Copy what is not in the file yet: training is about to change its memory. It does nothing the second time."""
+        """Copy what is not in the file yet: training is about to change its memory. It does nothing the second time.
+
+        It raises nothing: without room for the copy it is the save that fails.
+        """
+        start = time.perf_counter()
         with self._turn:
             if self._is_let_go:
                 return
-            start = time.perf_counter()
             self._is_wanted = True
-            self._turn.wait_for(lambda: not self._is_reading)
         try:
+            with self._turn:
+                self._turn.wait_for(lambda: not self._is_reading)
+                self._note_writes()
             self._copy_rest()
             self._end_watch()
-        except (MemoryError, RuntimeError) as error:
-            self._failure = no_room(sum(self._sizes), self._step, error)
-        finally:
+            self._is_let_go = True
+        finally:  # after Ctrl-C, too: the writer goes on, and the next call copies
             with self._turn:
-                self._is_wanted, self._is_let_go = False, True
+                self._is_wanted = False
                 self._turn.notify_all()
         self.waited_s += time.perf_counter() - start
 
+    def _note_writes(self) -> None:
+        rows = zip(self._names, self._values, self._counts, self._is_live, strict=False)  # at the end without values
+        self._counted = {name for name, value, count, is_live in rows if is_live and value._version != count}
+
     def _copy_rest(self) -> None:
         at, done = self._at
-        for number in range(at, len(self._values)):
-            if self._is_live[number]:
-                live = self._values[number]
-                place = self._memory.place(self._names[number], live)
-                start = done if number == at else 0
-                place[start:].copy_(live[start:])
-                self._values[number] = place
+        try:
+            for number, live in [*enumerate(self._values)][at:]:
+                if self._is_live[number]:
+                    place = self._memory.place(self._names[number], live)
+                    start = done if number == at else 0
+                    place[start:].copy_(live[start:])
+                    self._values[number] = place
+        except (MemoryError, RuntimeError) as error:
+            self._failure = no_room(sum(self._sizes), self._step, error)
 
     def _end_watch(self) -> None:
         if self._watch is None:
@@ -213,7 +225,10 @@ class LiveShare:
         expected = self._expected
         if expected is None or table == expected:
             return
-        self._memory.mode = "copy"
+        with self._turn:
+            self._memory.mode = "copy"
+            if not self._is_let_go:
+                self._note_writes()
         places = range(0, len(expected), DIGEST_BYTES)
         blocks = [
             place // DIGEST_BYTES
@@ -221,6 +236,7 @@ class LiveShare:
             if table[place : place + DIGEST_BYTES] != expected[place : place + DIGEST_BYTES]
         ]
         names = self._names_in(blocks)
+        names = [name for name in names if name in self._counted] or names
         which = f"'{names[0]}'" if len(names) == 1 else f"one or more of {names[:4]}"
         raise CheckpointError(
             f"step {self._step} is not saved: a script has written into {which} beside the save in the background, before the "
@@ -242,8 +258,10 @@ class LiveShare:
     def end(self) -> None:
         """Note that nothing is read any more, whether the file was written or not."""
         with self._turn:
-            self._is_reading, self._values = False, []
+            self._is_reading = False
             self._turn.notify_all()
+            self._turn.wait_for(lambda: not self._is_wanted)
+            self._values = []
 
 
 class _WriteWatch:
@@ -262,10 +280,12 @@ class _WriteWatch:
         return next((name for (name, tensor), seen in pairs if _seen(tensor) != seen), None)
 
 
-def _seen(tensor: Tensor) -> tuple[int, bytes]:
+def _seen(tensor: Tensor) -> tuple[int, bytes, bytes]:
+    """Return torch's count of writes, and digests of the first bytes of each page and of what is behind the last whole one."""
     memory: Any = tensor.view(-1).view(torch.uint8)
-    rows = memory[: memory.numel() // _SAMPLE_EVERY * _SAMPLE_EVERY].view(-1, _SAMPLE_EVERY)
-    return tensor._version, xxhash.xxh3_128_digest(rows[:, :_SAMPLE_BYTES].contiguous().numpy())
+    whole = memory.numel() // _SAMPLE_EVERY * _SAMPLE_EVERY
+    heads = memory[:whole].view(-1, _SAMPLE_EVERY)[:, :_SAMPLE_BYTES].contiguous()
+    return tensor._version, digest_of(memory_of(heads)), digest_of(memory_of(memory[whole:]))
 
 
 def _can_be_read_later(tensor: Tensor) -> bool:
