@@ -99,7 +99,7 @@ def theirs(num_layers: int, samples: int, directory: str, saves: int, steps: int
     import torch.distributed.checkpoint as dcp
 
     model, step = made(num_layers, samples)
-    group = dist.new_group(backend="gloo")
+    group: Any = dist.new_group(backend="gloo")
     state: dict[str, Any] = {"model": dict(model.named_parameters()), "optimizer": {}}
     for name, parameter in model.named_parameters():
         entry: Any = model.optimizer and model.optimizer.state[parameter]

@@ -206,7 +206,8 @@ def replace_data(model: mw.ParallelModel) -> None:
 
 def set_memory(model: mw.ParallelModel) -> None:
     with torch.no_grad():
-        weight(model).set_(torch.zeros(16, 6).untyped_storage(), 0, (16, 6))
+        own: Any = weight(model)
+        own.set_(torch.zeros(16, 6))
 
 
 def from_vector(model: mw.ParallelModel) -> None:
@@ -376,3 +377,21 @@ def test_a_model_without_an_optimizer_is_copied(tmp_path: Path, monkeypatch: pyt
         held.go()
         mw.wait_for_checkpoint(model)
         assert_same(saved(tmp_path / "beside"), saved(tmp_path / "then"))
+
+
+def test_the_thread_that_commits_does_not_look_at_the_model(
+    tmp_path: Path, model: mw.ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The plan's text came from the module's parameters, and under ZeRO-3 a look at those inside a step gathers them: rank 0
+    # alone did, beside the others' exchanges (DisagreementError under dp=2,tp=2,zero=3).
+    threads: list[str] = []
+    detail = model.engine.detail
+
+    def noted(plan: mw.Plan) -> mw.Plan:
+        threads.append(threading.current_thread().name)
+        return detail(plan)
+
+    monkeypatch.setattr(model.engine, "detail", noted)
+    mw.save_checkpoint(model, tmp_path, step=1, in_background=True)
+    mw.wait_for_checkpoint(model)
+    assert set(threads) == {threading.current_thread().name}

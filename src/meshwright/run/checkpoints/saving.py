@@ -159,6 +159,8 @@ class _Save:
         self._retention = retention
         self._together = functools.partial(together, engine.everyone, engine.device)
         self._is_first = engine.everyone.group_rank == 0
+        # Read now: a look at the module's parameters inside a step, by the thread that commits, would gather them under ZeRO-3.
+        self._plan = str(model.plan)
 
     def run(self, extra: Mapping[str, Any], optimizer: Any, *, in_background: bool) -> Path:
         held = self._engine.held_state()
@@ -296,7 +298,7 @@ class _Save:
         return Manifest(
             step=draft.step,
             epoch=draft.epoch,
-            plan=str(self._model.plan),
+            plan=self._plan,
             files=tuple(FileEntry(name, size, bytes.fromhex(digest)) for _, (name, size, digest, _) in files),
             tensors=tensors,
             aliases={name: stored for name, stored in aliases.items() if name not in tensors},
