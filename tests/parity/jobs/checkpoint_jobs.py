@@ -268,8 +268,8 @@ def save_in_place(plan: str, directory: str, *, writes: bool = False) -> list[st
         return write(path, *args)
 
     with (
-        mock.patch.object(live_share, "_LEAST_BYTES", 1),
-        mock.patch.object(live_share, "_PIECE_BYTES", 256),
+        mock.patch.object(live_share, "LEAST_BYTES", 1),
+        mock.patch.object(live_share, "PIECE_BYTES", 256),
         mock.patch.object(store, "write_new_file", late),
     ):
         mw.save_checkpoint(model, f"{directory}/beside", step=1, in_background=True)

@@ -25,8 +25,8 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def tensors_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_share, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(live_share, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(live_share, "LEAST_BYTES", 1)
+    monkeypatch.setattr(live_share, "PIECE_BYTES", 64)
 
 
 # -- the share alone ------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def tensors() -> list[tuple[str, Tensor]]:
 def share_of(named: list[tuple[str, Tensor]], mode: Any = "read") -> LiveShare:
     memory = ShareMemory()
     memory.mode = mode
-    return LiveShare(named, frozenset("abd"), memory, 5)
+    return LiveShare(named, frozenset({"a", "b", "d"}), memory, 5)
 
 
 def written(pieces: Iterator[Any]) -> bytes:

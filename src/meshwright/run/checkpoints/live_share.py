@@ -29,9 +29,9 @@ from meshwright.errors import CheckpointError, StorageError
 __all__: list[str] = []
 
 _LOG = logging.getLogger(__name__)
-_LEAST_BYTES = 2**16
+LEAST_BYTES = 2**16
 """A smaller tensor is copied at once: that takes less time than to come back to it [bytes]."""
-_PIECE_BYTES = 2**19
+PIECE_BYTES = 2**19
 """What is written between two looks whether training wants its memory [bytes]."""
 _SAMPLE_EVERY, _SAMPLE_BYTES = 4096, 64
 FIX = (
@@ -148,7 +148,7 @@ class LiveShare:
             yield self._values[number]
             return
         done, numel = 0, self._values[number].numel()
-        most = max(1, _PIECE_BYTES // max(1, self._values[number].element_size()))
+        most = max(1, PIECE_BYTES // max(1, self._values[number].element_size()))
         while done < numel:
             with self._turn:
                 self._turn.wait_for(lambda: not self._is_wanted)
@@ -290,7 +290,7 @@ def _seen(tensor: Tensor) -> tuple[int, bytes, bytes]:
 
 def _can_be_read_later(tensor: Tensor) -> bool:
     is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and 0 not in tensor.stride()
-    return tensor.device.type == "cpu" and is_plain and tensor.nbytes >= _LEAST_BYTES
+    return tensor.device.type == "cpu" and is_plain and tensor.nbytes >= LEAST_BYTES
 
 
 def no_room(num_bytes: int, step: int, error: Exception) -> StorageError:

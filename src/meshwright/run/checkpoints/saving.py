@@ -53,8 +53,10 @@ def save_checkpoint(
             lists, tuples, Counters, numbers, texts and None, and is equal on all ranks.
         keep: How many checkpoints stay in the directory, the newest and this one; None keeps all [count].
         with_optimizer: Whether the optimizer's state is saved.
-        in_background: Return when the rank's share is copied in the host's memory. It is written while training goes on; what
-            goes wrong is raised by the next step, save or `wait_for_checkpoint`, on every rank, and training may go on after it.
+        in_background: Return before the files are written. Parameters and the optimizer's state are read until the next step
+            updates them; do not write into them before that without `wait_for_checkpoint`. A write is found, and the save then
+            fails or has the values of before. What goes wrong is raised by the next step, save or `wait_for_checkpoint`, on
+            every rank, and training may go on after it.
 
     Returns:
         The checkpoint's own directory; in the background it is not there yet.
