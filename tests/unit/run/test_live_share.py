@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import meshwright as mw
 from meshwright.checkpoint import store
+from meshwright.checkpoint.blocks import Digesting
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.run.checkpoints import live_share
 from meshwright.run.checkpoints.live_share import LiveShare, ShareMemory, memory_for
@@ -68,6 +69,17 @@ def test_what_is_written_after_it_was_let_go_is_what_was_there(mode: str, count:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert b"".join(begin) + rest == expected
+
+
+@pytest.mark.parametrize("number", range(1, 9, 2))
+def test_a_write_between_two_looks_at_a_piece_is_found(number: int) -> None:
+    share = share_of(tensors())
+    contents = Digesting(share.file)
+    for place, piece in enumerate(contents):
+        if place == number:  # it is about to be written, and lies in the tensor's memory
+            piece[0] ^= 1
+    with pytest.raises(mw.CheckpointError, match="step 5 is not saved"):
+        share.check(contents.table())
 
 
 def test_a_writer_that_fails_holds_no_step_up() -> None:
