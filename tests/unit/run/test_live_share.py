@@ -82,6 +82,16 @@ def test_a_write_between_two_looks_at_a_piece_is_found(number: int) -> None:
         share.check(contents.table())
 
 
+def test_where_steps_are_shorter_than_the_writing_later_saves_copy_at_once() -> None:
+    for count, mode in ((0, "copy"), (100, "read")):
+        memory, named = ShareMemory(), [("a", torch.randn(200))]
+        memory.mode = "read"
+        share = LiveShare(named, frozenset({"a"}), memory, 5)
+        list(itertools.islice(share.file, count))
+        share.let_go()
+        assert memory.mode == mode
+
+
 def test_a_writer_that_fails_holds_no_step_up() -> None:
     share = share_of(tensors())
     pieces = iter(share.file)
