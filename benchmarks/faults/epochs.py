@@ -13,6 +13,7 @@ from tests.faults.jobs.saving_jobs import load_newest
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.run.checkpoints import live_share
 
 NUM_SAMPLES = 100
 GLOBAL_BATCH = 12
@@ -65,6 +66,7 @@ def go_on(
     Returns:
         A digest of the parameters, and the parameters themselves.
     """
+    live_share.LEAST_BYTES = 1  # this model is small, and saves of large ones read training's memory in place
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     model = mw.apply_plan(functools.partial(build, dropout), plan, loss_fn=loss_fn, optimizer=adam, seed=0)
     loader = mw.make_loader(samples(), model, seed=3, global_batch_size=GLOBAL_BATCH)

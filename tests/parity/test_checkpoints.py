@@ -106,6 +106,34 @@ def test_a_save_in_the_background_has_the_values_of_its_step(tmp_path: Path, pla
     assert losses == pytest.approx(beside[2:], rel=1e-11)
 
 
+IN_PLACE = [
+    "dp=2",
+    "dp=2,micro_batches=2,zero=1",
+    "dp=2,zero=2,offload=optimizer",
+    "dp=2,zero=3,whole_below=1",
+    "tp=2",
+    "pp=2,micro_batches=2",
+    "dp=2,tp=2,zero=3,whole_below=1",
+    "data_parallel,dp=2",
+    "model_parallel,pp=2",
+]
+
+
+@pytest.mark.parametrize("plan", IN_PLACE)
+def test_a_share_that_is_read_in_place_has_the_bits_of_its_step(tmp_path: Path, plan: str) -> None:
+    assert run(jobs.save_in_place, plan, str(tmp_path)) == []
+    assert_same(tmp_path / "beside", tmp_path / "then")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+def test_what_one_rank_writes_beside_a_save_is_refused_on_all(tmp_path: Path, plan: str) -> None:
+    job = functools.partial(jobs.save_in_place, plan, str(tmp_path), writes=True)
+    for outcome in testing.run_outcomes(job, 2):
+        (text,) = outcome.result
+        assert "step 1 is not saved: a script has written into" in text
+    assert list((tmp_path / "beside").iterdir()) == []
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_a_failed_save_in_the_background_is_raised_by_the_next_step_on_all_ranks(tmp_path: Path, plan: str) -> None:
     job = functools.partial(jobs.save_beside, plan, str(tmp_path), breaks=True)

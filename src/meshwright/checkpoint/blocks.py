@@ -50,11 +50,12 @@ class Digesting:
                 # So small that it is still in the processor's cache when it is written.
                 most = min(_PIECE_BYTES, BLOCK_BYTES - self._fill)
                 piece, rest = rest[:most], rest[most:]
+                yield piece
+                # Once it is written: of memory that changes in between, the digest is that of the new values, and not of both.
                 self._block.update(piece)
                 self._fill += len(piece)
                 if self._fill == BLOCK_BYTES:
                     self._end_block()
-                yield piece
 
     def _end_block(self) -> None:
         self._digests += self._block.digest()

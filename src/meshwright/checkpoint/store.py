@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,12 +163,13 @@ class SaveUnderWay:
         self.step = step
         self.epoch = epoch
 
-    def write(self, name: str, file: TensorFile) -> FileEntry:
+    def write(self, name: str, file: TensorFile, check: Callable[[bytes], object] | None = None) -> FileEntry:
         """Write a file of tensors and its table of digests, synced; each rank writes its own.
 
         Args:
             name: The file's name, `rank-00000.safetensors` for example.
             file: Its tensors.
+            check: Called with the table before it is written; what it raises, this raises.
 
         Raises:
             StorageError: The disk is full or fails.
@@ -176,6 +177,8 @@ class SaveUnderWay:
         contents = Digesting(file)
         num_bytes = write_new_file(self.path / name, contents, file.num_bytes)
         table = contents.table()
+        if check is not None:
+            check(table)
         write_new_file(self.path / f"{name}{TABLE_SUFFIX}", [table])
         return FileEntry(name, num_bytes, digest_of(table))
 

@@ -46,6 +46,8 @@ class OptimizerGate:
         self._module: nn.Module | None = None
         self._is_open = True
         self._undo: Callable[[], None] | None = None
+        self.before_step: Callable[[], None] | None = None
+        """Called before each step of the optimizer, whoever calls that."""
         self._attach(optimizer)
 
     def _attach(self, optimizer: Any) -> None:
@@ -81,6 +83,8 @@ class OptimizerGate:
                 "own share of the batch",
                 fix=FIX,
             )
+        if self.before_step is not None:
+            self.before_step()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -98,6 +102,7 @@ class OptimizerGate:
         if self._module is not None:
             _PLANS.pop(self._module, None)
         self._undo, self._module, self._is_open = None, None, True
+        self.before_step = None
 
 
 class _NoBackward(torch.autograd.Function):

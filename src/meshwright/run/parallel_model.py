@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.ranks.world import World
 from meshwright.run.building.paged_build import PagedBuild
-from meshwright.run.checkpoints.background import BackgroundSave, close, look_for_step
+from meshwright.run.checkpoints.background import BackgroundSave, close, let_go, look_for_step
 from meshwright.run.gate import without_backward
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
@@ -66,6 +67,8 @@ class ParallelModel:
         engine.switch.begin()
         self.saving: BackgroundSave | None = None
         """A save under way beside training."""
+        own = weakref.ref(self)
+        stepper.gate.before_step = lambda: let_go(own())
         self.num_steps = 0
         """Calls of `step` so far [count]."""
 
@@ -205,6 +208,7 @@ class ParallelModel:
         For reading, copying and writing: what is written inside, alike on every rank, stays. Gradients are not whole here: see
         `full_gradients`.
         """
+        let_go(self)
         with (
             self.told("whole"),
             self.engine.switch.plain(),

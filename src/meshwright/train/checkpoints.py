@@ -84,7 +84,9 @@ class _BegunSave(NamedTuple):
     began_at: float
     path: str = ""
     stall_s: float = 0.0
-    """For how long training has waited [s]."""
+    """For how long training has waited until the save had begun [s]."""
+    waited_s: Callable[[], float] = lambda: 0.0
+    """For how long it has waited since [s]."""
 
 
 class RunCheckpoints:
@@ -161,7 +163,10 @@ class RunCheckpoints:
         finally:
             self._saved_at = time.monotonic()
         self.last_step = step
-        self._under_way = under_way._replace(path=str(path), stall_s=self._saved_at - under_way.began_at)
+        stall_s, saving = self._saved_at - under_way.began_at, self._model.saving
+        self._under_way = under_way._replace(path=str(path), stall_s=stall_s)
+        if saving is not None:
+            self._under_way = self._under_way._replace(waited_s=lambda: saving.waited_s)
         if not in_background:
             yield self._ended()
 
@@ -197,7 +202,8 @@ class RunCheckpoints:
         if done.is_best:
             self._best_kept = done.step
         event: dict[str, Any] = {"event": "saved", "step": done.step, "path": done.path}
-        event |= {"seconds": time.monotonic() - done.began_at, "stall_seconds": done.stall_s, "is_best": done.is_best}
+        event |= {"seconds": time.monotonic() - done.began_at, "stall_seconds": done.stall_s + done.waited_s()}
+        event |= {"is_best": done.is_best}
         return event | ({"warning": "; ".join(self._warnings)} if self._warnings else {})
 
     def resume(self) -> Loaded:

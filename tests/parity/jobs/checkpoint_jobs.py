@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.checkpoint import store
+from meshwright.run.checkpoints import live_share
+from meshwright.run.checkpoints.live_share import memory_for
 
 PLANS = [
     "dp=2",
@@ -241,3 +245,43 @@ def save_beside(plan: str, directory: str, *, breaks: bool = False) -> list[Any]
     mw.save_checkpoint(model, directory, step=4, in_background=True, keep=2)
     mw.wait_for_checkpoint(model)
     return losses
+
+
+def save_in_place(plan: str, directory: str, *, writes: bool = False) -> list[str]:
+    """Save twice after a step: at once, and in the background from training's own memory, beside further steps.
+
+    No file is written before the next step but one has begun, and every tensor is read in place. With `writes`, the last rank's
+    script writes into its parameters meanwhile.
+
+    Returns:
+        What was raised, by a step or at the end.
+    """
+    model = apply(plan, "words", "adamw")
+    model.step(mw.split_batch(batch("words", 0), model))
+    mw.save_checkpoint(model, f"{directory}/then", step=1)
+    memory_for(model.module).mode = "read"
+    is_free, write, found = threading.Event(), store.write_new_file, list[str]()
+
+    def late(path: Path, *args: Any) -> int:
+        if path.suffix == ".safetensors" and not is_free.wait(60.0):
+            raise mw.StorageError("the test never let it go")
+        return write(path, *args)
+
+    with (
+        mock.patch.object(live_share, "LEAST_BYTES", 1),
+        mock.patch.object(live_share, "PIECE_BYTES", 256),
+        mock.patch.object(store, "write_new_file", late),
+    ):
+        mw.save_checkpoint(model, f"{directory}/beside", step=1, in_background=True)
+        if writes and model.world.rank == model.world.world_size - 1:
+            for group in model.optimizer.param_groups if model.optimizer is not None else ():
+                for parameter in group["params"]:
+                    parameter.data.mul_(1.5)
+        model.step(mw.split_batch(batch("words", 1), model))
+        is_free.set()
+        try:
+            model.step(mw.split_batch(batch("words", 2), model))
+            mw.wait_for_checkpoint(model)
+        except mw.CheckpointError as error:
+            found.append(error.message)
+    return found

@@ -38,7 +38,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "save", save)
 
     def make(*settings):
-        model = types.SimpleNamespace(in_background=[])
+        model = types.SimpleNamespace(in_background=[], saving=None)
         return RunCheckpoints(load_config("c.toml", [f"checkpoint.{each}" for each in settings]), model, {})
 
     return make
@@ -141,6 +141,16 @@ def test_in_the_background_an_event_comes_when_it_is_over(make, monkeypatch):
     assert (event["event"], event["step"]) == ("saved", 4)
     assert names() == ["step-00000001", "step-00000004"]
     assert made._model.in_background == [True, True, True, False]  # nothing is left to do beside the last one
+
+
+def test_what_the_next_update_waits_for_is_part_of_the_stall(make, monkeypatch):
+    monkeypatch.setattr(checkpoints, "is_saved", lambda _: True)
+    made = make("background=true")
+    made._model.saving = types.SimpleNamespace(waited_s=0.0)
+    list(made.save(1, best_step=None, is_end=False))
+    made._model.saving.waited_s = 100.0  # the update comes after the save has begun
+    (event,) = made.look()
+    assert 100.0 <= event["stall_seconds"] < 160.0
 
 
 def test_a_best_one_that_was_not_saved_does_not_let_the_one_before_go(make, monkeypatch):

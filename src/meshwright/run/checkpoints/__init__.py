@@ -4,6 +4,7 @@ What is in the files, and how they are written, is `checkpoint/`; what a rank ho
 
 saving          save_checkpoint: every rank writes its share, one commits
 background      saves that are written while training goes on
+live_share      what such a save writes, read from training's own memory
 loading         load_checkpoint: checked by all ranks, then read in parts
 stored_parts    this rank's parts of the model, as rows that all ranks know
 optimizer_rows  the optimizer's state and options, by FQN

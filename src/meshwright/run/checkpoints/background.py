@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: a copy of the rank's share, and a thread that writes it.
+"""Saves that are written while training goes on, each by a thread on every rank; what it reads, `live_share` says.
 
 The threads exchange nothing, since exchanges belong to the steps: each leaves a note beside its file, and the first rank commits
 when all notes are there. Between two steps the ranks look whether it is over (`look`); an error is raised there, on all of them.
@@ -11,16 +11,15 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.checkpoint.store import SaveUnderWay
 from meshwright.errors import CheckpointError, InternalError, MeshwrightError, StorageError
+from meshwright.run.checkpoints.live_share import LiveShare
 from meshwright.run.checkpoints.together import together
 
 __all__: list[str] = []
@@ -29,27 +28,6 @@ _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.02
 _AT_EXIT_S = 60.0
 """How long a program that ends waits for its save, and a model that is closed for another rank's note [s]."""
-_STAGES: weakref.WeakKeyDictionary[Any, dict[str, Tensor]] = weakref.WeakKeyDictionary()
-
-
-def staged(module: nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return copies in the host's memory, which is kept for the next save: fresh memory takes longer than the copy.
-
-    Args:
-        module: The module that they are of.
-        tensors: (name, tensor) of this rank's share.
-    """
-    known = _STAGES.get(module, {})
-    stage: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        place = known.get(name)
-        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        stage[name] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-    if any(tensor.is_cuda for _, tensor in tensors):
-        torch.cuda.synchronize()
-    _STAGES[module] = stage
-    return list(stage.items())
 
 
 class BackgroundSave:
@@ -57,6 +35,7 @@ class BackgroundSave:
 
     Args:
         draft: The save.
+        share: What this rank writes; None where it could not be copied, which `write` tells.
         write: Writes this rank's file, and returns its row.
         commit: Commits, given all rows; called on the first rank.
         place: This rank and the number of ranks.
@@ -68,6 +47,7 @@ class BackgroundSave:
         self,
         draft: SaveUnderWay,
         *,
+        share: LiveShare | None,
         write: Callable[[], Any],
         commit: Callable[[list[Any]], object],
         place: tuple[int, int],
@@ -75,6 +55,7 @@ class BackgroundSave:
         steps_look: bool = True,
     ) -> None:
         self._draft, self._write, self._commit = draft, write, commit
+        self._share = share
         self._rank, self._num_ranks = place
         self._has_given_up = has_given_up
         self.steps_look = steps_look
@@ -96,6 +77,8 @@ class BackgroundSave:
             with contextlib.suppress(StorageError):  # the next look tells the first rank as well
                 self._draft.leave_note(self._rank, [self._write_error.message, None])
         finally:
+            if self._share is not None:
+                self._share.end()
             self._is_written.set()
         if self._rank:
             return
@@ -132,6 +115,16 @@ class BackgroundSave:
         if self._is_called_off.is_set() or self._has_given_up() or is_late:
             why = f"rank {rank} has not written its file in {limit_s} s" if is_late else "other ranks are gone"
             raise StorageError(f"the save of step {self._draft.step} was given up: {why}", is_told=True)
+
+    def let_go(self) -> None:
+        """Read training's memory no more; called before anything of ours changes it, on any rank alone."""
+        if self._share is not None:
+            self._share.let_go()
+
+    @property
+    def waited_s(self) -> float:
+        """For how long training has waited in `let_go` [s]."""
+        return 0.0 if self._share is None else self._share.waited_s
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when this rank has done its part, or after some time."""
@@ -194,6 +187,12 @@ class HasSaves(Protocol):
 
     engine: Engine
     saving: BackgroundSave | None
+
+
+def let_go(model: HasSaves | None) -> None:
+    """Have a save under way read the model's memory no more, since it is about to be changed."""
+    if model is not None and model.saving is not None:
+        model.saving.let_go()
 
 
 def look(model: HasSaves) -> bool:

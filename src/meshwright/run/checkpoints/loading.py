@@ -18,6 +18,7 @@ from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Saved, Store
 from meshwright.checkpoint.tensor_files import dtype_name
 from meshwright.errors import CheckpointError, ConfigError, StorageError, tensors_differ
+from meshwright.run.checkpoints.background import let_go
 from meshwright.run.checkpoints.extra_states import load_states, refuse_missing
 from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
@@ -101,6 +102,7 @@ def load(
         )
     engine = model.engine
     require_between_steps(engine.switch, "load_checkpoint")
+    let_go(model)
     with model.told("load"), engine.switch.plain():
         group, device = engine.everyone, engine.device
         shared = functools.partial(together, group, device)

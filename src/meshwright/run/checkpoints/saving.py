@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -16,10 +16,11 @@ from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
-from meshwright.run.checkpoints.background import BackgroundSave, finish, look, staged
+from meshwright.run.checkpoints.background import BackgroundSave, finish, look
 from meshwright.run.checkpoints.extra_states import digest_of_states, states_of
+from meshwright.run.checkpoints.live_share import LiveShare, memory_for, no_room
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
-from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, writers_of
+from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, trained_names, writers_of
 from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
 
@@ -52,8 +53,10 @@ def save_checkpoint(
             lists, tuples, Counters, numbers, texts and None, and is equal on all ranks.
         keep: How many checkpoints stay in the directory, the newest and this one; None keeps all [count].
         with_optimizer: Whether the optimizer's state is saved.
-        in_background: Return when the rank's share is copied in the host's memory. It is written while training goes on; what
-            goes wrong is raised by the next step, save or `wait_for_checkpoint`, on every rank, and training may go on after it.
+        in_background: Return before the files are written. Parameters and the optimizer's state are read until the next step
+            updates them; do not write into them before that without `wait_for_checkpoint`. A write is found, and the save then
+            fails or has the values of before. What goes wrong is raised by the next step, save or `wait_for_checkpoint`, on
+            every rank, and training may go on after it.
 
     Returns:
         The checkpoint's own directory; in the background it is not there yet.
@@ -158,6 +161,8 @@ class _Save:
         self._retention = retention
         self._together = functools.partial(together, engine.everyone, engine.device)
         self._is_first = engine.everyone.group_rank == 0
+        # Read now: a look at the module's parameters inside a step, by the thread that commits, would gather them under ZeRO-3.
+        self._plan = str(model.plan)
 
     def run(self, extra: Mapping[str, Any], optimizer: Any, *, in_background: bool) -> Path:
         held = self._engine.held_state()
@@ -187,15 +192,7 @@ class _Save:
             tensors = [(own[0].parts[place].name, own[0].parts[place].tensor) for place in mine]
             commit = functools.partial(self._commit, draft, told=told, writers=writers)
             if in_background:
-                calls = self._model.world.calls
-                self._model.saving = BackgroundSave(
-                    draft,
-                    write=self._staged(draft, tensors, rank, mine),
-                    commit=commit,
-                    place=(rank, len(told)),
-                    has_given_up=lambda: calls.has_given_up,
-                    steps_look=self._retention.steps_look,
-                )
+                self._model.saving = self._in_background(draft, tensors, mine, commit)
                 return draft.path.with_name(name_of(draft.step, draft.epoch))
             file = TensorFile(tensors)
             entries = self._together(lambda: self._write(draft, file, rank, mine), lambda entry: entry)
@@ -216,30 +213,50 @@ class _Save:
         path, step, epoch = self._together(begin, lambda row: row)[0]
         return SaveUnderWay(Path(path), step, epoch)
 
-    def _staged(
-        self, draft: SaveUnderWay, tensors: Sequence[tuple[str, Tensor]], rank: int, mine: Sequence[int]
-    ) -> Callable[[], list[Any] | None]:
-        """Copy this rank's share, and return what writes the copy, or raises what was wrong with it."""
+    def _in_background(
+        self,
+        draft: SaveUnderWay,
+        tensors: Sequence[tuple[str, Tensor]],
+        mine: Sequence[int],
+        commit: Callable[..., str],
+    ) -> BackgroundSave:
+        """Start writing this rank's share in a thread, or one that raises what was wrong with it."""
+        rank, share = self._engine.everyone.group_rank, None
         try:
-            file = TensorFile(staged(self._model.module, tensors))
+            share = LiveShare(tensors, self._staying(), memory_for(self._model.module), draft.step)
+            write = functools.partial(self._write, draft, share.file, rank, mine, share.check)
         except (MemoryError, RuntimeError) as error:
             # Told as what a disk does is: the other ranks have begun by now, and have nothing to wait for here.
-            num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-            failure = StorageError(
-                f"cannot copy {num_bytes} bytes of step {draft.step} in the host's memory: {error}",
-                fix="save without in_background (checkpoint.background = false)",
-            )
+            write = functools.partial(_fail, no_room(sum(tensor.nbytes for _, tensor in tensors), draft.step, error))
+        calls = self._model.world.calls
+        return BackgroundSave(
+            draft,
+            share=share,
+            write=write,
+            commit=commit,
+            place=(rank, self._engine.everyone.size),
+            has_given_up=lambda: calls.has_given_up,
+            steps_look=self._retention.steps_look,
+        )
 
-            def fail() -> None:
-                raise failure
+    def _staying(self) -> frozenset[str]:
+        """Return the names of what an optimizer's step alone changes; nothing where no step of ours tells of itself before."""
+        optimizer = self._model.optimizer
+        if optimizer is None or not self._engine.is_prepared:
+            return frozenset()
+        return trained_names(self._engine.held_state(), optimizer)
 
-            return fail
-        return lambda: self._write(draft, file, rank, mine)
-
-    def _write(self, draft: SaveUnderWay, file: TensorFile, rank: int, mine: Sequence[int]) -> list[Any] | None:
+    def _write(
+        self,
+        draft: SaveUnderWay,
+        file: TensorFile,
+        rank: int,
+        mine: Sequence[int],
+        check: Callable[[bytes], object] | None = None,
+    ) -> list[Any] | None:
         if not mine:
             return None
-        entry = draft.write(f"rank-{rank:05d}.safetensors", file)
+        entry = draft.write(f"rank-{rank:05d}.safetensors", file, check)
         return [
             entry.name,
             entry.num_bytes,
@@ -283,7 +300,7 @@ class _Save:
         return Manifest(
             step=draft.step,
             epoch=draft.epoch,
-            plan=str(self._model.plan),
+            plan=self._plan,
             files=tuple(FileEntry(name, size, bytes.fromhex(digest)) for _, (name, size, digest, _) in files),
             tensors=tensors,
             aliases={name: stored for name, stored in aliases.items() if name not in tensors},
@@ -303,6 +320,10 @@ class _Save:
             "state": merge_state([state["state"] for state in states]),
             "groups": merge_groups([state["groups"] for state in states]),
         }
+
+
+def _fail(error: StorageError) -> NoReturn:
+    raise error
 
 
 def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:

@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import ITEM_BYTES
 from meshwright.checkpoint.tensor_files import dtype_name
 from meshwright.errors import CheckpointError
 from meshwright.mesh import MeshSpec
-from meshwright.run.checkpoints.optimizer_rows import OptimizerRows
+from meshwright.run.checkpoints.optimizer_rows import PREFIX, OptimizerRows
 from meshwright.run.checkpoints.random_streams import read_streams
 from meshwright.spec import Plan
 
@@ -105,6 +105,22 @@ def collect(
             )
     _refuse_extra_state(engine.module)
     return RankState(parts, told)
+
+
+def trained_names(held: Sequence[HeldPart], optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the stored names of what only an optimizer's step changes: the parameters that it has, and what it keeps for them.
+
+    Args:
+        held: The engine's `held_state`.
+        optimizer: The model's optimizer.
+    """
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parts = [part for part in held if id(part.owner) in updated]
+    found = [f"{MODEL}/{stored_name(part.name)}" for part in parts]
+    for part in parts:
+        state = optimizer.state.get(part.owner, {})
+        found += [f"{PREFIX}/{stored_name(part.name)}/{key}" for key, value in state.items() if torch.is_tensor(value)]
+    return frozenset(found)
 
 
 def aliases_of(module: nn.Module, held: Sequence[HeldPart]) -> dict[str, str]:
