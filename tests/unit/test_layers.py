@@ -18,6 +18,7 @@ MAX_LINES = 400
 TORCH_FREE_ORDER = (
     *(
         "errors",
+        "texts",
         "units",
         "values",
         "mesh",
