@@ -30,6 +30,7 @@ TORCH_FREE_ORDER = (
         "plan",
         "report",
         "host",
+        "kept_files",
         "garbage",
         "_torch_texts",
     ),

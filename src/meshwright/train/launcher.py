@@ -131,6 +131,8 @@ class _Run:
         path = self._config.run_directory
         with RunDirectory(path) as directory:
             self._directory = directory
+            if directory.doubt:
+                sys.stderr.write(f"{clean(directory.doubt)}\n")
             resume = self._choose_start(directory, resume=resume)
             self._is_continued = resume
             self._foresee(joined=joined, resume=resume)
