@@ -156,9 +156,6 @@ def _resized(batch: Any, batch_size: int | None, sequence: int | None) -> Any:
 
 
 def _describe_file(path: Path, batch_size: int | None, sequence: int | None, batch: str | None) -> ModelSpec:
-    from meshwright.describe.describing import describe_model
-    from meshwright.train.models import build_hf_model
-
     place = path / "config.json" if is_directory(path) else path
     try:
         config = parse_json(read_text(place))
@@ -173,6 +170,9 @@ def _describe_file(path: Path, batch_size: int | None, sequence: int | None, bat
             f"{place} has no model_type (rule: a config.json that transformers wrote has one)",
             fix="name the config.json of a Hugging Face model",
         )
+    from meshwright.describe.describing import describe_model
+    from meshwright.train.models import build_hf_model
+
     build = functools.partial(build_hf_model, str(place), {})
     if batch is not None:
         example = _resized(_call_with_sizes(_import(batch, "--batch"), batch_size, sequence), batch_size, sequence)

@@ -34,6 +34,8 @@ _OPAQUE: Final = re.compile(
 )
 """Strings and comments of TOML."""
 _LONG_KEY: Final = re.compile(rf"(?:[\w-]+[ \t]*\.[ \t]*){{{_MOST_PARTS}}}")
+_MOST_WHOLE: Final = 10**300
+"""Beyond what a float holds; written in hexadecimal a number may be longer than Python prints."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -163,6 +165,10 @@ def _refuse_unwritable(tables: Mapping[str, Any], path: Path) -> None:
         elif isinstance(value, (datetime.date, datetime.time)):
             raise ConfigError(f"{path}: '{key}' = {value} is a date or a time (rule: text, numbers, lists, tables)",
                               fix=f'write it as text: "{value}"')  # fmt: skip
+        elif isinstance(value, int) and abs(value) >= _MOST_WHOLE:
+            raise ConfigError(
+                f"{path}: '{key}' is a whole number of {value.bit_length()} bits (rule: at most 300 digits)"
+            )
         elif isinstance(value, str):
             _refuse_unwritable_text(key, value, path)
 
