@@ -106,3 +106,11 @@ def test_torchs_switches_are_rows(monkeypatch):
     assert {name for name in before if before[name] != after[name]} == {"torch.set_flush_denormal()"}
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert dict(settings.of_torch(cpu)) != before
+
+
+def test_a_rate_of_dropout_that_changes_between_steps_is_a_row():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    before = dict(settings.of_modes(module))
+    module[1].p = 0.5
+    after = dict(settings.of_modes(module))
+    assert {name for name in before if before[name] != after[name]} == {"the rate of dropout '1'"}

@@ -32,6 +32,7 @@ Rows = list[tuple[str, str]]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _OF_A_PLACE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu)(:\d+)?|.*[/\\].*", re.DOTALL)
 """Texts that may differ from rank to rank: a device, a path."""
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _FIRST_ADDRESS = 2**32
 _DENORMAL = 1e-310
 _DEPTH = 4
@@ -107,8 +108,13 @@ def of_modules(module: nn.Module) -> Rows:
 
 
 def of_modes(module: nn.Module) -> Rows:
-    """Return the mode (training or eval) of each module."""
-    return [(f"whether module '{name}' trains", repr(child.training)) for name, child in module.named_modules()]
+    """Return the mode (training or eval) of each module, and the rates of dropout, which schedules change."""
+    rows: Rows = []
+    for name, child in module.named_modules():
+        rows.append((f"whether module '{name}' trains", repr(child.training)))
+        if isinstance(child, _DROPOUTS):
+            rows.append((f"the rate of dropout '{name}'", repr(child.p)))
+    return rows
 
 
 def _is_address(key: str, value: Any) -> bool:
