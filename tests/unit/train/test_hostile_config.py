@@ -95,6 +95,13 @@ def test_a_deepspeed_file_with_absurd_numbers_is_refused(file, key, value):
         load_config(file, plan="ds.json", devices=1)
 
 
+@pytest.mark.parametrize("plan", ["ds.json", "distributed", "dp=2"])
+def test_a_number_of_devices_that_python_cannot_print_is_refused(file, plan):
+    (file.parent / "ds.json").write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}')
+    with pytest.raises(ConfigError, match=r"--devices has \d+ bits"):
+        load_config(file, plan=plan, devices=10**4299)
+
+
 def test_a_pipe_and_a_device_in_place_of_files_are_refused(file):
     os.mkfifo(file.parent / "pipe.json")
     with pytest.raises(ConfigError, match="it is a pipe"):

@@ -18,7 +18,7 @@ from meshwright.spec.plan import Plan
 from meshwright.texts import read_text, refuse_surrogates
 from meshwright.train.config.checks import check_config, resolve_plan, safe_name
 from meshwright.train.config.deepspeed import apply_changes
-from meshwright.train.config.types import ParamGroup, TrainConfig
+from meshwright.train.config.types import MOST_COUNT, ParamGroup, TrainConfig
 
 __all__: list[str] = []
 
@@ -61,6 +61,10 @@ def load_config(
         ConfigError: Anything is wrong; the message names the file, the key and the rule.
         MissingDependencyError: An optional package is needed; the message has the line that installs it.
     """
+    if devices is not None and not 1 <= devices <= MOST_COUNT:
+        raise ConfigError(
+            f"--devices has {devices.bit_length()} bits (rule: between 1 and {MOST_COUNT})", fix="--devices 2"
+        )
     path = Path(path)
     text = _read(path)
     tables = _parse(text, path)
