@@ -239,6 +239,13 @@ def as_toml(tree: Any) -> str:
     """Return a tree as TOML, inline below its sections; what TOML has no notation for stays as Python writes it."""
     if not isinstance(tree, dict):
         return repr(tree)
+    try:
+        return _sections(tree)
+    except RecursionError:
+        return f"a = {DEEP[0]}"
+
+
+def _sections(tree: dict[Any, Any]) -> str:
     return "".join(f"{_key(key)} = {_inline(entry)}\n" for key, entry in tree.items())
 
 
