@@ -5,13 +5,16 @@ Exit codes: see `errors.py`.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError, StorageError
+from meshwright.texts import clean
 
 __all__: list[str] = []
 
@@ -23,6 +26,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+_MOST_STAGES = 64
+_MOST_CELLS = {"zbv": 1024}
+"""Stages times micro-batches of a schedule that is drawn in a second; of other kinds 8192 [count]."""
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
 PlanOption = Annotated[
@@ -68,7 +75,7 @@ def train(
     loaded = load_config(config, settings or [], plan=plan, devices=devices)
     show_rows(loaded.plan_rows, sys.stdout)
     for note in loaded.notes:
-        print(note, file=sys.stderr)
+        print(clean(note), file=sys.stderr)
     raise typer.Exit(run_training(loaded, resume=resume))
 
 
@@ -142,7 +149,8 @@ def plan(
                             ("optimizer", optimizer), ("batch", batch)):  # fmt: skip
             _refuse(value is not None, f"--{name}", f"'{model}' says it itself")
         _refuse(bool(cluster and refine), "--refine", "plans are run on this machine alone; leave --cluster out")
-        print(plan_config(Path(model), cluster=cluster, devices=devices, top=top, refine=refine, json_path=json_path))
+        found = plan_config(Path(model), cluster=cluster, devices=devices, top=top, refine=refine, json_path=json_path)
+        print(clean(found))
         return
     for name, value in (("devices", devices), ("refine", refine or None)):
         _refuse(value is not None, f"--{name}", "for a TOML file of a training alone")
@@ -160,7 +168,7 @@ def plan(
         spec = find_model(model, sequence=sequence, batch=batch)
     else:
         spec = read_model(model, sequence=sequence)
-    print(list_plans(spec, load_cluster(cluster), train, top=top, json_path=json_path))
+    print(clean(list_plans(spec, load_cluster(cluster), train, top=top, json_path=json_path)))
 
 
 def _refuse(is_wrong: bool, option: str, why: str) -> None:
@@ -196,6 +204,15 @@ def schedule(
     """Draw a pipeline schedule."""
     from meshwright.schedule import PipelineSchedule
 
+    most = _MOST_CELLS.get(kind, 8192)
+    if stages > _MOST_STAGES or stages * micro_batches > most:
+        drawn = min(stages, _MOST_STAGES)
+        raise ConfigError(
+            f"schedule: {stages} stages x {micro_batches} micro-batches of {kind} (rule: at most {_MOST_STAGES} stages and "
+            f"{most} cells are drawn)",
+            fix=f"--stages {drawn} --micro-batches {min(micro_batches, most // drawn)}",
+        )
+
     print(PipelineSchedule.build(kind, num_ranks=stages, num_micro_batches=micro_batches).draw())
 
 
@@ -222,8 +239,13 @@ def describe(
 
     spec = find_model(model, batch_size=batch_size, sequence=sequence, batch=batch)
     if json_path is not None:
-        json_path.write_text(spec.to_json(indent=2) + "\n", encoding="utf-8")
-    print(format_model(spec))
+        try:
+            json_path.write_text(spec.to_json(indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"the description could not be written to {json_path}: {error.strerror}", fix="--json model.json"
+            ) from error
+    print(clean(format_model(spec)))
 
 
 checkpoint = typer.Typer(
@@ -345,10 +367,22 @@ def export_weights(
     )
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
 def main() -> None:
     """Run the command line and exit with its code: an error of ours is one message, without a traceback."""
     try:
+        for argument in sys.argv[1:]:
+            if match := _CONTROL.search(argument):
+                raise ConfigError(
+                    f"an argument has the control character {match[0]!r}: {argument!r}", fix="leave it out"
+                )
         app()
     except MeshwrightError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(clean(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # Who reads the output has gone, as `head` does; the interpreter would flush once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(StorageError.exit_code)

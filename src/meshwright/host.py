@@ -114,9 +114,12 @@ def private_cache_directory() -> Path:
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
     )
     directory = Path(base)
+    if base.startswith("~"):
+        raise FileNotFoundError(errno.ENOENT, "the user has no home directory", base)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    is_planted = directory.is_symlink() and directory.lstat().st_uid not in (os.getuid(), 0)
+    if is_planted or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "belongs to, or can be written by, another user", str(directory))
     return directory
 

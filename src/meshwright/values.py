@@ -16,13 +16,17 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.texts import parse_json
 
 __all__: list[str] = []
 
 V = TypeVar("V")
+
+MOST_WHOLE: Final = 2**63 - 1
+"""Largest whole number of a value: what other programs read of JSON, and products of several stay within a float."""
 
 
 class FrozenMap(Mapping[str, V]):
@@ -149,8 +153,8 @@ class Value:
             ConfigError: The text is not JSON, has another format or a newer version, or breaks a rule.
         """
         try:
-            loaded: object = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            loaded: object = parse_json(text)
+        except ValueError as error:
             raise ConfigError(f"{cls.FORMAT}: not JSON: {error}") from error
         if not isinstance(loaded, dict):
             raise ConfigError(f"{cls.FORMAT}: expected a JSON object, got {type(loaded).__name__}")
@@ -269,6 +273,8 @@ def _coerce_plain(value: object, hint: Any) -> Any:
         fits = isinstance(value, hint) and (hint is not int or not isinstance(value, bool))
     if not fits:
         raise MismatchError(f" must be {_name(hint)}, got {_show(value)}")
+    if hint is int and abs(cast("int", value)) > MOST_WHOLE:
+        raise MismatchError(f" must be between -2^63 and 2^63, got {_show(value)}")
     return value
 
 
@@ -340,6 +346,8 @@ def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
 
 
 def _show(value: object) -> str:
+    if isinstance(value, int) and abs(value) > 10**100:
+        return f"a whole number of {value.bit_length()} bits"  # Python writes no number of over 4,300 digits
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -18,6 +18,7 @@ MAX_LINES = 400
 TORCH_FREE_ORDER = (
     *(
         "errors",
+        "texts",
         "units",
         "values",
         "mesh",
@@ -29,6 +30,7 @@ TORCH_FREE_ORDER = (
         "plan",
         "report",
         "host",
+        "kept_files",
         "garbage",
         "_torch_texts",
     ),

@@ -157,6 +157,42 @@ def open_regular_file(path: Path) -> int:
     return descriptor
 
 
+def open_own_file(path: Path, flags: int) -> int:
+    """Open a regular file of this user, or make it; a symbolic link to a file of somebody's choice is not followed.
+
+    Args:
+        path: The file.
+        flags: O_RDWR, or O_WRONLY with others.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: It cannot be opened or made.
+        StorageError: It is a symbolic link, is not a regular file, has a second name, or belongs to another user.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StorageError(
+                f"{path} is a symbolic link (rule: a regular file)", fix=f"remove it: rm '{path}'"
+            ) from None
+        raise
+    status = os.fstat(descriptor)
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is not a regular file"
+    elif status.st_nlink > 1:
+        problem = f"has {status.st_nlink} names, so that another file would be written with it"
+    elif status.st_uid != os.getuid() and os.getuid() != 0:
+        problem = "belongs to another user"
+    if problem is not None:
+        os.close(descriptor)
+        raise StorageError(f"{path} {problem} (rule: a regular file of its user's own)", fix=f"remove it: rm '{path}'")
+    return descriptor
+
+
 def size_of(path: Path, descriptor: int) -> int:
     """Return the size of an open file [bytes].
 

@@ -19,10 +19,12 @@ from meshwright.compare.comparison import Comparison, make_comparison
 from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import processor_name, usable_cores
+from meshwright.ranks.capacity import check_devices
 from meshwright.ranks.environment import read_place
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import Prediction
+from meshwright.texts import clean
 from meshwright.train.config.checks import check_config, resolve_plan
 from meshwright.train.config.deepspeed import require_same_training, show_rows
 from meshwright.train.config.load import load_config
@@ -31,7 +33,7 @@ from meshwright.train.launcher import environment, one_line
 from meshwright.train.planning.choosing import choose
 from meshwright.train.planning.predictor import Predictor
 from meshwright.train.planning.this_machine import is_switched_off
-from meshwright.train.progress import ProgressView, clean
+from meshwright.train.progress import ProgressView
 
 if TYPE_CHECKING:
     from meshwright.compare.trial import RankSamples
@@ -161,6 +163,8 @@ class Runs:
         self._predicts = predicts
         self._predictor = Predictor(config, tell=view.note if view is not None else lambda _text: None)
         resolved = [(text, self._resolve(text)) for text in plans]
+        for _, (_, plan) in resolved:
+            check_devices(plan.num_devices, str(plan))
         largest = max(plan.num_devices for _, (_, plan) in resolved)
         self._cores = min(usable_cores(), largest * max(1, usable_cores() // largest))
         self._jobs = [self._job(name, *made) for name, made in resolved]

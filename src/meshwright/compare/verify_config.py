@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import StorageError
 from meshwright.measure.verify import ParityReport, verify_plan
+from meshwright.ranks.capacity import check_devices
 from meshwright.train.config.deepspeed import show_rows
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.load import load_config
@@ -56,6 +57,7 @@ def run_verification(
 
 def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
     """Verify the plan of a configuration; see `run_verification`."""
+    check_devices(config.plan.num_devices, str(config.plan))
     add_to_path(config.import_roots)
     return verify_plan(
         make_build_model(config),

@@ -14,6 +14,7 @@ from typing import Any, Final
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.mixed import mixed_cluster
+from meshwright.texts import parse_json, read_text
 
 __all__: list[str] = []
 
@@ -136,16 +137,16 @@ def read_table() -> Mapping[str, Any]:
 
 def _read_cluster(path: Path) -> ClusterSpec:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except OSError as error:
         raise ConfigError(
             f"cluster: the file '{path}' cannot be read: {error}", fix="write a short name as in '8xh100-sxm'"
         ) from error
     if not text.lstrip().startswith("["):
         return ClusterSpec.from_json(text)
     try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(text)
+    except ValueError as error:
         raise ConfigError(
             f"cluster: the file '{path}' is not JSON: {error}", fix="mend it, or write it anew"
         ) from error

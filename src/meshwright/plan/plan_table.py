@@ -14,6 +14,7 @@ from meshwright.plan.search.ranking import make_plans
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.train import TrainSpec
+from meshwright.texts import is_directory, is_file, read_text
 from meshwright.units import format_bytes, format_seconds
 
 __all__: list[str] = []
@@ -26,15 +27,22 @@ def read_model(text: str, *, sequence: int | None = None) -> ModelSpec:
         ConfigError: It is none of them.
     """
     path = Path(text)
-    if text.endswith(".json") or path.is_dir():
-        if path.is_file() and '"meshwright.model"' in path.read_text(encoding="utf-8", errors="replace")[:200]:
+    if text.endswith(".json") or is_directory(path):
+        if is_file(path) and '"meshwright.model"' in (written := _read(path))[:200]:
             if sequence is not None:
                 raise ConfigError(
                     f"model: '{text}' is described for its own sequence length", fix="leave --sequence out"
                 )
-            return ModelSpec.from_json(path.read_text(encoding="utf-8"))
+            return ModelSpec.from_json(written)
         return read_hugging_face(path, sequence=sequence)
     return find_model(text, sequence=sequence)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise ConfigError(f"model: '{path}' cannot be read: {error.strerror}", fix="name another file") from None
 
 
 def list_plans(

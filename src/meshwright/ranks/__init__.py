@@ -21,6 +21,7 @@ joined_failures  failures of ranks that others have started
 calls            calls that all ranks make together, and exceptions in them
 world            the world of a rank
 join             entry into a world: launch, torchrun, srun, Kubernetes
+capacity         limits of this host that refuse a launch
 environment      variables in which launchers describe a rank
 groups           process groups
 allocator        freed memory kept by the C library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 
@@ -17,6 +18,13 @@ _SLURM_FIRST_PORT = 15000
 _SLURM_NUM_PORTS = 16000
 
 
+_MOST = 2**31 - 1
+"""Largest number in a variable: what the libraries that read them, too, take [count]."""
+_MOST_HOSTS = 100_000
+_MOST_SECONDS = 7 * 86400
+
+
+JOIN_TIMEOUT_VARIABLE = "MESHWRIGHT_JOIN_TIMEOUT_S"
 TRANSPORT_VARIABLE = "MESHWRIGHT_TRANSPORT"
 _TRANSPORTS = ("shm", "gloo")
 
@@ -30,7 +38,7 @@ def choose_transport(environment: Mapping[str, str]) -> str:
     chosen = environment.get(TRANSPORT_VARIABLE, "") or "shm"
     if chosen not in _TRANSPORTS:
         raise ConfigError(
-            f"{TRANSPORT_VARIABLE} is {chosen!r}, which is not a valid transport",
+            f"{TRANSPORT_VARIABLE} is {_shortened(chosen)}, which is not a valid transport",
             fix=f"set it to {' or '.join(_TRANSPORTS)}",
         )
     return chosen
@@ -113,9 +121,30 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     try:
         value = int(text or "")
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, which is not a whole number") from None
+        raise ConfigError(f"{name} is {_shortened(text or '')}, which is not a whole number") from None
     if value < 0:
         raise ConfigError(f"{name} is {value}; it must not be negative")
+    if value > _MOST:
+        raise ConfigError(f"{name} is {value}; it must be at most {_MOST}")
+    return value
+
+
+def read_join_timeout(environment: Mapping[str, str]) -> float:
+    """Return how long to wait for the other ranks: MESHWRIGHT_JOIN_TIMEOUT_S, else 60 [s].
+
+    Raises:
+        ConfigError: The variable is not a number of seconds.
+    """
+    text = environment.get(JOIN_TIMEOUT_VARIABLE, "") or "60"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= _MOST_SECONDS:
+        raise ConfigError(
+            f"{JOIN_TIMEOUT_VARIABLE} is {text[:60]!r} (rule: a number of seconds, above 0 and at most {_MOST_SECONDS})",
+            fix=f"{JOIN_TIMEOUT_VARIABLE}=60",
+        )
     return value
 
 
@@ -146,10 +175,19 @@ def _from_env(environment: Mapping[str, str]) -> Place:
         world_size,
         local_rank,
         max(local_size, local_rank + 1),
-        address=(environment["MASTER_ADDR"], _port(environment)),
+        address=(_host(environment), _port(environment)),
         is_one_host=local_size == world_size and "LOCAL_WORLD_SIZE" in environment,
         has_agent_store=agent,
     )
+
+
+def _host(environment: Mapping[str, str]) -> str:
+    host = environment["MASTER_ADDR"]
+    if not re.fullmatch(r"[\w.:%\[\]-]{1,255}", host, re.ASCII) or host.startswith("-"):
+        raise ConfigError(
+            f"MASTER_ADDR is {_shortened(host)}, which is not a host's name or address", fix="MASTER_ADDR=127.0.0.1"
+        )
+    return host
 
 
 def _port(environment: Mapping[str, str]) -> int:
@@ -171,13 +209,13 @@ def _from_slurm(environment: Mapping[str, str]) -> Place:
     job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID", "")
     if not environment.get("MASTER_ADDR") and not nodes:
         raise ConfigError("SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR says where rank 0 is")
-    if not environment.get("MASTER_PORT") and not job.isdigit():
+    if not environment.get("MASTER_PORT") and not re.fullmatch(r"[0-9]{1,18}", job):
         raise ConfigError("SLURM_PROCID is set, but neither SLURM_JOB_ID nor MASTER_PORT gives a port")
     hosts = expand_nodes(nodes) if nodes else []
-    address = environment.get("MASTER_ADDR") or hosts[0]
+    address = _host(environment) if environment.get("MASTER_ADDR") else hosts[0]
     port = _port(environment) if environment.get("MASTER_PORT") else _SLURM_FIRST_PORT + int(job) % _SLURM_NUM_PORTS
     tasks = re.match(
-        r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+        r"[0-9]{1,9}", environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
     )
     one_host = len(hosts) == 1
     local_size = world_size if one_host else int(tasks.group()) if tasks else local_rank + 1
@@ -206,11 +244,15 @@ def expand_nodes(text: str) -> list[str]:
     >>> expand_nodes("r[1-2]n[08-09]")
     ['r1n08', 'r1n09', 'r2n08', 'r2n09']
     """
+    if len(text) > _MOST_HOSTS:
+        raise ConfigError(f"{_shortened(text)} is not a list of hosts (SLURM_NODELIST): it has {len(text)} characters")
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         found = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
             endings = [plain] if plain else _expand_ranges(ranges, text)
+            if len(found) * len(endings) + len(hosts) > _MOST_HOSTS:
+                raise ConfigError(f"{_shortened(text)} names more than {_MOST_HOSTS} hosts (SLURM_NODELIST)")
             found = [host + ending for host in found for ending in endings]
         hosts += found
     is_whole = text.count("[") == text.count("]") == len(re.findall(r"\[[^\[\]]*\]", text))
@@ -219,16 +261,24 @@ def expand_nodes(text: str) -> list[str]:
         or not hosts
         or any(not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or host.startswith("-") for host in hosts)
     ):
-        raise ConfigError(f"{text!r} is not a list of hosts (SLURM_NODELIST)")
+        raise ConfigError(f"{_shortened(text)} is not a list of hosts (SLURM_NODELIST)")
     return hosts
 
 
 def _expand_ranges(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
-            raise ConfigError(f"{text!r} is not a list of hosts (SLURM_NODELIST): {part!r} is not a range")
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MOST_HOSTS):
+            raise ConfigError(
+                f"{_shortened(text)} is not a list of hosts (SLURM_NODELIST): {_shortened(part)} is not a range"
+            )
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        if len(numbers) > _MOST_HOSTS:
+            raise ConfigError(f"{_shortened(text)} names more than {_MOST_HOSTS} hosts (SLURM_NODELIST)")
     return numbers
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 100 else f"{text[:97]!r}..."

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: ``python -m meshwright.ranks.fork_server DESCRIPTOR PARENT FOLLOWS_THREAD MODULE...``.
+"""The process that ranks are forked from; arguments of `main`: DESCRIPTOR PARENT FOLLOWS_THREAD MODULE...
 
 It imports torch once, and forks ranks on request. It computes nothing, has one thread, and imports none of the user's modules.
 Each rank leads a session, learns its place over its own channel, and runs `worker.be_rank` like a process of its own. The
@@ -97,7 +97,7 @@ class Template:
         self._say(born=token, pid=pid)
 
     def _be_rank(self, request: dict[str, Any], descriptors: list[int], parent_pid: int) -> NoReturn:
-        """Run, in the child, as ``python -m meshwright.ranks.worker`` would."""
+        """Run, in the child, as `worker.main` in a process of its own."""
         try:
             os.setsid()
             signal.signal(signal.SIGCHLD, self._child_handler)
@@ -250,7 +250,3 @@ def main() -> None:
         template.end()
     finally:
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

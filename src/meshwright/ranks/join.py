@@ -26,7 +26,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.shm.backend import register_shm
 from meshwright.errors import ConfigError, LostPeerError
 from meshwright.ranks.allocator import keep_freed_memory
-from meshwright.ranks.environment import Place, choose_transport, read_place
+from meshwright.ranks.environment import Place, choose_transport, read_join_timeout, read_place
 from meshwright.ranks.joined_failures import sharing
 from meshwright.ranks.world import Link, World, current_world, leave_group, set_current_world
 
@@ -322,9 +322,7 @@ def join_world(
     known = current_world()
     if known is not None:
         return known
-    patience = (
-        join_timeout_s if join_timeout_s is not None else float(os.environ.get("MESHWRIGHT_JOIN_TIMEOUT_S", "60"))
-    )
+    patience = join_timeout_s if join_timeout_s is not None else read_join_timeout(os.environ)
     world = _join(None if device is None else torch.device(device), timeout_s=timeout_s, join_timeout_s=patience)
     set_current_world(world)
     return world

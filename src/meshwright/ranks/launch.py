@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.comm.shm.build import BuildError, build_extension
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, rank_of
 from meshwright.host import usable_cores
 from meshwright.ranks import reaper
+from meshwright.ranks.capacity import check_launch, explain_limit
 from meshwright.ranks.environment import choose_transport
 from meshwright.ranks.supervisor import Supervisor
 
@@ -34,7 +35,8 @@ class RankGroup:
         stop_grace_s: How long the ranks may take to end after a signal asked them to stop [s].
 
     Raises:
-        ConfigError: `num_devices` is not positive, or this process is itself a rank.
+        ConfigError: `num_devices` is not positive, or more than this host or its limits have room for; or this process is itself
+            a rank.
         LostPeerError: The ranks did not start in time.
         WorkerKilledError: A rank was killed while it started.
 
@@ -56,20 +58,26 @@ class RankGroup:
         stop_grace_s: float = 30.0,
     ) -> None:
         _check_request(num_devices, threads_per_rank)
+        check_launch(num_devices)
         _prepare_transport(num_devices, env)
         self.num_devices = num_devices
-        self._supervisor = Supervisor(
-            num_devices,
-            threads=_threads(num_devices, threads_per_rank, env),
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-            stop_grace_s=stop_grace_s,
-            env=env,
-            on_event=on_event,
-        )
-        # For a group that was not closed: at its collection, or at the interpreter's end.
-        self._finalizer = weakref.finalize(self, self._supervisor.kill)
-        self._supervisor.start()
+        try:
+            self._supervisor = Supervisor(
+                num_devices,
+                threads=_threads(num_devices, threads_per_rank, env),
+                timeout_s=timeout_s,
+                start_timeout_s=start_timeout_s,
+                stop_grace_s=stop_grace_s,
+                env=env,
+                on_event=on_event,
+            )
+            # For a group that was not closed: at its collection, or at the interpreter's end.
+            self._finalizer = weakref.finalize(self, self._supervisor.kill)
+            self._supervisor.start()
+        except OSError as error:
+            if rank_of(error) is None and (explained := explain_limit(error, num_devices)) is not None:
+                raise explained from error
+            raise
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``fn(*args)`` on every rank and return the results in rank order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -31,14 +32,33 @@ _FOREIGN_VARIABLES = (
 
 def scratch_file(size_bytes: int = 0) -> int:
     """Return the descriptor of a nameless file, which ends with its last descriptor."""
+    descriptor = -1
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("meshwright", os.MFD_CLOEXEC)
-    else:
+        try:
+            descriptor = os.memfd_create("meshwright", os.MFD_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):  # of a container's seccomp profile
+                raise
+    if descriptor < 0:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     if size_bytes:
         os.truncate(descriptor, size_bytes)
     return descriptor
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command of an interpreter that calls `main()` of one of our modules.
+
+    Its import path is this process's own from the first import on. `python -m` would put the current directory first, whose
+    `numpy.py` would then run although the user's own interpreter never looks there.
+
+    Args:
+        module: The module's dotted name.
+        *arguments: Its arguments.
+    """
+    code = f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; from {module} import main; main()"
+    return [sys.executable, "-P", "-c", code, *arguments]
 
 
 def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | None) -> dict[str, str]:
@@ -106,7 +126,7 @@ class RankProcess:
         """
         theirs = self._theirs.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "meshwright.ranks.worker", str(theirs), self.label],
+            python_command("meshwright.ranks.worker", str(theirs), self.label),
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs, self.stack_file, *descriptors),

@@ -20,7 +20,7 @@ from typing import Any
 
 from meshwright.host import usable_cores
 from meshwright.ranks.fork_server import PACKET_BYTES
-from meshwright.ranks.processes import RankProcess
+from meshwright.ranks.processes import RankProcess, python_command
 
 __all__: list[str] = []
 
@@ -47,7 +47,6 @@ class TemplateProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The kernel's parent-death signal follows the thread that started the child, not the process.
         follows_thread = threading.current_thread() is threading.main_thread()
-        command = [sys.executable, "-m", "meshwright.ranks.fork_server", str(theirs.fileno()), str(os.getpid())]
         self._owner = os.getpid()
         self._environment = environment
         self._socket = ours
@@ -61,7 +60,12 @@ class TemplateProcess:
         """The error number of a fork that failed."""
         try:
             self._process = subprocess.Popen(
-                [*command, str(int(follows_thread)), *_MODULES, *modules],
+                python_command(
+                    "meshwright.ranks.fork_server",
+                    *(str(theirs.fileno()), str(os.getpid()), str(int(follows_thread))),
+                    *_MODULES,
+                    *modules,
+                ),
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=(theirs.fileno(),),

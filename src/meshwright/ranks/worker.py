@@ -1,4 +1,4 @@
-"""Program of a launched rank: ``python -m meshwright.ranks.worker DESCRIPTOR RANK/RANKS``, or a fork by `fork_server.py`.
+"""Program of a launched rank: `main` with the arguments DESCRIPTOR RANK/RANKS, or a fork by `fork_server.py`.
 
 The main thread runs the user's calls. One thread reads the channel, another watches the main thread. Incoming messages are
 ("start", ...), ("call", payload, main, stop), ("stop",), ("exit",). Outgoing ones are ("ready",), ("result", value),
@@ -207,5 +207,6 @@ def _end() -> NoReturn:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run as a rank that is an interpreter of its own."""
     be_rank(RankEnd(socket.socket(fileno=int(sys.argv[1]))), {})

@@ -25,7 +25,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.durable import rename, told_of, write_new_file
+from meshwright.checkpoint.durable import open_own_file, rename, told_of, write_new_file
 from meshwright.errors import ConfigError, StorageError
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import RunRecord
@@ -59,7 +59,8 @@ class RunDirectory:
             self._lock = FolderLock(path / LOCK_FILE, path)
             try:
                 _drop_unfinished_line(path / EVENTS_FILE)
-                self._events = (path / EVENTS_FILE).open("a", encoding="utf-8")
+                events = open_own_file(path / EVENTS_FILE, os.O_WRONLY | os.O_APPEND)
+                self._events = os.fdopen(events, "a", encoding="utf-8")
             except BaseException:
                 self._lock.close()
                 raise
@@ -92,6 +93,16 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 partial.unlink()
             raise
+
+    @property
+    def doubt(self) -> str:
+        """Why another user may choose what this run reads and writes; empty where none may."""
+        status = self.path.stat()
+        if status.st_uid not in (os.getuid(), 0):
+            return f"warning: {self.path} belongs to another user, who can replace what is in it"
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            return f"warning: every user can write into {self.path} and replace what is in it; chmod o-w"
+        return ""
 
     @property
     def has_record(self) -> bool:
@@ -219,9 +230,7 @@ def _is_undone(event: dict[str, Any], step: int) -> bool:
 
 def _drop_unfinished_line(path: Path) -> None:
     """Cut off what a run that was killed left of its last event: the next one would make it a damaged line in the middle."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return
+    with open(open_own_file(path, os.O_RDWR), "rb+") as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:
             start = max(0, end - _BLOCK_BYTES)

@@ -24,15 +24,17 @@ from meshwright.errors import (
     rank_of,
 )
 from meshwright.host import usable_cores
+from meshwright.ranks.capacity import check_devices
 from meshwright.ranks.environment import read_place, read_restart_count
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import Measurement, RunRecord
+from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.events import RunDirectory
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
-from meshwright.train.progress import ProgressView, clean
+from meshwright.train.progress import ProgressView
 from meshwright.train.restarts import Restarts, wait
 
 __all__: list[str] = []
@@ -52,7 +54,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> int:
         begins with FATAL on the standard error.
 
     Raises:
-        ConfigError: The plan does not fit the job that this process belongs to.
+        ConfigError: The plan does not fit the job that this process belongs to, or this machine.
         CheckpointError: There is a run to continue, and it has no checkpoint.
         DirectoryInUseError: Another run has the folder.
         StorageError: The folder cannot be written.
@@ -68,6 +70,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> int:
         if place.rank != 0:
             return _train_beside(config)
         return _Run(config).execute(joined=True, resume=resume)
+    check_devices(plan.num_devices, str(plan))
     return _Run(config).execute(joined=False, resume=resume)
 
 
@@ -128,6 +131,8 @@ class _Run:
         path = self._config.run_directory
         with RunDirectory(path) as directory:
             self._directory = directory
+            if directory.doubt:
+                sys.stderr.write(f"{clean(directory.doubt)}\n")
             resume = self._choose_start(directory, resume=resume)
             self._is_continued = resume
             self._foresee(joined=joined, resume=resume)

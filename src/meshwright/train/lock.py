@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from meshwright.checkpoint.durable import open_own_file
 from meshwright.errors import DirectoryInUseError
 
 __all__: list[str] = []
@@ -81,7 +82,7 @@ class FolderLock:
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_own_file(path, os.O_RDWR)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

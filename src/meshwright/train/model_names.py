@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.plan.plan_table import read_model
 from meshwright.spec.model import ModelSpec
+from meshwright.texts import is_directory, parse_json, read_text
 from meshwright.train.config.imports import check_callable, import_callable
 
 __all__: list[str] = []
@@ -44,7 +44,7 @@ def find_model(
         MissingDependencyError: A config.json needs transformers.
     """
     path = Path(text)
-    if path.is_dir() or path.suffix == ".json":
+    if is_directory(path) or path.suffix == ".json":
         return _describe_file(path, batch_size, sequence, batch)
     if ":" in text:
         return _describe_callable(text, batch_size, sequence, batch)
@@ -156,12 +156,9 @@ def _resized(batch: Any, batch_size: int | None, sequence: int | None) -> Any:
 
 
 def _describe_file(path: Path, batch_size: int | None, sequence: int | None, batch: str | None) -> ModelSpec:
-    from meshwright.describe.describing import describe_model
-    from meshwright.train.models import build_hf_model
-
-    place = path / "config.json" if path.is_dir() else path
+    place = path / "config.json" if is_directory(path) else path
     try:
-        config = json.loads(place.read_text(encoding="utf-8"))
+        config = parse_json(read_text(place))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{place} cannot be read: {error}", fix="name a config.json that transformers wrote"
@@ -173,6 +170,9 @@ def _describe_file(path: Path, batch_size: int | None, sequence: int | None, bat
             f"{place} has no model_type (rule: a config.json that transformers wrote has one)",
             fix="name the config.json of a Hugging Face model",
         )
+    from meshwright.describe.describing import describe_model
+    from meshwright.train.models import build_hf_model
+
     build = functools.partial(build_hf_model, str(place), {})
     if batch is not None:
         example = _resized(_call_with_sizes(_import(batch, "--batch"), batch_size, sequence), batch_size, sequence)

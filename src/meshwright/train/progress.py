@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,26 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from meshwright.texts import clean
 from meshwright.units import format_bytes, format_seconds
 
 __all__: list[str] = []
 
 LINE_EVERY_S = 2.0
-
-# Whole escape sequences first, then what is left of control characters, and what turns the direction of text.
-_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-def clean(text: object) -> str:
-    r"""Return text without control characters, so that a name or a message from outside cannot steer the terminal.
-
-    Line breaks and tabs stay.
-
-    >>> clean("a\x1b[31mb\x07")
-    'ab'
-    """
-    return _CONTROL.sub("", _ESCAPE.sub("", str(text)))
 
 
 class ProgressView:

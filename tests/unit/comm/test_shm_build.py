@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
@@ -13,6 +14,7 @@ import pytest
 from meshwright import host
 from meshwright.comm.shm import build
 from meshwright.comm.shm.build import BuildError, build_extension, load_extension
+from meshwright.kept_files import keep_file, read_kept_file
 
 
 @pytest.fixture
@@ -153,5 +155,78 @@ def test_the_first_error_of_the_compiler_is_told(cache: Path, tmp_path: Path, mo
         build_extension()
     (failure,) = cache.glob("*.failed")
     os.utime(failure, (0, 0))
-    monkeypatch.setattr(build, "_compile", lambda folder, target: target.write_text("made"))
-    assert build_extension().read_text() == "made"
+    monkeypatch.setattr(build, "_compile", lambda folder, target: keep_file(target, b"made"))
+    assert read_kept_file(build_extension()) == b"made"
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "link", "writable", "pipe"])
+def test_a_damaged_binary_is_built_anew(cache: Path, commands: list[list[str]], damage: str) -> None:
+    path = build_extension()
+    whole = path.read_bytes()
+    elsewhere = cache / "elsewhere"
+    if damage == "cut":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "flipped":
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    elif damage == "link":
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+    elif damage == "writable":
+        path.chmod(0o666)
+    else:
+        path.unlink()
+        os.mkfifo(path)
+    commands.clear()
+    assert build_extension() == path
+    assert commands, "it was not built anew"
+    assert path.read_bytes() == whole
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_cache_that_fails_is_a_build_error(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    plain = os.open
+
+    def failing(path: str, flags: int, *args: int, **options: int) -> int:
+        if str(path).startswith(str(cache)) and flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number), str(path))
+        return plain(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(BuildError, match=r"build\.lock cannot be used: "):
+        build_extension()
+
+
+def test_a_planted_lock_is_not_followed(cache: Path, commands: list[list[str]], tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    cache.mkdir(mode=0o700)
+    (cache / "build.lock").symlink_to(victim)
+    with pytest.raises(BuildError, match=r"build\.lock cannot be used"):
+        build_extension()
+    assert victim.read_text() == "mine"
+
+
+def test_a_compiler_that_is_no_command_is_a_build_error(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++ 'half")
+    with pytest.raises(BuildError, match="CXX is"):
+        build_extension()
+
+
+def test_a_failure_from_the_future_holds_no_longer(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_extension()
+    path.unlink()
+    failure = path.with_suffix(".failed")
+    keep_file(failure, b"no compiler")
+    with pytest.raises(BuildError, match="no compiler"):
+        build_extension()
+    os.utime(failure, (2**31, 2**31))
+    assert build_extension() == path

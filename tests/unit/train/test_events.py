@@ -130,10 +130,18 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
         RunDirectory(tmp_path / "file" / "run")
 
 
+def on_a_full_disk(path):
+    """Return a run's folder whose events cannot be written from now on."""
+    directory = RunDirectory(path)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, directory._events.fileno())
+    os.close(full)
+    return directory
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_a_storage_error(tmp_path):
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    directory = RunDirectory(tmp_path)
+    directory = on_a_full_disk(tmp_path)
     with pytest.raises(StorageError, match="No space left"):
         directory.write_event({"event": "step"})
     with pytest.raises(StorageError, match="No space left"):
@@ -142,7 +150,6 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_does_not_hide_what_the_run_ended_of(tmp_path):
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    directory = RunDirectory(tmp_path)
+    directory = on_a_full_disk(tmp_path)
     directory._events.write("x")  # is flushed at the end
     directory.__exit__(ValueError, ValueError("the user's"), None)

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from meshwright.train.progress import ProgressView, clean
+from meshwright.texts import clean
+from meshwright.train.progress import ProgressView
 
 
 def started(**changes):

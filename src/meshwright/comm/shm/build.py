@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 
 from meshwright.host import private_cache_directory
+from meshwright.kept_files import keep_file, read_kept_file
 
 __all__: list[str] = []
 
@@ -35,6 +36,9 @@ _SOURCES = Path(__file__).parent / "csrc"
 _MODULE = "_meshwright_shm"
 _DEADLINE_S = 300.0
 _FAILURE_HOLDS_S = 60.0
+_SEALED = "sha256"
+"""How a kept binary says that it is whole."""
+_NAP_S = 0.05
 # No fused multiply-add, which would round differently from processor to processor; signed integers wrap as torch's do.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-std=c++20", "-fPIC", "-fvisibility=hidden")
 
@@ -74,24 +78,46 @@ def build_extension() -> Path:
 
     If the cache has it, torch is not imported and no process is started. Of several processes one builds and the others wait.
 
+    A file that is not as it was written is built anew: loading one that was cut would end the process with SIGBUS.
+
     Raises:
-        BuildError: As `load_extension`.
+        BuildError: As `load_extension`; also where the cache cannot be read or written.
     """
     refuse_platform()
-    torch_folder = _find_torch()
-    directory = _cache_directory()
-    target = directory / f"{_MODULE}-{_key(torch_folder)}.so"
-    if target.exists():
-        return target
-    with _locked(directory / "build.lock"):
-        if not target.exists():
-            _refuse_known_failure(target)
-            try:
-                _compile(torch_folder, target)
-            except BuildError as error:
-                _failure_of(target).write_text(str(error))
-                raise
+    try:
+        torch_folder = _find_torch()
+        directory = _cache_directory()
+        target = directory / f"{_MODULE}-{_key(torch_folder)}.so"
+        if _is_sound(target):
+            return target
+        with _locked(directory / "build.lock"):
+            if not _is_sound(target):
+                _build(torch_folder, target)
+    except OSError as error:
+        raise BuildError(f"{error.filename or 'the cache directory'} cannot be used: {error.strerror}") from error
     return target
+
+
+def _build(torch_folder: Path, target: Path) -> None:
+    _refuse_known_failure(target)
+    try:
+        _compile(torch_folder, target)
+    except BuildError as error:
+        with contextlib.suppress(OSError):
+            keep_file(_failure_of(target), str(error).encode())
+        raise
+
+
+def _is_sound(target: Path) -> bool:
+    """Tell whether the extension is there as it was built; say so once where it is there in another way."""
+    try:
+        read_kept_file(target)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _LOG.warning("%s is not used: %s", target, error.strerror)
+        return False
+    return True
 
 
 def _failure_of(target: Path) -> Path:
@@ -101,9 +127,10 @@ def _failure_of(target: Path) -> Path:
 def _refuse_known_failure(target: Path) -> None:
     """Raise the error of a failed attempt of just now, so that the other ranks do not each wait for a compiler."""
     failure = _failure_of(target)
-    with contextlib.suppress(FileNotFoundError):
-        if time.time() - failure.stat().st_mtime < _FAILURE_HOLDS_S:
-            raise BuildError(failure.read_text())
+    with contextlib.suppress(OSError):
+        # A mark from the future, after the clock was set back, holds no longer than one of now.
+        if abs(time.time() - failure.stat().st_mtime) < _FAILURE_HOLDS_S:
+            raise BuildError(read_kept_file(failure).decode(errors="replace"))
         failure.unlink()
 
 
@@ -119,7 +146,11 @@ def refuse_platform() -> None:
 
 def _find_compiler() -> list[str]:
     """Return the compiler's command, which $CXX may give with arguments ("ccache g++")."""
-    for command in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]):
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX is {os.environ['CXX'][:100]!r}, which is not a command: {error}") from None
+    for command in (chosen, ["c++"], ["g++"], ["clang++"]):
         if command and (found := shutil.which(command[0])):
             return [found, *command[1:]]
     raise BuildError("no C++ compiler was found (tried $CXX, c++, g++, clang++)")
@@ -147,7 +178,7 @@ def _key(torch_folder: Path) -> str:
         digest.update(source.read_bytes())
     digest.update((torch_folder / "version.py").read_bytes())
     # A binary outlives its compiler, which is therefore not part of the key; the processor is, because of -march=native.
-    digest.update(repr((_FLAGS, sysconfig.get_config_var("SOABI"), _processor())).encode())
+    digest.update(repr((_SEALED, _FLAGS, sysconfig.get_config_var("SOABI"), _processor())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -162,9 +193,21 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the holder ends, however it ends
+    """Hold the lock, which ends with its holder, however that ends; wait as long as a build may take."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + 2 * _DEADLINE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process has held {path} for {2 * _DEADLINE_S:g} s") from None
+                time.sleep(_NAP_S)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def _compile(torch_folder: Path, target: Path) -> None:
@@ -187,7 +230,7 @@ def _compile(torch_folder: Path, target: Path) -> None:
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
         made = str(Path(scratch, target.name))
         _run_all([[*compiler, "-shared", "-o", made, *objects, *libraries]])
-        os.replace(made, target)
+        keep_file(target, Path(made).read_bytes())
 
 
 def _run_all(commands: list[list[str]]) -> None:

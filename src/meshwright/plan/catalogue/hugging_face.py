@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final, cast
 
 from meshwright.errors import ConfigError
 from meshwright.spec.model import ModelSpec
+from meshwright.texts import is_directory, parse_json, read_text
 
 __all__: list[str] = []
 
@@ -39,10 +39,10 @@ def read_hugging_face(path: Path, *, sequence: int | None = None) -> ModelSpec:
     Raises:
         ConfigError: The file cannot be read, a size is missing, or its ``model_type`` is not a decoder that is known here.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if is_directory(path) else path
     try:
-        config: object = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config: object = parse_json(read_text(file))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"model: '{file}' cannot be read: {error}", fix="give it a Hugging Face config.json"
         ) from error

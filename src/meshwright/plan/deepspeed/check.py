@@ -15,6 +15,8 @@ __all__: list[str] = []
 
 AUTO = "auto"
 
+_MOST_WHOLE = 10**18
+
 COMMENT_MARKS = ("_", "//", "#")
 
 
@@ -87,7 +89,12 @@ def _walk(entries: Mapping[str, Any], prefix: str, values: dict[str, Any], probl
 def _take(dotted: str, key: Key, value: Any, values: dict[str, Any], problems: Problems) -> None:
     if value is None and dotted != "steps_per_print":
         return
-    if isinstance(value, float) and value.is_integer() and key.kind in ("positive", "count", "whole"):
+    if (
+        isinstance(value, float)
+        and value.is_integer()
+        and abs(value) < _MOST_WHOLE
+        and key.kind in ("positive", "count", "whole")
+    ):
         value = int(value)
     rule = None if value == AUTO or value is None else _broken_rule(key, value)
     if rule is not None:

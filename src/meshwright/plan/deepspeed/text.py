@@ -13,9 +13,11 @@ import re
 from typing import Any, cast
 
 from meshwright.errors import ConfigError
+from meshwright.texts import parse_json
 
 __all__: list[str] = []
 
+_MOST_DIGITS = 18
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"{_STRING}|/\*.*?\*/|//[^\n]*|#[^\n]*", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
@@ -36,14 +38,16 @@ def parse_text(text: str, name: str) -> dict[str, Any]:
     """
     plain = _blank(_TRAILING_COMMA, _blank(_COMMENT, text.removeprefix("\ufeff")))
     try:
-        loaded: object = json.loads(plain, object_pairs_hook=lambda pairs: _unique(pairs, name))
+        loaded: object = parse_json(
+            plain, most_digits=_MOST_DIGITS, object_pairs_hook=lambda pairs: _unique(pairs, name)
+        )
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{name}: not JSON at line {error.lineno}, column {error.colno}: {error.msg} (rule: JSON; comments and trailing "
             "commas pass)",
             fix="write keys and text in double quotes, and everything between one { and its }",
         ) from None
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{name}: not JSON: {error}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{name}: expected a JSON object, got {type(loaded).__name__}", fix="{ ... } around it")

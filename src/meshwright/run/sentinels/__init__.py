@@ -6,6 +6,7 @@ sentinels     schedule of comparisons, and the effect of a finding
 circles       ranks that must have the same values
 digest        64-bit digests of tensors
 settings      settings that must be equal
+code_digest   digests of functions and classes
 batch_check   different batches on ranks that share layers
 copies_check  copies compared bit by bit
 imprint       sums that detect a changed entry

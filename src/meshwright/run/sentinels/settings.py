@@ -12,8 +12,9 @@ import functools
 import hashlib
 import inspect
 import re
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
+from meshwright.run.sentinels.code_digest import digest_class, digest_function
 
 __all__: list[str] = []
 
@@ -30,7 +32,9 @@ Rows = list[tuple[str, str]]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _OF_A_PLACE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu)(:\d+)?|.*[/\\].*", re.DOTALL)
 """Texts that may differ from rank to rank: a device, a path."""
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _FIRST_ADDRESS = 2**32
+_DENORMAL = 1e-310
 _DEPTH = 4
 _MOST = 1000
 """A container with more entries is data, not a setting: its length is compared [count]."""
@@ -73,35 +77,10 @@ def _text_of_callable(value: Any, depth: int) -> str | None:
     if isinstance(value, types.MethodType):
         return f"{_name(value.__func__)} of {text_of(value.__self__, depth + 1) or _name(type(value.__self__))}"
     if isinstance(value, types.FunctionType):
-        return f"{_name(value)} ({_text_of_code(value, depth)})"
+        return f"{_name(value)} ({digest_function(value, lambda item: text_of(item, depth + 1))})"
     if inspect.isbuiltin(value) or isinstance(value, nn.Module):
         return _name(value)
     return f"{_name(type(value))} {text_of(_attributes(value), depth + 1)}"
-
-
-def _text_of_code(function: types.FunctionType, depth: int) -> str:
-    """Return a digest of a function: its code, its defaults, and the plain values in its closure."""
-    cells = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            cells.append((name, text_of(cell.cell_contents, depth + 1)))
-        except ValueError:  # not assigned yet
-            cells.append((name, None))
-    parts = [*_code(function.__code__), text_of(function.__defaults__, depth + 1), repr(cells)]
-    parts.append(text_of(function.__kwdefaults__, depth + 1))
-    return hashlib.sha256("\n".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
-
-
-def _code(code: types.CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _code(constant)
-        elif isinstance(constant, frozenset):
-            yield repr(sorted(map(repr, constant)))
-        else:
-            yield repr(constant)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -111,7 +90,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def of_modules(module: nn.Module) -> Rows:
-    """Return the classes of all modules and their plain attributes, before an engine has changed any."""
+    """Return the classes of all modules, their code and plain attributes, before an engine has changed any."""
     own = set(vars(nn.Module()))
     rows: Rows = []
     for name, child in module.named_modules():
@@ -122,12 +101,20 @@ def of_modules(module: nn.Module) -> Rows:
             text = None if is_torchs else text_of(value)
             if text is not None:
                 rows.append((f"attribute '{key}' of {shown}", text))
-    return rows
+    kinds = dict.fromkeys(type(child) for child in module.modules())
+    return rows + [
+        (f"the code of class {_name(kind)}", digest_class(kind, lambda item: text_of(item, 1))) for kind in kinds
+    ]
 
 
 def of_modes(module: nn.Module) -> Rows:
-    """Return the mode (training or eval) of each module."""
-    return [(f"whether module '{name}' trains", repr(child.training)) for name, child in module.named_modules()]
+    """Return the mode (training or eval) of each module, and the rates of dropout, which schedules change."""
+    rows: Rows = []
+    for name, child in module.named_modules():
+        rows.append((f"whether module '{name}' trains", repr(child.training)))
+        if isinstance(child, _DROPOUTS):
+            rows.append((f"the rate of dropout '{name}'", repr(child.p)))
+    return rows
 
 
 def _is_address(key: str, value: Any) -> bool:
@@ -172,11 +159,17 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> str:
 def of_torch(device: torch.device) -> Rows:
     """Return torch's switches that change numbers."""
     rows = [
+        (
+            "Python's version",
+            f"{sys.version_info.major}.{sys.version_info.minor}",
+        ),  # of which the code's digest depends
         ("torch's version", torch.__version__),
         ("torch's default dtype", repr(torch.get_default_dtype())),
         ("torch.get_float32_matmul_precision()", torch.get_float32_matmul_precision()),
         ("torch.are_deterministic_algorithms_enabled()", repr(torch.are_deterministic_algorithms_enabled())),
         ("torch.is_autocast_enabled()", repr(torch.is_autocast_enabled(device.type))),
+        ("torch.backends.mkldnn.enabled", repr(torch.backends.mkldnn.enabled)),
+        ("torch.set_flush_denormal()", repr((torch.tensor(_DENORMAL, dtype=torch.float64) * 1).item() == 0)),
     ]
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from meshwright.ranks.environment import read_place
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_text import PRESETS, parse_line
 from meshwright.spec.supported import refuse_unbuilt
+from meshwright.texts import is_directory, parse_json, read_text
 from meshwright.train.config.deepspeed import PlanRow, rows_of, settings_of
 from meshwright.train.config.imports import check_callable
 from meshwright.train.config.types import TrainConfig
@@ -202,13 +202,17 @@ def _default_spread(count: int, train: dict[str, Any]) -> int:
 def _read_json(text: str, base: Path) -> tuple[str, dict[str, Any]]:
     """Return a plan file's text, and the object in it."""
     path = base / text
-    if not path.is_file():
+    if not os.path.exists(path):
         path = Path(text)
     try:
-        written = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"train.plan = {text!r} cannot be read: {error}") from None
+        written = read_text(path)
+    except OSError as error:
+        raise ConfigError(f"train.plan = {_shortened(text)} cannot be read: {error.strerror}") from None
     return written, parse_text(written, os.path.basename(text))
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 100 else f"{text[:97]!r}..."
 
 
 def _merge(plan: Plan, train: dict[str, Any], given: set[str]) -> Plan:
@@ -267,7 +271,7 @@ def _warnings(config: TrainConfig) -> list[str]:
 
 def _check_model(config: TrainConfig) -> None:
     target, pretrained = config.model.target, config.model.pretrained
-    if pretrained is not None and not (Path(config.base_directory) / pretrained).is_dir():
+    if pretrained is not None and not is_directory(Path(config.base_directory) / pretrained):
         raise ConfigError(
             f"model.pretrained = {pretrained!r}: there is no directory {Path(config.base_directory) / pretrained}",
             fix="name a directory that save_pretrained wrote, relative to the configuration's folder",
@@ -277,7 +281,7 @@ def _check_model(config: TrainConfig) -> None:
         return
     path = hf_config_path(config)
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        parse_json(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"model.target = {target!r}: there is no file {path}") from None
     except (OSError, ValueError) as error:
@@ -288,7 +292,7 @@ def _check_model(config: TrainConfig) -> None:
 def hf_config_path(config: TrainConfig) -> Path:
     """Return the Hugging Face config.json that "hf:path" names; a folder means the file in it."""
     path = Path(config.base_directory) / config.model.target.removeprefix("hf:")
-    return path / "config.json" if path.is_dir() else path
+    return path / "config.json" if is_directory(path) else path
 
 
 def _check_data(config: TrainConfig) -> None:

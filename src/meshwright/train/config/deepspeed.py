@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +16,8 @@ from typing import Any, TextIO
 from meshwright.errors import ConfigError
 from meshwright.plan.deepspeed.reader import COLUMNS, Resolution, Settings
 from meshwright.ranks.environment import read_place
-from meshwright.train.progress import clean
+from meshwright.texts import clean, is_directory, parse_json, read_text
+from meshwright.train.config.types import MOST_COUNT
 
 __all__: list[str] = []
 
@@ -139,8 +141,10 @@ def _hidden_size(model: Mapping[str, Any], base: Path) -> int | None:
         return named
     path = base / target.removeprefix("hf:")
     try:
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        config = parse_json(read_text(path / "config.json" if is_directory(path) else path))
     except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict):
         return None  # complained about with the model's own rule
     sizes = config.get("hidden_sizes")
     widest = max((size for size in sizes if isinstance(size, int)), default=None) if isinstance(sizes, list) else None
@@ -153,11 +157,12 @@ def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_COUNT else None
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 else None
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return float(value) if fits else None
 
 
 def _differs(before: Any, after: Any) -> bool:

@@ -2,6 +2,9 @@
 
 Searching the source instead of importing it keeps the launching process free of torch and of the user's code. A misspelt name is
 still reported before any rank starts.
+
+A module that a configuration names is taken from the configuration's folder, if it is there. The folder itself comes last on
+`sys.path`: a `numpy.py` in it, or in the directory where the command is typed, must not be run in place of numpy.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.texts import read_bytes
 
 __all__: list[str] = []
 
@@ -32,7 +37,7 @@ def check_callable(
     Args:
         text: What the configuration says.
         key: Where it says so, for the message.
-        roots: Folders that will come first on `sys.path`.
+        roots: Folders that it is looked for in before what is installed.
         positional: Number of positional arguments of the call [count].
         keywords: The keyword arguments of the call, or None where they are not known.
 
@@ -57,13 +62,19 @@ def check_callable(
 
 
 def import_callable(text: str, roots: Iterable[str]) -> Callable[..., Any]:
-    """Import what "package.module:callable" names, with the folders first on `sys.path`.
+    """Import what "package.module:callable" names: from the folders, else from what is installed.
+
+    Args:
+        text: What the configuration says.
+        roots: The folders; they become the last ones of `sys.path`.
 
     Raises:
-        ConfigError: The module has no such name, or it is not callable.
+        ConfigError: The module has no such name, it is not callable, or another module of its name is loaded.
     """
-    add_to_path(roots)
+    folders = list(roots)
+    add_to_path(folders)
     module, attribute = _split(text, "target")
+    _load_local(module.partition(".")[0], folders)
     found: Any = importlib.import_module(module)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -75,9 +86,41 @@ def import_callable(text: str, roots: Iterable[str]) -> Callable[..., Any]:
 
 
 def add_to_path(roots: Iterable[str]) -> None:
-    """Put folders first on `sys.path`, in their order, each once."""
-    wanted = list(dict.fromkeys(roots))
-    sys.path[:] = wanted + [entry for entry in sys.path if entry not in wanted]
+    """Put folders last on `sys.path`, in their order; those that are there stay where they are."""
+    sys.path += [root for root in dict.fromkeys(roots) if root not in sys.path]
+
+
+def _load_local(name: str, roots: Sequence[str]) -> None:
+    """Load a module or package that one of the folders has, though `sys.path` may have another of its name further ahead.
+
+    Raises:
+        ConfigError: Another module of that name is loaded already.
+    """
+    spec = _find_local(name, roots)
+    if spec is None or spec.origin is None or spec.loader is None:
+        return
+    known = sys.modules.get(name)
+    if known is not None:
+        place = getattr(known, "__file__", None)
+        if place is None or os.path.realpath(place) != os.path.realpath(spec.origin):
+            raise ConfigError(
+                f"the module '{name}' of {spec.origin} has the name of one that is loaded already, from {place or 'Python'}",
+                fix=f"give {os.path.basename(spec.origin)} another name",
+            )
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+
+
+def _find_local(name: str, roots: Sequence[str]) -> importlib.machinery.ModuleSpec | None:
+    """Return where one of the folders has a module; one without `__init__.py` counts only where nothing else has the name."""
+    spec = importlib.machinery.PathFinder.find_spec(name, list(roots))
+    return None if spec is not None and spec.origin is None and _find_installed(name) is not None else spec
 
 
 def _split(text: str, key: str) -> tuple[str, str]:
@@ -91,12 +134,13 @@ def _split(text: str, key: str) -> tuple[str, str]:
 def _find_module(module: str, key: str, roots: Sequence[str]) -> importlib.machinery.ModuleSpec:
     # importlib.util.find_spec("a.b") would import a; this walks down from the first part and imports nothing.
     first, *rest = module.split(".")
-    spec = importlib.machinery.PathFinder.find_spec(first, list(roots)) or _find_installed(first)
+    spec = _find_local(first, roots) or _find_installed(first)
     if spec is None:
         local = [found.name for found in pkgutil.iter_modules(roots)]
         raise ConfigError(
             f"{key}: there is no module '{first}'{did_you_mean(first, local)}; looked in {', '.join(roots)} and in "
-            "what is installed"
+            "what is installed",
+            fix=f"put {first}.py there, or name the folder that has it: PYTHONPATH=FOLDER meshwright ...",
         )
     name = first
     for part in rest:
@@ -118,10 +162,10 @@ def _find_installed(name: str) -> importlib.machinery.ModuleSpec | None:
 
 def _parse(path: Path, where: str) -> ast.Module:
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        return ast.parse(read_bytes(path), filename=str(path))
     except SyntaxError as error:
         raise ConfigError(f"{where}: syntax error in {path}, line {error.lineno}: {error.msg}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
 
 

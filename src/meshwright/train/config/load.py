@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pydantic
 from pydantic import BaseModel
 
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.spec.plan import Plan
+from meshwright.texts import read_text, refuse_surrogates
 from meshwright.train.config.checks import check_config, resolve_plan, safe_name
 from meshwright.train.config.deepspeed import apply_changes
-from meshwright.train.config.types import ParamGroup, TrainConfig
+from meshwright.train.config.types import MOST_COUNT, ParamGroup, TrainConfig
 
 __all__: list[str] = []
 
 _SECTIONS = ("model", "data", "optimizer", "schedule", "train", "checkpoint")
 _RESERVED = ("base_directory", "plan", "notes", "plan_rows")
 """Fields of `TrainConfig` that `load_config` fills in."""
+
+_MOST_BYTES: Final = 2**20
+_MOST_PARTS: Final = 32
+"""Parts of a dotted key; tomllib's time grows with their square [count]."""
+_OPAQUE: Final = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|\'\'\'.*?\'\'\'|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*', re.DOTALL
+)
+"""Strings and comments of TOML."""
+_LONG_KEY: Final = re.compile(rf"(?:[\w-]+[ \t]*\.[ \t]*){{{_MOST_PARTS}}}")
+_MOST_WHOLE: Final = 10**300
+"""Beyond what a float holds; written in hexadecimal a number may be longer than Python prints."""
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def load_config(
@@ -46,11 +61,16 @@ def load_config(
         ConfigError: Anything is wrong; the message names the file, the key and the rule.
         MissingDependencyError: An optional package is needed; the message has the line that installs it.
     """
+    if devices is not None and not 1 <= devices <= MOST_COUNT:
+        raise ConfigError(
+            f"--devices has {devices.bit_length()} bits (rule: between 1 and {MOST_COUNT})", fix="--devices 2"
+        )
     path = Path(path)
     text = _read(path)
     tables = _parse(text, path)
     for override in overrides:
         _set(tables, override)
+    _refuse_unwritable(tables, path)
     tables |= {"plan": Plan(), "base_directory": str(path.absolute().parent)}
     train = tables.setdefault("train", {})
     if isinstance(train, dict):
@@ -69,17 +89,22 @@ def load_config(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         near = {found.stem: found for found in path.parent.glob("*.toml")}
         close = difflib.get_close_matches(path.stem, near, n=1)
         fix = f"use {near[close[0]]}" if close else "pass the path of a TOML file"
         raise ConfigError(f"there is no configuration file {path}", fix=fix) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
+    if _LONG_KEY.search(_OPAQUE.sub("_", text)):
+        raise ConfigError(
+            f"{path} has a key of more than {_MOST_PARTS} parts with dots between them (rule: at most {_MOST_PARTS})",
+            fix=f"write the key in tables; the sections are {', '.join(_SECTIONS)}",
+        )
     try:
         tables = tomllib.loads(text)
     except RecursionError:
@@ -108,6 +133,8 @@ def _set(tables: dict[str, Any], override: str) -> None:
     if parts[0] in _RESERVED:
         fix = "--plan, or --set train.plan=dp=2,zero=1 for example" if parts[0] == "plan" else None
         raise ConfigError(f"--set {override}: '{parts[0]}' is not a section; known: {', '.join(_SECTIONS)}", fix=fix)
+    if len(parts) > _MOST_PARTS:
+        raise ConfigError(f"--set {override[:60]}...: {len(parts)} parts with dots (rule: at most {_MOST_PARTS})")
     table = tables
     for part in parts[:-1]:
         table = table.setdefault(part, {})
@@ -117,11 +144,48 @@ def _set(tables: dict[str, Any], override: str) -> None:
 
 
 def _toml_value(text: str) -> Any:
+    if _LONG_KEY.search(_OPAQUE.sub("_", text)):
+        return text
     try:
         # A line break would let the value smuggle in further keys.
         return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
     except (ValueError, RecursionError):
         return text
+
+
+def _refuse_unwritable(tables: Mapping[str, Any], path: Path) -> None:
+    """Refuse values that cannot travel to the ranks as JSON, and control characters outside of the user's own arguments.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    pending: list[tuple[str, Any]] = list(tables.items())
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{key}.{name}", entry) for name, entry in value.items()]
+        elif isinstance(value, list):
+            pending += [(key, entry) for entry in value]
+        elif isinstance(value, (datetime.date, datetime.time)):
+            raise ConfigError(f"{path}: '{key}' = {value} is a date or a time (rule: text, numbers, lists, tables)",
+                              fix=f'write it as text: "{value}"')  # fmt: skip
+        elif isinstance(value, int) and abs(value) >= _MOST_WHOLE:
+            raise ConfigError(
+                f"{path}: '{key}' is a whole number of {value.bit_length()} bits (rule: at most 300 digits)"
+            )
+        elif isinstance(value, str):
+            _refuse_unwritable_text(key, value, path)
+
+
+def _refuse_unwritable_text(key: str, value: str, path: Path) -> None:
+    try:
+        refuse_surrogates(value)
+    except ValueError as error:
+        raise ConfigError(f"{path}: '{key}': {error}", fix="write it in UTF-8") from None
+    if (match := _CONTROL.search(value)) and "kwargs" not in key.split("."):
+        raise ConfigError(
+            f"{path}: '{key}' = {value[:100]!r} has the control character {match[0]!r}", fix="leave it out"
+        )
 
 
 def _validate(tables: Mapping[str, Any], text: str, path: Path, overrides: Sequence[str]) -> TrainConfig:

@@ -12,7 +12,6 @@ Example::
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,8 +21,10 @@ from meshwright.spec.plan import Plan
 
 __all__: list[str] = []
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+MOST_COUNT = 2**53
+"""Largest count: ranks add counts up as float64, which is exact up to here."""
+PositiveInt = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # TOML and JSON know lists only; inside, the entries stay strict.
@@ -37,7 +38,9 @@ def _read_plan(value: Any) -> Any:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, ser_json_inf_nan="constants"
+    )
 
 
 class ModelConfig(_Section):
@@ -71,9 +74,9 @@ class DataConfig(_Section):
     shuffle: bool = True
     drop_last: bool = False
     """Leave out an epoch's last batch where it is not full."""
-    num_workers: NonNegativeInt = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that read samples for each rank; 0: a thread."""
-    prefetch: NonNegativeInt = 2
+    prefetch: Annotated[int, Field(ge=0, le=4096)] = 2
     """Batches that are read ahead."""
     sample_rng: bool | None = None
     """Seed torch, numpy and random for every sample; None: where the dataset may draw random numbers."""
@@ -141,7 +144,7 @@ class TrainSection(_Section):
     max_grad_norm: PositiveFloat | None = None
     precision: Literal["fp32", "bf16"] | None = None
     """None: what the plan says, which is fp32 unless it says otherwise."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     non_finite: Literal["stop", "skip"] = "stop"
     sentinel_every: NonNegativeInt = 100
     """Steps between two comparisons of what ranks must have alike; 0: none."""
@@ -197,7 +200,7 @@ class TrainConfig(_Section):
     train: TrainSection
     checkpoint: CheckpointConfig = CheckpointConfig()
     base_directory: str
-    """The configuration file's folder: relative paths start here, and it is on `sys.path` in the ranks."""
+    """The configuration file's folder: relative paths start here, and it is last on `sys.path` in the ranks."""
     plan: Annotated[Plan, BeforeValidator(_read_plan), PlainSerializer(Plan.to_dict)]
     """The plan that came of `train.plan`, `train.devices`, `train.micro_batches` and `train.precision`."""
     notes: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -227,5 +230,5 @@ class TrainConfig(_Section):
 
     @property
     def import_roots(self) -> tuple[str, ...]:
-        """Folders that come first on `sys.path` in the ranks."""
-        return tuple(dict.fromkeys((self.base_directory, os.getcwd())))
+        """Folders of the modules that it names: the configuration's, which comes last on `sys.path` in the ranks."""
+        return (self.base_directory,)

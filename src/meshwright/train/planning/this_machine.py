@@ -13,6 +13,7 @@ from typing import Final
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, load_cluster
 from meshwright.host import private_cache_directory, processor_name, usable_cores
+from meshwright.kept_files import keep_file, read_kept_file
 from meshwright.measure.probe import probe_cluster
 from meshwright.ranks.environment import choose_transport
 from meshwright.train.config.checks import visible_devices
@@ -22,7 +23,7 @@ __all__: list[str] = []
 CLUSTER_VARIABLE: Final = "MESHWRIGHT_CLUSTER"
 """Environment variable: a cluster to predict for, as `load_cluster` takes it, in place of this host; "none" predicts nothing."""
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 """Of what a probe measures: kept files of another one are not used."""
 
 
@@ -58,10 +59,10 @@ def this_machine(
     if named:
         return load_cluster(named)
     kept = _kept_file(num_ranks, threads)
-    if kept is not None and kept.is_file():
-        # A file that was cut or is of a later version: measured anew.
+    if kept is not None:
+        # A file that was cut, changed or planted, or is of a later version: measured anew.
         with contextlib.suppress(ConfigError, OSError, ValueError):
-            return ClusterSpec.from_json(kept.read_text(encoding="utf-8"))
+            return ClusterSpec.from_json(read_kept_file(kept).decode())
     if not measure:
         return None
     cluster = probe_cluster(num_ranks, threads_per_device=threads, on_stage=on_stage)
@@ -74,10 +75,8 @@ def keep_cluster(cluster: ClusterSpec, num_ranks: int, threads: int) -> None:
     path = _kept_file(num_ranks, threads)
     if path is None:
         return
-    draft = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        draft.write_text(cluster.to_json(indent=2) + "\n", encoding="utf-8")
-        draft.replace(path)
+        keep_file(path, cluster.to_json(indent=2).encode())
 
 
 def keep_for_runs(cluster: ClusterSpec) -> None:
