@@ -133,7 +133,11 @@ def verdict(terms: list[CostTerm], *, are_bytes: bool) -> str:
         f"The {total.name} is {show(total.measured)}, {show(total.predicted)} was predicted: "
         f"measured over predicted is {total.ratio:.2f}"
     )
-    known = [term for term in terms if not term.is_total and not term.is_part and term.measured is not None]
+    parts = [term for term in terms if not term.is_total and not term.is_part]
+    if any(term.predicted and term.measured is None for term in parts):
+        # The largest error among some terms need not be the largest of all.
+        return f"{head}. Which term was wrong is not known: the run's end tells the terms, and this one did not."
+    known = [term for term in parts if term.measured is not None]
     if not known:
         return f"{head}. No term was measured on its own."
 

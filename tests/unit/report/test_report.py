@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -179,7 +180,7 @@ def test_links_and_pipes_are_not_followed(make_run, tmp_path, name):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither events.jsonl nor record.json"):
+    with pytest.raises(ConfigError, match=r"neither events\.jsonl nor record\.json"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="not a run's folder"):
         read_run(tmp_path / "none")
@@ -257,7 +258,7 @@ def test_a_screen_reader_finds_its_way(make_run):
     assert ("html", {"lang": "en"}) in page.tags
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_the_numbers_are_those_of_the_record(make_run):
@@ -340,6 +341,14 @@ def test_the_term_that_was_wrong_is_named():
     assert "farthest off is waiting: 100 ms more" in verdict(terms, are_bytes=False)
     memory = memory_terms(record.prediction, record.measurement)
     assert "farthest off is the rest" in verdict(memory, are_bytes=True)
+
+
+def test_no_term_is_blamed_where_one_of_them_was_not_measured():
+    record = make_record(measurement=Measurement(step_seconds=(0.5,), num_samples=8, peak_memory_bytes=2**30))
+    told = verdict(time_terms(record.prediction, record.measurement, 0.01), are_bytes=False)
+    assert "measured over predicted is 1.43" in told
+    assert "Which term was wrong is not known" in told
+    assert "not known" in verdict(memory_terms(record.prediction, record.measurement), are_bytes=True)
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------
