@@ -113,7 +113,7 @@ class RunRecord(Value):
         prediction: The plan's expected cost, if it was predicted.
         measurement: The measurement, if there was one.
         environment: Versions, host and devices, as plain JSON data.
-        tensors: FQN -> what ranks hold of it; empty where no step was done.
+        tensors: FQN -> the full tensor's shape and the parts that ranks hold; empty where no step was done.
         num_tensors_left_out: Small tensors that are not listed, since there are too many [count].
 
     Raises:
