@@ -67,7 +67,7 @@ def train(
         bool, typer.Option("--resume", help="Continue the run from its newest sound checkpoint.")
     ] = False,
 ) -> None:
-    """Train a model: runs/NAME/ gets events.jsonl, record.json and checkpoints/."""
+    """Train a model: runs/NAME/ gets events.jsonl, record.json, report.html and checkpoints/."""
     from meshwright.train.config.deepspeed import show_rows
     from meshwright.train.config.load import load_config
     from meshwright.train.launcher import run_training
@@ -86,11 +86,12 @@ def compare(
     settings: SetOption = None,
     json_path: JsonOption = None,
     steps: StepsOption = None,
+    report_path: Annotated[Path | None, typer.Option("--report", help="Write an HTML report to this file too.")] = None,
 ) -> None:
     """Run the same training under several plans and compare them."""
     from meshwright.compare.command import run_comparison
 
-    raise typer.Exit(run_comparison(config, plans, settings or [], json_path, steps))
+    raise typer.Exit(run_comparison(config, plans, settings or [], json_path, steps, report_path=report_path))
 
 
 @app.command()
@@ -246,6 +247,23 @@ def describe(
                 f"the description could not be written to {json_path}: {error.strerror}", fix="--json model.json"
             ) from error
     print(clean(format_model(spec)))
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help="Runs' folders; or what compare --json wrote.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The HTML file; RUN_DIR/report.html.", show_default=False)
+    ] = None,
+    every_step: Annotated[bool, typer.Option("--every-step", help="With the exact numbers of all steps.")] = False,
+) -> None:
+    """Write a report of runs: one HTML file that needs no network."""
+    from meshwright.compare.run_report import run_report
+
+    print(run_report(runs, output, with_every_step=every_step))
 
 
 checkpoint = typer.Typer(

@@ -11,6 +11,7 @@ conclusion     the numbers in words
 formulas       spreads, speed-ups and Amdahl's law
 refine         `meshwright plan` for a configuration
 verify_config  `meshwright verify` for a configuration
+run_report     `meshwright report`, and the report of a comparison
 
 To add a column, touch `comparison.py`.
 """

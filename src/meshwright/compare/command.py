@@ -23,6 +23,8 @@ def run_comparison(
     overrides: Sequence[str] = (),
     json_path: str | Path | None = None,
     steps: int | None = None,
+    *,
+    report_path: Path | None = None,
 ) -> int:
     """Compare plans and show the table on the standard output, progress on the standard error.
 
@@ -32,16 +34,19 @@ def run_comparison(
         overrides: "section.key=value", each replacing what the file says.
         json_path: Write the raw samples and the table's numbers there.
         steps: Measured steps of each plan; None: see `compare_plans` [count].
+        report_path: Write a report, one HTML file, there.
 
     Returns:
         The exit code: 0, or that of the first plan that failed.
 
     Raises:
         ConfigError: The configuration or a plan is wrong.
-        StorageError: The JSON file cannot be written.
+        StorageError: The JSON file or the report cannot be written.
     """
     if json_path is not None and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"--json {json_path}: there is no folder {Path(json_path).absolute().parent}")
+    if report_path is not None and not report_path.absolute().parent.is_dir():
+        raise ConfigError(f"--report {report_path}: there is no folder {report_path.absolute().parent}")
     config = load_config(config_path, overrides)
     with ProgressView(sys.stderr) as progress:
         comparison, errors = Runs(config, split_plans(plans_text), steps, progress).compare()
@@ -53,6 +58,11 @@ def run_comparison(
             Path(json_path).write_text(comparison.to_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(f"the comparison could not be written to {json_path}: {error.strerror}") from error
+    if report_path is not None:
+        from meshwright.compare.run_report import compared_plans
+        from meshwright.report.page import render, write_page
+
+        write_page(render([], compared=compared_plans(comparison)), report_path)
     return exit_code_of(errors[0]) if errors else 0
 
 

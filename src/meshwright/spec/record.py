@@ -23,7 +23,11 @@ class Measurement(Value):
         num_samples: Samples in those steps, over all ranks [count].
         num_tokens: Tokens in those steps, over all ranks; 0 where there are none [count].
         peak_memory_bytes: The most that any rank held; None where it was not measured [bytes].
-        sent_bytes: Axis -> bytes that rank 0 sent along it in those steps.
+        sent_bytes: Axis -> bytes that rank 0 sent along it in `num_sent_steps` steps.
+        num_sent_steps: Steps of the process that `sent_bytes` counts, warm-up and evaluations included; 0: not told [count].
+        rank_peak_memory_bytes: The most that each rank held, by rank; () where they did not tell [bytes].
+        rank_wait_s: Each rank's median time in a step for which it stood still for exchanges; () where that was not measured [s].
+        held_bytes: "parameters", "gradients", "optimizer" -> what the fullest rank held of them at the end [bytes].
         loss: The last step's loss; None where it was not finite or not measured.
 
     Raises:
@@ -40,6 +44,10 @@ class Measurement(Value):
     num_tokens: int = 0
     peak_memory_bytes: int | None = None
     sent_bytes: Mapping[str, int] = dataclasses.field(default_factory=FrozenMap[int])
+    num_sent_steps: int = 0
+    rank_peak_memory_bytes: tuple[int, ...] = ()
+    rank_wait_s: tuple[float, ...] = ()
+    held_bytes: Mapping[str, int] = dataclasses.field(default_factory=FrozenMap[int])
     loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -47,11 +55,16 @@ class Measurement(Value):
         problems = Problems("measurement")
         for index, seconds in enumerate(self.step_seconds):
             problems.require(seconds >= 0, f"step_seconds[{index}]={seconds} (rule: a time is not negative)")
-        for name in ("num_samples", "num_tokens", "peak_memory_bytes"):
+        for name in ("num_samples", "num_tokens", "peak_memory_bytes", "num_sent_steps"):
             number = getattr(self, name)
             problems.require(number is None or number >= 0, f"{name}={number} (rule: it is not negative)")
         for axis, sent in self.sent_bytes.items():
             problems.require(sent >= 0, f"sent_bytes['{axis}']={sent} (rule: a size is not negative)")
+        for kind, held in self.held_bytes.items():
+            problems.require(held >= 0, f"held_bytes['{kind}']={held} (rule: a size is not negative)")
+        for name in ("rank_peak_memory_bytes", "rank_wait_s"):
+            for rank, number in enumerate(getattr(self, name)):
+                problems.require(number >= 0, f"{name}[{rank}]={number} (rule: it is not negative)")
         problems.check()
 
     @property
@@ -73,6 +86,24 @@ class Measurement(Value):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor(Value):
+    """The parts of one parameter or buffer that ranks hold.
+
+    Args:
+        shape: Shape of the full tensor.
+        held: Ranks, as in "0-3,8" -> the part that each of them holds, in words.
+    """
+
+    FORMAT: ClassVar[str] = "held_tensor"
+
+    shape: tuple[int, ...]
+    held: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Value):
     """One run, whole: ``record.json``.
 
@@ -82,6 +113,8 @@ class RunRecord(Value):
         prediction: The plan's expected cost, if it was predicted.
         measurement: The measurement, if there was one.
         environment: Versions, host and devices, as plain JSON data.
+        tensors: FQN -> the full tensor's shape and the parts that ranks hold; empty where no step was done.
+        num_tensors_left_out: Small tensors that are not listed, since there are too many [count].
 
     Raises:
         ConfigError: Something in it is not JSON data.
@@ -94,6 +127,8 @@ class RunRecord(Value):
     prediction: Prediction | None = None
     measurement: Measurement | None = None
     environment: Mapping[str, Any] = dataclasses.field(default_factory=FrozenMap[Any])
+    tensors: Mapping[str, HeldTensor] = dataclasses.field(default_factory=FrozenMap[HeldTensor])
+    num_tensors_left_out: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -16,6 +16,7 @@ model_names  models that a command line names, described
 optim        optimizer, parameter groups and learning rate
 losses       losses that a configuration can name
 events       a run's folder
+held_tensors listing of what each rank holds of each tensor
 lock         the lock of a folder
 progress     display of a run
 

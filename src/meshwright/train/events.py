@@ -4,6 +4,7 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
 
     run_started  name, plan, num_ranks, device, num_parameters, steps, global_batch_size, ...
     planned      plan: in full, with what it decided when it saw the first batch, and why
+    held         tensors: FQN -> shape, and ranks -> the part that they hold; num_left_out
     step         step, loss, grad_norm, lr, num_samples, num_tokens, seconds, tokens_per_s, peak_memory_bytes, eta_s, ...
     evaluated    step, loss, num_samples, num_tokens, seconds
     resumed      in place of run_started, with the same fields; and step, checkpoint, skipped, notes
@@ -37,6 +38,8 @@ EVENTS_FILE = "events.jsonl"
 RECORD_FILE = "record.json"
 LOCK_FILE = ".lock"
 CHECKPOINTS = "checkpoints"
+WARM_UP_STEPS = 3
+"""First steps of a process that measurements leave out [count]."""
 _PROBE = ".probe-"
 _BLOCK_BYTES = 1 << 16
 

@@ -28,18 +28,16 @@ from meshwright.ranks.capacity import check_devices
 from meshwright.ranks.environment import read_place, read_restart_count
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
-from meshwright.spec.record import Measurement, RunRecord
+from meshwright.spec.record import HeldTensor, Measurement, RunRecord
 from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.events import RunDirectory
+from meshwright.train.events import WARM_UP_STEPS, RunDirectory
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView
 from meshwright.train.restarts import Restarts, wait
 
 __all__: list[str] = []
-
-WARM_UP_STEPS = 3
 
 
 def run_training(config: TrainConfig, *, resume: bool = False) -> int:
@@ -126,6 +124,8 @@ class _Run:
         self._is_continued = False
         self._saved: dict[str, Any] = {}
         """The newest checkpoint: the event that told of it."""
+        self._held: dict[str, Any] = {}
+        """What each rank holds: the event that told of it."""
 
     def execute(self, *, joined: bool, resume: bool) -> int:
         path = self._config.run_directory
@@ -156,6 +156,7 @@ class _Run:
                         resume = directory.has_checkpoints
             self._write_record(summaries)
             self._say_prediction(summaries)
+            self._write_report()
             if any(summary["stopped"] for summary in summaries):
                 return self._say_stopped(summaries[0]["step"])
             if resume and not self._num_new_steps:
@@ -259,6 +260,8 @@ class _Run:
             self._saved = event
         elif event["event"] == "planned":
             self._plan = Plan.from_dict(event["plan"])
+        elif event["event"] == "held":
+            self._held = event
         self._view.show(event)
 
     def _write_record(self, summaries: list[dict[str, Any]]) -> None:
@@ -278,6 +281,10 @@ class _Run:
                 num_tokens=sum(step["num_tokens"] for step in measured),
                 peak_memory_bytes=max(peaks),
                 sent_bytes=summaries[0]["sent_bytes"] if summaries else {},
+                num_sent_steps=self._num_new_steps if summaries else 0,
+                rank_peak_memory_bytes=tuple(summary["peak_memory_bytes"] for summary in summaries),
+                rank_wait_s=_of_each(summaries, "wait_s"),
+                held_bytes=_fullest(summaries),
                 loss=loss if loss is not None and abs(loss) < float("inf") else None,
             )
         config = json.loads(self._config.model_dump_json(exclude={"plan"}))
@@ -287,7 +294,18 @@ class _Run:
             prediction=self._config.plan.prediction,
             measurement=measurement,
             environment=environment(),
+            tensors={name: HeldTensor.from_dict(entry) for name, entry in self._held.get("tensors", {}).items()},
+            num_tensors_left_out=self._held.get("num_left_out", 0),
         )
+
+    def _write_report(self) -> None:
+        """Write report.html; that it cannot be written is told, and changes nothing about how the run ended."""
+        from meshwright.report.page import write_run_report
+
+        try:
+            write_run_report(self._directory.path)
+        except MeshwrightError as error:
+            sys.stderr.write(f"warning: no report: {clean(error)}\n")
 
     def _say(self, text: str) -> None:
         self._view.note(text)
@@ -316,6 +334,7 @@ class _Run:
             self._write_record([])
             if not is_stop:
                 self._directory.write_event({"event": "run_failed", "exit_code": code, "cause": one_line(error)})
+            self._write_report()
             self._directory.close()
         except StorageError as storage:
             sys.stderr.write(f"and afterwards: {clean(storage)}\n")
@@ -353,6 +372,18 @@ def one_line(error: BaseException) -> str:
     parts = [clean(part).strip().partition("\n")[0][:300] for part in (error, *notes)]
     text = "; ".join(part for part in parts if part)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _of_each(summaries: list[dict[str, Any]], name: str) -> tuple[float, ...]:
+    """Return a number of every rank; () where one of them has none."""
+    numbers = [summary[name] for summary in summaries if summary.get(name) is not None]
+    return tuple(numbers) if len(numbers) == len(summaries) else ()
+
+
+def _fullest(summaries: list[dict[str, Any]]) -> dict[str, int]:
+    """Return what the rank holds that holds the most."""
+    held = [summary.get("held_bytes", {}) for summary in summaries]
+    return max(held, key=lambda entry: sum(entry.values()), default={})
 
 
 def environment() -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import traceback
+from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +22,8 @@ from meshwright.run.result import StepResult
 from meshwright.train.checkpoints import RunCheckpoints, RunState, agree_on_start
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.types import TrainConfig
+from meshwright.train.events import WARM_UP_STEPS
+from meshwright.train.held_tensors import join_ranks, list_parts
 from meshwright.train.opening import apply_config, endless, open_loader, start_event
 from meshwright.train.optim import LRSchedule
 
@@ -73,6 +77,9 @@ class _Session:
         self.stop_reason: str | None = None
         self.began_at = time.perf_counter()
         self._has_told_plan = False
+        self._has_told_held = False
+        self._waits = array("d")
+        """Time in each new step for which this rank stood still for exchanges [s]."""
 
     def run(self, *, resume: bool) -> dict[str, Any]:
         self._enter("build")
@@ -155,6 +162,17 @@ class _Session:
         if plan.layouts or plan.reasons:
             self._emit("planned", plan=plan.to_dict())
 
+    def _tell_held(self, model: ParallelModel) -> None:
+        """Say, once, which part of each tensor each rank holds; every rank calls it after a step."""
+        if self._has_told_held or not model.engine.is_prepared:
+            return
+        self._has_told_held = True
+        with model.engine.switch.plain():
+            mine = list_parts(model.engine.held_state())
+        with model.ledger.of_checks():
+            tensors, num_left_out = join_ranks(self.world.default_group.all_gather_json(mine, device=self.world.device))
+        self._emit("held", tensors=tensors, num_left_out=num_left_out)
+
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def _train(
@@ -176,8 +194,11 @@ class _Session:
                 batch = next(batches)
                 lr = schedule.set_step(self.step)
                 self._enter("step")
+                waited = model.ledger.wait_s
                 result = model.step(batch)
+                self._waits.append(model.ledger.wait_s - waited)
                 self._tell_plan(model)
+                self._tell_held(model)
                 self.step += 1
                 now = time.perf_counter()
                 self._note_step(result, lr, now - step_began, now - loop_began)
@@ -293,7 +314,14 @@ class _Session:
             "eval_loss": self.state.eval_loss,
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "sent_bytes": {axis: round(amount) for axis, amount in sent.items()},
+            "wait_s": self._median_wait_s(),
+            "held_bytes": model.held_bytes(),
         }
+
+    def _median_wait_s(self) -> float | None:
+        """Return this rank's waiting in a step, warm-up left out; None where the host does not see devices wait."""
+        waits = self._waits[WARM_UP_STEPS:] or self._waits
+        return statistics.median(waits) if waits and self.world.device.type == "cpu" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
