@@ -14,21 +14,27 @@ from meshwright.spec.model import ModelSpec
 _DEVICES = {
     "V100-SXM2-16GB": "v100-sxm2-16gb",
     "V100-SXM2-32GB": "v100-sxm2-32gb",
-    "V100-SXM3-32GB": "v100-sxm2-32gb",
+    "V100-SXM3-32GB": "v100-sxm3-32gb",
     "A100-SXM4-40GB": "a100-sxm-40gb",
     "A100-SXM4-80GB": "a100-sxm-80gb",
     "H100-SXM5-80GB": "h100-sxm",
     "H100-96GB-HBM2e-500W": "h100-hbm2e-500w",
     "H200-SXM5-141GB": "h200-sxm",
     "B200": "b200",
-    "GB200": "b200",
-    "GB300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
     "B300": "b300",
     "MI300X": "mi300x",
 }
 """Name in the rows -> device of the table whose efficiency it has."""
 
-_LIKE = {"h100-hbm2e-500w": "h100-sxm", "b300": "b200"}
+_LIKE = {
+    "v100-sxm3-32gb": "v100-sxm2-32gb",
+    "h100-hbm2e-500w": "h100-sxm",
+    "b300": "b200",
+    "gb200": "b200",
+    "gb300": "b200",
+}
 """Device with an efficiency of its own that is not in the table -> the one whose data sheet it shares."""
 
 _SIXTEEN_BITS = ("fp16", "bf16", "fp8", "mxfp8", "nvfp4")
@@ -169,13 +175,16 @@ def setup_of(row: dict[str, Any]) -> Setup:
     precision = row.get("precision") or "bf16"
     virtual = parallel.get("vpp") or 1
     zero = parallel.get("zero_stage")
-    zero = (3 if parallel.get("fsdp") else 0) if zero is None else zero
     recent = is_recent(row)
     software = software_of(row, recent=recent)
+    zero = (3 if parallel.get("fsdp") else software.zero) if zero is None else zero
     schedule = parallel.get("schedule") or "1f1b"
     schedule = "interleaved" if virtual > 1 else _SCHEDULES.get(schedule, schedule)
     is_half = precision == "fp16" and not recent
     cp = parallel.get("cp") or 1
+    recompute = row.get("recompute") or "none"
+    usual = StateBytes(parameter=2.0, gradient=2.0 if is_half else 4.0, optimizer=12.0)
+    kind = "bf16" if precision in ("fp8", "mxfp8", "nvfp4") else precision
     return Setup(
         dp=dp,
         tp=parallel.get("tp") or 1,
@@ -188,12 +197,12 @@ def setup_of(row: dict[str, Any]) -> Setup:
         micro_batches=count,
         micro_batch_size=float(micro),
         sequence_parallel=bool(parallel.get("sp")) and (parallel.get("tp") or 1) > 1,
-        recompute=row.get("recompute") or "none",
+        recompute=software.selective if recompute == "selective" else recompute,
         dtype=precision,
         element_bytes=2.0 if precision in _SIXTEEN_BITS else 4.0,
-        states=StateBytes(parameter=2.0, gradient=2.0 if is_half else 4.0, optimizer=12.0),
+        states=software.states.get(kind, usual),
         sent_gradient_bytes=2.0 if is_half or zero == 3 else software.sent_gradient_bytes,
-        gathered_bytes=2.0,
+        gathered_bytes=software.gathered_bytes.get(precision, 2.0),
         overlap=recent,
         calls_per_layer=_calls_per_layer(row, software, zero),
         attention_speed=software.attention_speed,
@@ -201,6 +210,8 @@ def setup_of(row: dict[str, Any]) -> Setup:
         is_eager=not software.fused,
         native_attention=software.native_attention,
         sends_slices=software.sends_slices,
+        cut_evenly=software.cuts_evenly,
+        blocks_on_messages=software.blocks_on_messages,
         accumulated_bytes=software.accumulated_bytes,
         trains_weights="lora" not in (row.get("task") or "").lower(),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
+from meshwright.plan.costs.setup import StateBytes
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
@@ -28,6 +30,18 @@ class Software:
     """Smallest bucket of gradients, and what each data-parallel rank adds to its size; None: a bucket for each layer [count]."""
     sent_gradient_bytes: float = 4.0
     """Of a bf16 model's gradient element as it is reduced [bytes]."""
+    states: dict[str, StateBytes] = dataclasses.field(default_factory=dict)
+    """Precision -> what it keeps for a parameter; others keep 2, 4 and 12 bytes, and 2, 2 and 12 where gradients are fp16."""
+    gathered_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Precision -> size of a parameter's element as ZeRO gathers it, where that is not 2 [bytes]."""
+    zero: int = 0
+    """Stage of ZeRO that its users have where a row says nothing."""
+    cuts_evenly: bool = False
+    """Stages have as many blocks each."""
+    blocks_on_messages: bool = False
+    """Stages wait for each message by itself."""
+    selective: str = "selective"
+    """What its selective recompute runs again, in the words of `Setup.recompute`."""
     source: str
 
 
@@ -37,6 +51,7 @@ _OLD: Final = Software(
     overlaps_tp=False,
     sends_slices=True,
     accumulated_bytes=6.0,
+    cuts_evenly=True,
     source=(
         "Megatron-LM of 2020 to 2022: fused bias, GELU, dropout and softmax kernels, scatter and gather of what stages send "
         "(Narayanan et al. 2021, arXiv:2104.04473, sections 4.1 and 4.2), and --no-gradient-accumulation-fusion says the rest"
@@ -52,9 +67,21 @@ _EAGER: Final = Software(
     source="PyTorch, one operator after the other, with the FlashAttention-2 that it or a package brings",
 )
 
+_TORCHTITAN: Final = dataclasses.replace(
+    _EAGER,
+    states={"bf16": StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)},
+    gathered_bytes={"fp8": 1.0},
+    selective="every_other_product",
+    source=(
+        "torchtitan: FSDP2 shards parameters in fp32 and gathers them in bf16 or fp8 (docs/float8.md); selective recompute of "
+        "operators keeps every second product (models/llama3/parallelize.py)"
+    ),
+)
+
 _FOUNDRY: Final = dataclasses.replace(
     _EAGER,
     attention_speed=0.55,
+    states={"bf16": StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)},
     source=(
         "MPT in llm-foundry of 2023 (configuration_mpt.py: attn_impl is triton): FlashAttention-2 is 1.3 to 2.5 times as fast as "
         "Triton's (Dao 2023, arXiv:2307.08691, section 4.1)"
@@ -67,12 +94,15 @@ _MEGATRON: Final = Software(
     overlaps_tp=True,
     sends_slices=True,
     accumulated_bytes=6.0,
+    cuts_evenly=True,
     bucket_params=(40e6, 1e6),
     sent_gradient_bytes=2.0,
+    gathered_bytes={"fp8": 1.0, "mxfp8": 1.0},
     source=(
         "Transformer Engine's fused layers, cuDNN's attention and userbuffers (docs.nvidia.com, NeMo: performance guide, "
         "'Communication overlap'; Transformer Engine: 'Attention backends'); buckets: Megatron-LM, "
-        "core/distributed/distributed_data_parallel.py; bf16 sums: NeMo's recipes, grad_reduce_in_fp32 = false"
+        "core/distributed/distributed_data_parallel.py; bf16 sums: NeMo's recipes, grad_reduce_in_fp32 = false; gathers in fp8: "
+        "docs.nvidia.com, NeMo: communication overlap, 'fp8_param_gather'"
     ),
 )
 
@@ -87,20 +117,30 @@ _DEEPSPEED: Final = dataclasses.replace(
     _OLD,
     sends_slices=False,
     accumulated_bytes=10.0,
-    calls_per_layer=12.0,
+    calls_per_layer=4.0,
+    # Beside the usual: ZeRO-1's shard of gradients in fp32, and under bf16 the gradients of the pass that is being added up.
+    states={
+        "fp16": StateBytes(parameter=2.0, gradient=2.0, optimizer=16.0),
+        "bf16": StateBytes(parameter=2.0, gradient=6.0, optimizer=12.0),
+    },
+    zero=1,
+    blocks_on_messages=True,
     source=(
-        "Megatron-DeepSpeed: Megatron's kernels; its pipeline engine adds gradients up by autograd, and ZeRO-3 of 2021 gathers "
-        "each parameter by itself (a GPT block has 12: six layers with weight and bias)"
+        "Megatron-DeepSpeed: Megatron's kernels; its pipeline engine adds gradients up by autograd, and ZeRO-3 gathers each "
+        "parameter of 100,000 elements or more by itself (a GPT block has 4; stage3_param_persistence_threshold); messages go "
+        "one by one: DeepSpeed, runtime/pipe/engine.py and p2p.py; states: runtime/zero/stage_1_and_2.py and "
+        "runtime/bf16_optimizer.py"
     ),
 )
 
 _TABLE: Final = (
     (("paxml", "maxtext", "jax"), _XLA),
-    (("torchtitan",), _EAGER),
+    (("torchtitan",), _TORCHTITAN),
     (("llm-foundry", "mosaicml"), _FOUNDRY),
+    (("nemo", "megatron-bridge", "dgxc"), _MEGATRON),  # which have an FSDP of their own
     (("nanotron", "internlm", "internevo", "colossal", "fsdp"), _EAGER),
     (("megatron-deepspeed", "bigscience", "deepspeed"), _DEEPSPEED),
-    (("nemo", "megatron", "dgxc", "mlperf", "transformer engine", "transformer-engine", "megascale"), _MEGATRON),
+    (("megatron", "mlperf", "transformer engine", "transformer-engine", "megascale"), _MEGATRON),
 )
 """Words of a row's group, source and notes -> its software; the first that is found."""
 

@@ -27,7 +27,8 @@ class Efficiency(Value):
         attention_backward: The same for its backward.
         native_attention: How much faster attention is that is written for this generation of device; at least 1 [ratio].
         inner_overhead: Elements that a tile's start and end cost, added to the summed size of a product [elements].
-        elementwise_passes: Traffic of elementwise operators as PyTorch runs them, over that of one fused pass [ratio].
+        elementwise_passes: Traffic of rotary embeddings, gates and RMS norms as PyTorch runs them, over that of one fused pass
+            [ratio].
         kernel_s: The shortest kernel [s].
         operator_s: Host time of one operator's forward, and of its backward [s].
         collective_host_s: Host time of one collective in a layer [s].

@@ -69,6 +69,11 @@ class TransformerShape:
         return (2 if self.gated else 1) * self.intermediate
 
     @property
+    def norm_name(self) -> str:
+        """Name of a norm among the operators."""
+        return "rms_norm" if self.norm == "rms" else "norm"
+
+    @property
     def norm_params(self) -> int:
         """Elements of one norm [count]."""
         return self.hidden if self.norm == "rms" else 2 * self.hidden
@@ -104,14 +109,18 @@ def _embedding(shape: TransformerShape) -> LayerSpec:
 def _block(shape: TransformerShape) -> LayerSpec:
     operators = _operators(shape)
     width = shape.query + 2 * shape.key
-    operators.elementwise("norm1", 2 * shape.hidden, "rows", saved=2 * shape.hidden, num_params=shape.norm_params)
+    operators.elementwise(
+        f"{shape.norm_name}1", 2 * shape.hidden, "rows", saved=2 * shape.hidden, num_params=shape.norm_params
+    )
     operators.product("qkv", shape.hidden, width, "columns", saved=width, bias=shape.bias)
     if not shape.learned_positions:
         operators.elementwise("rotary", 2 * (shape.query + shape.key), "inside")
     _attention(shape, operators)
     operators.product("projection", shape.query, shape.hidden, "inner", saved=shape.query, bias=shape.bias)
     _residual(shape, operators, "residual1")
-    operators.elementwise("norm2", 2 * shape.hidden, "rows", saved=2 * shape.hidden, num_params=shape.norm_params)
+    operators.elementwise(
+        f"{shape.norm_name}2", 2 * shape.hidden, "rows", saved=2 * shape.hidden, num_params=shape.norm_params
+    )
     _mlp(shape, operators)
     _residual(shape, operators, "residual2")
     matrices = 2 * shape.hidden * (shape.query + shape.key) + shape.experts_per_token * shape.hidden * (
@@ -140,7 +149,9 @@ def _mlp(shape: TransformerShape, operators: LayerOperators) -> None:
     operators.experts("mlp_in", shape.hidden, wide, "columns", saved=wide, experts=experts, passes=passes, bias=bias)
     # A gate's activation is kept beside the product of the two.
     kept = (2 if shape.gated else 1) * narrow
-    operators.elementwise("activation", passes * (wide + narrow), "inside", saved=passes * kept)
+    operators.elementwise(
+        "gate" if shape.gated else "activation", passes * (wide + narrow), "inside", saved=passes * kept
+    )
     operators.experts("mlp_out", narrow, shape.hidden, "inner", saved=0, experts=experts, passes=passes, bias=bias)
 
 
@@ -163,7 +174,9 @@ def _residual(shape: TransformerShape, operators: LayerOperators, name: str) -> 
 
 def _head(shape: TransformerShape) -> LayerSpec:
     operators = _operators(shape)
-    operators.elementwise("norm", 2 * shape.hidden, "rows", saved=2 * shape.hidden, num_params=shape.norm_params)
+    operators.elementwise(
+        shape.norm_name, 2 * shape.hidden, "rows", saved=2 * shape.hidden, num_params=shape.norm_params
+    )
     operators.product("head", shape.hidden, shape.vocab, "columns", saved=shape.vocab)
     operators.loss(shape.vocab)
     return operators.layer("head", output_bytes=shape.sequence * shape.vocab * shape.element_bytes)

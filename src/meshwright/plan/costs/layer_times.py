@@ -26,6 +26,9 @@ _CAST_BYTES: Final = 3.0
 _LOSS_BYTES: Final = 8.0
 """For each logit, its copy in fp32 and the gradient of that: cross-entropy is in fp32, whatever the model's is [bytes]."""
 
+_SEVERAL_KERNELS: Final = ("rotary", "gate", "rms_norm", "rms_norm1", "rms_norm2")
+"""Operators of a transformer made from sizes that PyTorch has no one kernel for; a described module lists what it runs."""
+
 _LOW_PRECISION: Final = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -39,6 +42,8 @@ class LayerTimes:
     """Of forward: the attention core, which selective recompute runs again."""
     elementwise_s: float = 0.0
     """Of forward: what is neither product nor attention, which this project's selective recompute runs again."""
+    product_s: float = 0.0
+    """Of forward: products with weights."""
     forward_comm_s: float = 0.0
     """Collectives of tensor and context parallelism, which nothing hides."""
     backward_comm_s: float = 0.0
@@ -63,6 +68,7 @@ class LayerTimes:
         forward = _issued(self.forward_s + self.forward_comm_s, host_s, ahead=ahead)
         backward = _issued(self.backward_s + self.backward_comm_s, host_s, ahead=ahead)
         repeated = {"full": forward, "selective": self.core_s, "all_but_products": self.elementwise_s}
+        repeated["every_other_product"] = self.elementwise_s + self.product_s / 2
         again = repeated.get(recompute, 0.0)
         return forward, backward, again
 
@@ -74,8 +80,9 @@ class LayerTimes:
         """Return what one micro-batch keeps between forward and backward [bytes]."""
         if recompute == "full":
             return min(self.input_bytes, self.saved_bytes)
-        if recompute == "all_but_products":
-            return min(self.input_bytes + self.product_bytes, self.saved_bytes)
+        if recompute in ("all_but_products", "every_other_product"):
+            products = self.product_bytes / (2 if recompute == "every_other_product" else 1)
+            return min(self.input_bytes + products, self.saved_bytes)
         return self.saved_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
 
 
@@ -138,7 +145,7 @@ def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machin
 
 
 def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, scale: float) -> None:
-    passes = machine.efficiency.elementwise_passes if setup.is_eager else 1.0
+    passes = machine.efficiency.elementwise_passes if setup.is_eager and operator.name in _SEVERAL_KERNELS else 1.0
     traffic = operator.traffic_bytes * scale * passes
     forward = machine.traffic_s(traffic)
     times.forward_s += forward
@@ -208,6 +215,7 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
     forward = seconds(height, inner, columns)
     times.forward_s += forward
     times.core_s += forward if operator.is_core else 0.0
+    times.product_s += forward if has_weight else 0.0
     times.backward_s += seconds(height, columns, inner)
     if not has_weight or setup.trains_weights:
         times.backward_s += seconds(inner, height, columns)
@@ -245,4 +253,4 @@ def _issued(device_s: float, host_s: float, *, ahead: bool) -> float:
     if not ahead:
         return device_s + host_s
     # A smooth maximum: passes that the host can just feed wait for it here and there.
-    return (device_s**3 + host_s**3) ** (1 / 3)
+    return (device_s**6 + host_s**6) ** (1 / 6)

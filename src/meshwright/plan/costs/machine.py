@@ -18,7 +18,7 @@ _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0
 """(rows, columns, speed): the tiles that a matrix product is cut into; a smaller one reads its operands more often.
 Source of the shapes: CUTLASS, media/docs/cpp/efficient_gemm.md, read 2026-11-24. The speeds are estimates."""
 
-_MISALIGNED: Final = 4.0
+_MISALIGNED: Final = 7.0
 """Products whose inner size is no multiple of 8 elements leave the tensor cores' layout [ratio of times].
 Source of the rule: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"; the ratio is fitted to
 BigScience's rows with heads of 108 and 150 elements."""

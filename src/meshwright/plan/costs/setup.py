@@ -68,7 +68,8 @@ class Setup:
     """Samples of one forward of one rank [samples]."""
     sequence_parallel: bool = False
     recompute: str = "none"
-    """none, full, selective (attention cores run again, as in Megatron) or all_but_products (as in this project)."""
+    """none, full, selective (attention cores run again, as in Megatron), all_but_products (as in this project) or
+    every_other_product (as in torchtitan, which keeps the rest and attention)."""
     dtype: str = "fp32"
     """What products are computed in: fp32, tf32, bf16, fp16, fp8, mxfp8 or nvfp4."""
     element_bytes: float = 4.0
@@ -105,6 +106,11 @@ class Setup:
     """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
     cut_by_work: bool = False
     """Whether stages are cut as this project's runtime cuts them, not by their time on the cluster at hand."""
+    cut_evenly: bool = False
+    """Whether stages have as many layers each where that comes out even, as tools do that cut a transformer by its blocks."""
+    blocks_on_messages: bool = False
+    """Whether each message between stages is waited for by itself, and a stage's results are kept until their gradients are
+    there, as by DeepSpeed's pipeline engine; others send and receive in pairs."""
     one_process: bool = False
     """Whether one process has all devices, so that on a CPU they share its memory."""
 

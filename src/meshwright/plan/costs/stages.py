@@ -63,6 +63,28 @@ def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, .
     return (0, *reversed(bounds))
 
 
+def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
+    """Return where stages begin and the last one ends, with as many blocks in each; None where they do not come out even.
+
+    The first layer is an embedding and the last one a head: beside the blocks where these divide, else a block's worth each.
+
+    Source:
+        Megatron-LM, core/transformer/transformer_block.py, `get_num_layers_to_build`, and its options
+        --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split.
+
+    >>> even_cut(10, 4), even_cut(12, 4), even_cut(11, 4)
+    ((0, 3, 5, 7, 10), (0, 3, 6, 9, 12), None)
+    """
+    blocks = num_layers - 2
+    if blocks >= num_stages and blocks % num_stages == 0:
+        each = blocks // num_stages
+        return (0, *(1 + each * stage for stage in range(1, num_stages)), num_layers)
+    if num_layers % num_stages == 0:
+        each = num_layers // num_stages
+        return tuple(each * stage for stage in range(num_stages + 1))
+    return None
+
+
 def own_cut(model: ModelSpec, setup: Setup) -> tuple[int, ...]:
     """Return where stages begin and the last one ends, as this project's runtime cuts the model for a setup.
 

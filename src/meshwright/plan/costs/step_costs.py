@@ -24,7 +24,7 @@ from meshwright.plan.costs.rank_memory import (
     together,
 )
 from meshwright.plan.costs.setup import Setup
-from meshwright.plan.costs.stages import balanced_cut, own_cut, pipeline_s
+from meshwright.plan.costs.stages import balanced_cut, even_cut, own_cut, pipeline_s
 from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
@@ -50,6 +50,9 @@ _TENSORS: Final = 2
 
 _IN_HALVES: Final = ("zb-h1", "zb-h2", "zbv")
 """Schedules that put gradients of weights off."""
+
+_RUN_AGAIN: Final = ("full", "all_but_products", "every_other_product")
+"""Kinds of recompute that run a whole layer again, and keep all of it meanwhile."""
 
 _MOST_STAGES: Final = 16
 """Stages for which the runtime's own cut is worked out: it takes long for more [count]."""
@@ -164,6 +167,12 @@ class StepCosts:
         memory.buffers += efficiency.process_bytes + gaps
         return memory
 
+    def _bounds(self, of_kinds: tuple[float, ...], num_stages: int, setup: Setup) -> tuple[int, ...]:
+        if setup.cut_by_work and 1 < num_stages <= _MOST_STAGES:
+            return own_cut(self.model, setup)
+        even = even_cut(len(self._kind), num_stages) if setup.cut_evenly and num_stages > 1 else None
+        return even or self._cuts(of_kinds, num_stages)
+
     def _cut_of(self, of_kinds: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
         return balanced_cut(self._sums(of_kinds), num_stages)
 
@@ -180,8 +189,7 @@ class StepCosts:
         of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
         totals = self._sums(of_kinds)
         num_stages = min(setup.num_stages, len(self._kind))
-        follows = setup.cut_by_work and 1 < num_stages <= _MOST_STAGES
-        placed = StagesOnRanks(own_cut(self.model, setup) if follows else self._cuts(of_kinds, num_stages), setup)
+        placed = StagesOnRanks(self._bounds(of_kinds, num_stages, setup), setup)
         walks = self._walks_s(placed, setup)
         busy = [one + walk for one, walk in zip(placed.on_ranks(totals), walks, strict=True)]
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
@@ -189,7 +197,8 @@ class StepCosts:
             params[rank] -= repeated / setup.tp
         slowest = max(range(setup.pp), key=busy.__getitem__)
         send_s = self._send_s(kinds, setup)
-        waits = 2 * setup.virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
+        messages = 4 if setup.blocks_on_messages else 2  # one to and one from either neighbour, or these in pairs
+        waits = messages * setup.virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
         total, bubble = pipeline_s(
             [one + waits for one in busy],
             micro_batches=setup.micro_batches,
@@ -278,12 +287,16 @@ class StepCosts:
     def _send_s(self, kinds: Sequence[LayerTimes], setup: Setup) -> float:
         if setup.pp == 1:
             return 0.0
-        width = max((kinds[kind].input_bytes for kind in self._kind[:-1]), default=0.0)
+        width = self._width(kinds)
         if setup.sequence_parallel and not setup.sends_slices:
             width *= setup.tp
         if setup.sends_slices and not setup.sequence_parallel:
             width /= setup.tp
         return self.machine.message_s(width, inside=setup.num_devices <= self.machine.cluster.devices_per_host)
+
+    def _width(self, kinds: Sequence[LayerTimes]) -> float:
+        """Return the largest result that a stage may hand on [bytes]."""
+        return max((kinds[kind].input_bytes for kind in self._kind[:-1]), default=0.0)
 
     def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
         """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
@@ -328,13 +341,15 @@ class StepCosts:
         largest = placed.most([kinds[kind].num_params for kind in self._kind])
         again = placed.most([kinds[kind].saved_bytes for kind in self._kind])
         outputs = kinds[self._kind[-1]].loss_bytes
+        if setup.blocks_on_messages and setup.pp > 1:
+            kept = [one + self._width(kinds) for one in kept]
         loads = [
             RankLoad(
                 num_params=params[rank],
                 activation_bytes=kept[rank] * micro_batches_in_flight(rank, setup),
                 largest_params=largest[rank],
                 output_bytes=outputs if rank == placed.ranks[-1] else 0.0,
-                recomputed_bytes=again[rank] if setup.recompute in ("full", "all_but_products") else 0.0,
+                recomputed_bytes=again[rank] if setup.recompute in _RUN_AGAIN else 0.0,
             )
             for rank in range(setup.pp)
         ]
@@ -351,7 +366,7 @@ _SEEN: Final = (
 
 _PIPED: Final = (
     *_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap", "accumulated_bytes", "sends_slices",
-    "cut_by_work", "one_process",
+    "cut_by_work", "cut_evenly", "blocks_on_messages", "one_process",
 )  # fmt: skip
 """What a pipeline sees of a setup."""
 
