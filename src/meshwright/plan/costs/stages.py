@@ -54,7 +54,7 @@ def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, .
     bounds = [num_layers]
     for left in range(num_stages - 1, 0, -1):
         end = bounds[-1]
-        start = max(bisect.bisect_left(prefix, prefix[end] - limit), left)
+        start = bisect.bisect_left(prefix, prefix[end] - limit, left, end)
         if start >= end:
             return None
         bounds.append(start)

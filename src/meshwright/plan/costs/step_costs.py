@@ -20,6 +20,7 @@ from meshwright.plan.costs.rank_memory import (
     RankMemory,
     fullest,
     micro_batches_in_flight,
+    not_exceeded,
     rank_memory,
     together,
 )
@@ -287,7 +288,7 @@ class StepCosts:
 
     def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
         """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
-        if setup.pp == 1 or setup.one_process:
+        if setup.pp == 1 or setup.one_process or not self.machine.efficiency.runtime:
             return [0.0] * setup.pp
         efficiency, layers = self.machine.efficiency, len(self._kind)
         walks = [0.0] * setup.pp
@@ -340,7 +341,7 @@ class StepCosts:
         ]
         if setup.schedule == "sequential":  # one process has them all
             return loads
-        return [one for one in loads if not any(other.exceeds(one) for other in loads)]
+        return not_exceeded(loads)
 
 
 _SEEN: Final = (
