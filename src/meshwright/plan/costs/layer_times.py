@@ -26,6 +26,12 @@ _CAST_BYTES: Final = 3.0
 _LOSS_BYTES: Final = 8.0
 """For each logit, its copy in fp32 and the gradient of that: cross-entropy is in fp32, whatever the model's is [bytes]."""
 
+_LOSS_PARTS: Final = 3
+"""Numbers of each token that ranks with a part of the vocabulary sum up: maximum, sum and the label's logit [count]."""
+
+_SUM_BYTES: Final = 4.0
+"""Of each of them [bytes]."""
+
 _LOW_PRECISION: Final = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -54,6 +60,10 @@ class LayerTimes:
     """What the loss needs beside what is kept, where this layer is the last one [bytes]."""
     num_params: float = 0.0
     """Elements of this rank's part [count]."""
+    partial_params: float = 0.0
+    """Elements whose gradients tp ranks sum at the end of a step: each has seen its own part of the sequence [count]."""
+    runs_on_slices: bool = False
+    """Whether sequence parallelism runs it on slices of the sequence, which somebody cuts before and gathers behind it."""
     num_operators: int = 0
     num_collectives: int = 0
 
@@ -79,7 +89,9 @@ class LayerTimes:
         return self.saved_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
 
 
-def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes: float) -> LayerTimes:
+def layer_times(
+    layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes: float, is_last: bool = False
+) -> LayerTimes:
     """Return the cost of a layer.
 
     Args:
@@ -87,6 +99,7 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
         setup: Degrees, batch and numerics.
         machine: The cluster.
         model_bytes: Size of an element in the layer's own numbers [bytes].
+        is_last: Whether its results go to the loss, which takes them in parts.
     """
     times = LayerTimes()
     scale = setup.micro_batch_size / setup.cp * setup.element_bytes / model_bytes
@@ -97,6 +110,8 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
     if not layer.operators:
         _add_sums(times, layer, setup, machine, scale)
         return times
+    splits = {operator.split for operator in layer.operators if operator.kind == "matmul" or operator.split == "rows"}
+    times.runs_on_slices = rows_cut > 1 and splits >= {"rows", "inner"}
     column: OperatorSpec | None = None
     for operator in layer.operators:
         cut = {"whole": 1, "rows": rows_cut}.get(operator.split, setup.tp)
@@ -110,6 +125,9 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
         times.saved_bytes += operator.saved_bytes * scale / cut
         times.saved_core_bytes += operator.saved_bytes * scale / cut if operator.is_core else 0.0
         times.num_operators += 1
+        if times.runs_on_slices:
+            bias = max(0, operator.num_params - operator.inner * operator.columns) if operator.kind == "matmul" else 0
+            times.partial_params += {"rows": operator.num_params, "inner": bias}.get(operator.split, 0)
         if operator.kind != "elementwise":
             width = operator.inner if operator.kind == "attention" else operator.columns
             results = operator.rows * width * operator.count * model_bytes * scale
@@ -120,10 +138,10 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
             elif operator.split == "inner":
                 _add_exchange(times, operator.rows * operator.count * operator.columns, setup, machine, forward=True)
                 if column is not None:
-                    _add_exchange(times, column.rows * column.count * column.inner, setup, machine, forward=False)
+                    _add_exchange(times, column.input_elements, setup, machine, forward=False)
                 column = None
-    if column is not None:  # the head: nothing sums its results, but the gradient of its input
-        _add_exchange(times, column.rows * column.count * column.inner, setup, machine, forward=False)
+    if column is not None:  # nothing sums its results, but the gradient of its input
+        _add_ending(times, column, setup, machine, is_last=is_last)
     return times
 
 
@@ -239,6 +257,21 @@ def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Mac
         times.backward_comm_s += seconds
     times.num_collectives += calls
     times.sent_bytes += 2 * (setup.tp - 1) / setup.tp * num_bytes
+
+
+def _add_ending(times: LayerTimes, column: OperatorSpec, setup: Setup, machine: Machine, *, is_last: bool) -> None:
+    """Add what follows columns that no row product sums: their results are gathered, or the loss sums its parts of them."""
+    _add_exchange(times, column.input_elements, setup, machine, forward=False)
+    rows = column.rows * column.count * setup.micro_batch_size / setup.cp
+    others = (setup.tp - 1) / setup.tp
+    if is_last:
+        times.sent_bytes += 2 * others * _LOSS_PARTS * _SUM_BYTES * rows
+        return
+    num_bytes = rows * column.columns * setup.element_bytes
+    spread = -(-setup.tp // machine.cluster.devices_per_host)
+    times.forward_comm_s += machine.collective_s(num_bytes, setup.tp, spread, rounds=1)
+    times.num_collectives += 1
+    times.sent_bytes += others * num_bytes
 
 
 def _issued(device_s: float, host_s: float, *, ahead: bool) -> float:

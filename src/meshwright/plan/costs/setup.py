@@ -10,6 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.train import TrainSpec
+from meshwright.traffic import WHOLE_BELOW_BYTES
 
 __all__: list[str] = []
 
@@ -106,6 +107,8 @@ class Setup:
     """Of one gradient element between copies of a shard, where it is not as it is reduced over the shard [bytes]."""
     cut_by_work: bool = False
     """Whether stages are cut as this project's runtime cuts them, not by their time on the cluster at hand."""
+    whole_below: float = 0.0
+    """ZeRO-3 keeps layers with fewer bytes of parameters whole [bytes]."""
     one_process: bool = False
     """Whether one process has all devices, so that on a CPU they share its memory."""
 
@@ -148,6 +151,7 @@ class Setup:
             per_step=is_per_step(plan.zero, plan.pp),
             global_batch_size=train.global_batch_size,
             cut_by_work=True,
+            whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
             one_process=plan.mode != "ranks",
         )
 
