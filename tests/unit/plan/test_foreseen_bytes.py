@@ -47,8 +47,9 @@ def test_tensor_parallelism_sends_what_the_layouts_formula_says(tp: int, micro_b
 
 
 def test_biases_of_row_products_on_slices_are_summed_too() -> None:
-    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "sequence": 16}
-    with_biases, without = (ModelSpec.transformer(**sizes, bias=bias) for bias in (True, False))
+    with_biases, without = (
+        ModelSpec.transformer(layers=2, hidden=64, heads=4, vocab=128, sequence=16, bias=bias) for bias in (True, False)
+    )
     more = sent(with_biases, Plan(tp=2), 4)["tp"] - sent(without, Plan(tp=2), 4)["tp"]
     assert (
         more == 2 * 2 * 64 * 4
