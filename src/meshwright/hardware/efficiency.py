@@ -50,6 +50,8 @@ class Efficiency(Value):
             say it.
         traffic_curve: (bytes that one elementwise kernel moves, share of the memory's bandwidth), in ascending order; empty means
             the same share for all.
+        functions: ATen's name of an elementwise operator -> its time over that of a plain sum which moves as many bytes, forward
+            and backward [ratio]; 1 for those that are not named.
         recurrence_forward: Rate of a recurrent layer's fused products over that of large products [ratio].
         recurrence_backward: The same for its backward [ratio].
         held: Memory that the allocator holds at the peak over activations that are alive [ratio].
@@ -94,6 +96,7 @@ class Efficiency(Value):
     issues_ahead: bool = True
     product_curve: tuple[tuple[float, ...], ...] = ()
     traffic_curve: tuple[tuple[float, ...], ...] = ()
+    functions: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
     recurrence_forward: float = 1.0
     recurrence_backward: float = 1.0
     held: float = 1.0
@@ -125,6 +128,9 @@ class Efficiency(Value):
             problems.require(kind in _RUNTIME, f"runtime['{kind}'] (rule: one of {', '.join(_RUNTIME)})")
             is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
             problems.require(is_pair, f"runtime['{kind}']={list(numbers)} (rule: two numbers, not negative)")
+        for function, ratios in self.functions.items():
+            is_pair = len(ratios) == 2 and all(ratio >= 0 for ratio in ratios)
+            problems.require(is_pair, f"functions['{function}']={list(ratios)} (rule: two ratios, not negative)")
         problems.check()
 
     def runtime_s(self, kind: str, count: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import statistics
@@ -13,6 +14,8 @@ from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.host import memory_group, usable_cores
 from meshwright.measure.probe_sizes import PRODUCT, STAGES, attention_rates
+from meshwright.plan.costs.layer_times import ELEMENTWISE_BACKWARD
+from meshwright.plan.costs.machine import Machine
 from meshwright.ranks.launch import launch
 
 __all__: list[str] = []
@@ -108,7 +111,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
         for name in ("forward", "backward")
     }
     link = _link_of(ranks, source) if count > 1 else None
-    return ClusterSpec(
+    cluster = ClusterSpec(
         name=f"this-host-{count}x{facts['name']}",
         device=device,
         devices_per_host=count,
@@ -149,6 +152,24 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             runtime=_runtime_of(ranks),
         ),
     )
+    return _with_functions(cluster, ranks)
+
+
+def _with_functions(cluster: ClusterSpec, ranks: list[dict[str, Any]]) -> ClusterSpec:
+    """Return the cluster with the times of elementwise functions over those of sums that move as many bytes."""
+    efficiency = cluster.efficiency
+    names = [name for name in ranks[0] if name.startswith("function_")]
+    if efficiency is None or not names:
+        return cluster
+    machine = Machine(cluster, efficiency)
+    found: dict[str, tuple[float, ...]] = {}
+    for name in names:
+        forward, backward, num_bytes = (
+            statistics.median(numbers) for numbers in zip(*(rank[name][0] for rank in ranks), strict=True)
+        )
+        plain = machine.traffic_s(num_bytes), machine.traffic_s(ELEMENTWISE_BACKWARD * num_bytes)
+        found[name.removeprefix("function_")] = (forward / plain[0], backward / plain[1])
+    return dataclasses.replace(cluster, efficiency=dataclasses.replace(efficiency, functions=found))
 
 
 def _runtime_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[float, ...]]:

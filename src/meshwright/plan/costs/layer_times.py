@@ -16,7 +16,7 @@ _FUSED_BACKWARD: Final = 2.5
 """FLOPs of fused attention's backward over its forward: five products for two, one of them the scores again.
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1."""
 
-_ELEMENTWISE_BACKWARD: Final = 1.5
+ELEMENTWISE_BACKWARD: Final = 1.5
 """Traffic of an elementwise operator's backward over its forward: it reads the gradient and an input, and writes one result
 for two of forward. An estimate [ratio]."""
 
@@ -158,10 +158,11 @@ def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machin
 def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, scale: float) -> None:
     passes = machine.efficiency.elementwise_passes if setup.is_eager else 1.0
     traffic = operator.traffic_bytes * scale * passes
-    forward = machine.traffic_s(traffic)
+    ratio, ratio_backward = machine.efficiency.functions.get(operator.function, (1.0, 1.0))
+    forward = machine.traffic_s(traffic) * ratio
     times.forward_s += forward
     times.elementwise_s += forward
-    times.backward_s += machine.traffic_s(_ELEMENTWISE_BACKWARD * traffic)
+    times.backward_s += machine.traffic_s(ELEMENTWISE_BACKWARD * traffic) * ratio_backward
     times.core_s += forward if operator.is_core else 0.0
 
 

@@ -22,7 +22,7 @@ __all__: list[str] = []
 CLUSTER_VARIABLE: Final = "MESHWRIGHT_CLUSTER"
 """Environment variable: a cluster to predict for, as `load_cluster` takes it, in place of this host; "none" predicts nothing."""
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 """Of what a probe measures: kept files of another one are not used."""
 
 
