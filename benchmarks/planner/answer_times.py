@@ -2,7 +2,8 @@
 
     python -m benchmarks.planner.answer_times --out benchmarks/planner/results/answer_times.json
 
-Wall-clock seconds, ten repetitions each, one after the other; the searches on one core. Exit status 1 where the median exceeds its bound.
+Wall-clock seconds, ten repetitions each, one after the other; the searches on one core. Exit status 1 where a median exceeds its
+bound.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ def test_config_errors_are_one_message_in_time_without_torch(in_tmp):
         ("schedule --stages 2 --micro-batches 3 --kind gpipe", 0),
         ("plan llama3-8b --cluster 8xh100-sxm --global-batch 64", 0),
         ("plan resnet-50 --cluster 4xv100-32gb --global-batch 256", 0),
+        ("plan bert-large --cluster 4xv100-32gb --global-batch 128 --strategies", 0),
         ("plan deepseek-v3 --cluster 8xv100-32gb --global-batch 64", 3),  # nothing fits
     ],
 )
