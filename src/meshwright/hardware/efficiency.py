@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
+
+ELEMENTWISE_BACKWARD: Final = 1.5
+"""Traffic of an elementwise operator's backward over its forward: it reads the gradient and an input, and writes one result
+for two of forward. An estimate [ratio]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +153,17 @@ _NOT_NEGATIVE = (
     "score_forward_s", "score_backward_s", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
     "process_bytes",
 )  # fmt: skip
+
+
+def share_at(size: float, curve: Sequence[Sequence[float]]) -> float:
+    """Return what a curve of (size, share) says, straight between its points over the logarithm of the size; 1 without one."""
+    if not curve:
+        return 1.0
+    index = bisect.bisect_left(curve, size, key=lambda point: point[0])
+    if index in (0, len(curve)):
+        return curve[min(index, len(curve) - 1)][1]
+    (low, below), (high, above) = curve[index - 1], curve[index]
+    return below + (above - below) * math.log(size / low) / math.log(high / low)
 
 
 @functools.cache

@@ -11,11 +11,9 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
 from meshwright.host import memory_group, usable_cores
 from meshwright.measure.probe_sizes import PRODUCT, STAGES, attention_rates
-from meshwright.plan.costs.layer_times import ELEMENTWISE_BACKWARD
-from meshwright.plan.costs.machine import Machine
 from meshwright.ranks.launch import launch
 
 __all__: list[str] = []
@@ -161,14 +159,18 @@ def _with_functions(cluster: ClusterSpec, ranks: list[dict[str, Any]]) -> Cluste
     names = [name for name in ranks[0] if name.startswith("function_")]
     if efficiency is None or not names:
         return cluster
-    machine = Machine(cluster, efficiency)
+    bandwidth = cluster.device.memory_bytes_per_s or math.inf
+
+    def plain_s(num_bytes: float) -> float:
+        return num_bytes / (bandwidth * share_at(num_bytes, efficiency.traffic_curve))
+
     found: dict[str, tuple[float, ...]] = {}
     for name in names:
         forward, backward, num_bytes = (
             statistics.median(numbers) for numbers in zip(*(rank[name][0] for rank in ranks), strict=True)
         )
-        plain = machine.traffic_s(num_bytes), machine.traffic_s(ELEMENTWISE_BACKWARD * num_bytes)
-        found[name.removeprefix("function_")] = (forward / plain[0], backward / plain[1])
+        ratios = forward / plain_s(num_bytes), backward / plain_s(ELEMENTWISE_BACKWARD * num_bytes)
+        found[name.removeprefix("function_")] = ratios
     return dataclasses.replace(cluster, efficiency=dataclasses.replace(efficiency, functions=found))
 
 

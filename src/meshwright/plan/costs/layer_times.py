@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import LayerSpec
@@ -15,10 +16,6 @@ __all__: list[str] = []
 _FUSED_BACKWARD: Final = 2.5
 """FLOPs of fused attention's backward over its forward: five products for two, one of them the scores again.
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1."""
-
-ELEMENTWISE_BACKWARD: Final = 1.5
-"""Traffic of an elementwise operator's backward over its forward: it reads the gradient and an input, and writes one result
-for two of forward. An estimate [ratio]."""
 
 _CAST_BYTES: Final = 3.0
 """Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
