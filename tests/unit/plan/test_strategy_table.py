@@ -6,6 +6,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.plan.strategy_table import STRATEGIES, strategy_table
+from meshwright.spec import LayerSpec
 from meshwright.units import format_bytes
 
 CLUSTER = mw.load_cluster("4xv100-32gb")
@@ -16,10 +17,8 @@ def rows(model: mw.ModelSpec) -> dict[str, list[str]]:
     return {line.split()[0]: line.split("  ") for line in strategy_table(model, CLUSTER, TRAIN).splitlines() if line}
 
 
-def gpt(**sizes: int) -> mw.ModelSpec:
-    return mw.ModelSpec.transformer(
-        **({"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257, "sequence": 512} | sizes)
-    )
+def gpt(*, layers: int = 12, hidden: int = 768, heads: int = 12, sequence: int = 512) -> mw.ModelSpec:
+    return mw.ModelSpec.transformer(layers=layers, hidden=hidden, heads=heads, vocab=50257, sequence=sequence)
 
 
 def test_each_strategy_has_the_numbers_of_its_plans_prediction() -> None:
@@ -54,5 +53,5 @@ def test_what_does_not_fit_says_by_how_much_and_what_is_refused_says_why() -> No
     assert "no, " in text
     assert "too much" in text
     assert "pipeline: plan: 'pp=4,micro_batches=8'" in strategy_table(
-        mw.ModelSpec(name="one", layers=(mw.spec.LayerSpec(name="one", num_params=8, params_bytes=32),)), CLUSTER, TRAIN
+        mw.ModelSpec(name="one", layers=(LayerSpec(name="one", num_params=8, params_bytes=32),)), CLUSTER, TRAIN
     )
