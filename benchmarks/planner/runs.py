@@ -2,6 +2,9 @@
 
     python -m benchmarks.planner.runs --out benchmarks/planner/results/runs.json
 
+`--models gpt_python` measures one model anew, and leaves what `--out` has of the others: each takes some two minutes.
+With `--machine FOLDER` what is measured of the machine is kept there, so that all models are predicted by the same numbers.
+
 "auto" is the plan that `train` would choose on two devices; the others are every kind. Machines are measured anew first, so that
 what an earlier day kept is not used; `--keep` uses it. Plans that cannot be applied to a model are listed with their refusal.
 """
@@ -132,17 +135,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--duels-of", type=Path, help="what an earlier run wrote: only the choice is measured again")
     parser.add_argument("--keep", action="store_true", help="use what is kept of this machine")
+    parser.add_argument(
+        "--machine", type=Path, help="a folder that keeps what is measured of this machine for this file alone"
+    )
     options = parser.parse_args()
     if options.duels_of is not None:
         result = json.loads(options.duels_of.read_text(encoding="utf-8"))
         result["chosen"] = duels(result["rows"])
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
-    rows: list[dict[str, Any]] = []
+    rows, chosen = _of_other_models(options.out, options.models)
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         if not options.keep:
-            _use_anew(Path(folder))
+            _use_anew(options.machine or Path(folder))
         for name in options.models:
             found = run_plans(name, options.steps)
             rows += found
@@ -150,7 +156,7 @@ def main() -> None:
                 ratios = [row.get(key) for key in ("step_ratio", "memory_ratio", "sent_ratio")]
                 told = row["error"] or "  ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
                 print(f"{row['model']:15}{row['plan']:55}{told[:110]}", flush=True)
-        chosen = duels(rows)
+        chosen |= duels([row for row in rows if row["model"] in options.models])
     result = {
         "chosen": chosen,
         "surroundings": surroundings(),
@@ -163,13 +169,23 @@ def main() -> None:
     print()
 
 
+def _of_other_models(path: Path, models: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return rows and choices that an earlier run wrote of other models."""
+    if not path.exists():
+        return [], {}
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in earlier["rows"] if row["model"] not in models]
+    return rows, {name: found for name, found in earlier["chosen"].items() if name not in models}
+
+
 def _use_anew(folder: Path) -> None:
     """Keep what is measured in a new folder, with the compiled transport of the usual one."""
     from meshwright.comm.shm.build import build_extension
 
     built = build_extension()
-    (folder / built.name).symlink_to(built)
-    folder.chmod(0o700)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not (folder / built.name).exists():
+        (folder / built.name).symlink_to(built)
     os.environ[CACHE_VARIABLE] = str(folder)
 
 

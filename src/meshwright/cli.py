@@ -140,6 +140,9 @@ def plan(
     refine: Annotated[
         int, typer.Option(metavar="N", min=0, help="Of a TOML file: run the best N for some steps, and rank again.")
     ] = 0,
+    strategies: Annotated[
+        bool, typer.Option("--strategies", help="Show every preset beside one device, in place of the best plans.")
+    ] = False,
     json_path: JsonOption = None,
 ) -> None:
     """Rank the plans for a model on a cluster: time, memory, and why."""
@@ -147,7 +150,7 @@ def plan(
         from meshwright.compare.refine import plan_config
 
         for name, value in (("global-batch", global_batch), ("sequence", sequence), ("precision", precision),
-                            ("optimizer", optimizer), ("batch", batch)):  # fmt: skip
+                            ("optimizer", optimizer), ("batch", batch), ("strategies", strategies or None)):  # fmt: skip
             _refuse(value is not None, f"--{name}", f"'{model}' says it itself")
         _refuse(bool(cluster and refine), "--refine", "plans are run on this machine alone; leave --cluster out")
         found = plan_config(Path(model), cluster=cluster, devices=devices, top=top, refine=refine, json_path=json_path)
@@ -169,6 +172,12 @@ def plan(
         spec = find_model(model, sequence=sequence, batch=batch)
     else:
         spec = read_model(model, sequence=sequence)
+    if strategies:
+        from meshwright.plan.strategy_table import strategy_table
+
+        _refuse(json_path is not None, "--json", "--strategies shows a table alone")
+        print(clean(strategy_table(spec, load_cluster(cluster), train)))
+        return
     print(clean(list_plans(spec, load_cluster(cluster), train, top=top, json_path=json_path)))
 
 

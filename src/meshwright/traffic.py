@@ -106,6 +106,10 @@ class TensorExchange:
         return (2 * self.all_reduce + self.all_gather + self.reduce_scatter) * (num_ranks - 1) / num_ranks
 
 
+WHOLE_BELOW_BYTES = 64 * 2**10
+"""A layer with fewer parameters than this stays whole under ZeRO-3: to gather it would take longer than it saves [bytes].
+Norms, biases and small heads; DeepSpeed keeps parameters below 1e5 elements (its stage3_param_persistence_threshold)."""
+
 NORM_BYTES = 16
 """What the gradient's norm costs: two sums of squares in float64, of shards and of whole tensors [bytes]."""
 

@@ -75,16 +75,27 @@ def test_config_errors_are_one_message_in_time_without_torch(in_tmp):
     assert not (in_tmp / "runs").exists()
 
 
-def test_schedule_is_drawn_without_torch():
-    code = (
-        "import sys; sys.argv = ['meshwright', 'schedule', '--stages', '2', '--micro-batches', '3', '--kind', 'gpipe']\n"
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("schedule --stages 2 --micro-batches 3 --kind gpipe", 0),
+        ("plan llama3-8b --cluster 8xh100-sxm --global-batch 64", 0),
+        ("plan resnet-50 --cluster 4xv100-32gb --global-batch 256", 0),
+        ("plan bert-large --cluster 4xv100-32gb --global-batch 128 --strategies", 0),
+        ("plan deepseek-v3 --cluster 8xv100-32gb --global-batch 64", 3),  # nothing fits
+    ],
+)
+def test_schedules_and_plans_need_no_torch(words: str, code: int):
+    program = (
+        f"import sys; sys.argv = ['meshwright', *{words.split()!r}]\n"
         "from meshwright import cli\n"
         "try: cli.main()\n"
         "except SystemExit as left: sys.exit(99 if 'torch' in sys.modules else left.code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.strip() or code
+    assert (code == 3) == ("GiB too much" in done.stderr)
 
 
 def test_notes_come_before_the_run_and_its_code_is_ours(monkeypatch, capsys):

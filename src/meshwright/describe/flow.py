@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from meshwright.describe.ownership import Ownership
 from meshwright.describe.recorder import LayerCall, Step
@@ -58,6 +59,9 @@ def _between_products(last: int, steps: Sequence[Step]) -> set[int]:
     return found
 
 
+_SUMS: Final = ("add", "add_", "sub", "sub_")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ColumnsAndRow:
     """Products whose results reach only one other product, by the names of their weights."""
@@ -89,6 +93,7 @@ class ProductFlow:
                 self._successors.setdefault(source, set()).add(_OUTPUT)
         self._total = sum(math.prod(shape) for shape in parameters.shapes.values())
         self._taken: set[str] = set()
+        self._refused: set[str] = set()
         self._vocabularies = self._find_vocabularies()
         self._pairs = self._find_pairs()
         self._alone = self._find_alone()
@@ -162,10 +167,23 @@ class ProductFlow:
         found: list[ColumnsAndRow] = []
         for key in sorted(self._products, key=lambda key: key in late):
             pair = self._pair_of(key, self._taken)
-            if pair is not None and self._has_units(pair) and self._ends_in_a_simple_module(pair):
+            if pair is None:
+                continue
+            if self._adds_what_is_whole(pair):
+                self._refused.update((pair.row, *pair.columns))
+            elif self._has_units(pair) and self._ends_in_a_simple_module(pair):
                 found.append(pair)
                 self._taken.update((pair.row, *pair.columns))
         return found
+
+    def _adds_what_is_whole(self, pair: ColumnsAndRow) -> bool:
+        """Tell whether, between columns and row, another product's result is added: whole, it does not fit to shards."""
+        columns = set(pair.columns)
+        for step, sources in zip(self._steps, self._inputs, strict=True):
+            others = {source for source in sources - columns if not source.startswith("lookup:")}
+            if step.function in _SUMS and sources & columns and others:
+                return True
+        return False
 
     def _has_units(self, pair: ColumnsAndRow) -> bool:
         """Tell whether heads or features could be divided: sizes that have a divisor in common."""
@@ -186,6 +204,7 @@ class ProductFlow:
             and self._is_large(key)
             and self._is_layer(key)
             and not self._is_read_elsewhere(key)
+            and (key not in self._refused or self._successors[key] <= {_OUTPUT})
         }
 
     def _is_read_elsewhere(self, key: str) -> bool:

@@ -169,6 +169,7 @@ class LayerAssembly:
                     inner=share.inner,
                     columns=share.columns,
                     count=share.count,
+                    input_size=share.input_size if share.input_size != share.rows * share.inner * share.count else 0,
                     causal=share.causal,
                     saved_bytes=0 if made else round(saved),
                     num_params=0 if made else num_params,
@@ -188,6 +189,7 @@ class LayerAssembly:
             OperatorSpec(
                 kind="elementwise",
                 name=name or step.function,
+                function=step.function,
                 rows=rows,
                 columns=columns,
                 traffic_bytes=round(traffic),
@@ -236,7 +238,15 @@ def _counted_together(operators: list[OperatorSpec]) -> list[OperatorSpec]:
     for operator in operators:
         is_product = operator.kind != "elementwise"
         sizes = (operator.rows, operator.inner, operator.columns) if is_product else ()
-        key = (operator.kind, operator.name, operator.split, operator.is_core, operator.causal, *sizes)
+        key = (
+            operator.kind,
+            operator.name,
+            operator.function,
+            operator.split,
+            operator.is_core,
+            operator.causal,
+            *sizes,
+        )
         first = found.get(key)
         found[key] = operator if first is None else _joined(first, operator)
     return list(found.values())
@@ -247,6 +257,7 @@ def _joined(first: OperatorSpec, second: OperatorSpec) -> OperatorSpec:
     return dataclasses.replace(
         first,
         count=first.count + second.count if is_product else first.count,
+        input_size=first.input_size + second.input_size,
         rows=first.rows if is_product else first.rows + second.rows,
         traffic_bytes=first.traffic_bytes + second.traffic_bytes,
         saved_bytes=first.saved_bytes + second.saved_bytes,

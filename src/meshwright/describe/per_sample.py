@@ -81,7 +81,13 @@ class Samples:
         flops = product.flops
         for _ in growing[1:] if self.tells else ():
             flops = flops * self.own // self.count
-        return dataclasses.replace(product, **sizes, flops=flops, num_keys=product.num_keys // self.count)
+        return dataclasses.replace(
+            product,
+            **sizes,
+            flops=flops,
+            num_keys=product.num_keys // self.count,
+            input_size=product.input_size // self.count,
+        )
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return rows and columns of one sample's part of a tensor [elements]."""

@@ -33,6 +33,7 @@ class Sizes:
         factors: Its two factors; the second is the weight of layers that have one. Empty once they are not needed.
         num_keys: Key heads of all samples, in attention [count].
         is_plain: Whether the search for a tensor layout knows it as a product of data with a weight.
+        input_size: Elements of the data where rows overlap, as in a convolution; 0 where they are rows x inner x count.
     """
 
     kind: OperatorKind
@@ -45,6 +46,7 @@ class Sizes:
     causal: bool = False
     num_keys: int = 0
     is_plain: bool = True
+    input_size: int = 0
 
 
 def arguments_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +139,7 @@ def _of_convolution(given: dict[str, Any], result: Tensor) -> tuple[Sizes]:
             flops=2 * rows * inner * columns * groups,
             factors=(data, weight),
             is_plain=groups == 1,
+            input_size=data.numel(),
         ),
     )
 

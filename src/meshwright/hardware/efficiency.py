@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
+
+ELEMENTWISE_BACKWARD: Final = 1.5
+"""Traffic of an elementwise operator's backward over its forward: it reads the gradient and an input, and writes one result
+for two of forward. An estimate [ratio]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,8 @@ class Efficiency(Value):
             say it.
         traffic_curve: (bytes that one elementwise kernel moves, share of the memory's bandwidth), in ascending order; empty means
             the same share for all.
+        functions: ATen's name of an elementwise operator -> its time over that of a plain sum which moves as many bytes, forward
+            and backward [ratio]; 1 for those that are not named.
         recurrence_forward: Rate of a recurrent layer's fused products over that of large products [ratio].
         recurrence_backward: The same for its backward [ratio].
         held: Memory that the allocator holds at the peak over activations that are alive [ratio].
@@ -95,6 +103,7 @@ class Efficiency(Value):
     issues_ahead: bool = True
     product_curve: tuple[tuple[float, ...], ...] = ()
     traffic_curve: tuple[tuple[float, ...], ...] = ()
+    functions: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
     recurrence_forward: float = 1.0
     recurrence_backward: float = 1.0
     held: float = 1.0
@@ -126,6 +135,9 @@ class Efficiency(Value):
             problems.require(kind in _RUNTIME, f"runtime['{kind}'] (rule: one of {', '.join(_RUNTIME)})")
             is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
             problems.require(is_pair, f"runtime['{kind}']={list(numbers)} (rule: two numbers, not negative)")
+        for function, ratios in self.functions.items():
+            is_pair = len(ratios) == 2 and all(ratio >= 0 for ratio in ratios)
+            problems.require(is_pair, f"functions['{function}']={list(ratios)} (rule: two ratios, not negative)")
         problems.check()
 
     def runtime_s(self, kind: str, count: float) -> float:
@@ -142,6 +154,17 @@ _NOT_NEGATIVE = (
     "score_forward_s", "score_backward_s", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
     "process_bytes",
 )  # fmt: skip
+
+
+def share_at(size: float, curve: Sequence[Sequence[float]]) -> float:
+    """Return what a curve of (size, share) says, straight between its points over the logarithm of the size; 1 without one."""
+    if not curve:
+        return 1.0
+    index = bisect.bisect_left(curve, size, key=lambda point: point[0])
+    if index in (0, len(curve)):
+        return curve[min(index, len(curve) - 1)][1]
+    (low, below), (high, above) = curve[index - 1], curve[index]
+    return below + (above - below) * math.log(size / low) / math.log(high / low)
 
 
 @functools.cache

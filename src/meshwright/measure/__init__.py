@@ -2,17 +2,18 @@
 
 `verify_plan` runs a plan beside an oracle, plain PyTorch without code of this package, and compares every parameter.
 
-verify         verify_plan: plan and plain process side by side
-oracle         plain PyTorch in one process, sharing no code with the package
-recording      steps under a plan, with the gradients that the optimizer saw
-parity         differences of two sets of tensors, and the report
-resolution     resolution of the model's own arithmetic
-outputs        the first module whose output differs
-probe          this machine as a cluster
-probe_ranks    its measurements, on ranks
-probe_runtime  what plans add to a model's operators
-probe_sizes    sizes of what it measures
-probe_listing  what `meshwright probe` prints
+verify           verify_plan: plan and plain process side by side
+oracle           plain PyTorch in one process, sharing no code with the package
+recording        steps under a plan, with the gradients that the optimizer saw
+parity           differences of two sets of tensors, and the report
+resolution       resolution of the model's own arithmetic
+outputs          the first module whose output differs
+probe            this machine as a cluster
+probe_ranks      its measurements, on ranks
+probe_functions  elementwise functions that it times
+probe_runtime    what plans add to a model's operators
+probe_sizes      sizes of what it measures
+probe_listing    what `meshwright probe` prints
 
 To compare something more, record it in `oracle.py` and in `recording.py`.
 """

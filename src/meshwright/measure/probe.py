@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import statistics
@@ -10,7 +11,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
 from meshwright.host import memory_group, usable_cores
 from meshwright.measure.probe_sizes import PRODUCT, STAGES, attention_rates
 from meshwright.ranks.launch import launch
@@ -108,7 +109,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
         for name in ("forward", "backward")
     }
     link = _link_of(ranks, source) if count > 1 else None
-    return ClusterSpec(
+    cluster = ClusterSpec(
         name=f"this-host-{count}x{facts['name']}",
         device=device,
         devices_per_host=count,
@@ -149,6 +150,28 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             runtime=_runtime_of(ranks),
         ),
     )
+    return _with_functions(cluster, ranks)
+
+
+def _with_functions(cluster: ClusterSpec, ranks: list[dict[str, Any]]) -> ClusterSpec:
+    """Return the cluster with the times of elementwise functions over those of sums that move as many bytes."""
+    efficiency = cluster.efficiency
+    names = [name for name in ranks[0] if name.startswith("function_")]
+    if efficiency is None or not names:
+        return cluster
+    bandwidth = cluster.device.memory_bytes_per_s or math.inf
+
+    def plain_s(num_bytes: float) -> float:
+        return num_bytes / (bandwidth * share_at(num_bytes, efficiency.traffic_curve))
+
+    found: dict[str, tuple[float, ...]] = {}
+    for name in names:
+        forward, backward, num_bytes = (
+            statistics.median(numbers) for numbers in zip(*(rank[name][0] for rank in ranks), strict=True)
+        )
+        ratios = forward / plain_s(num_bytes), backward / plain_s(ELEMENTWISE_BACKWARD * num_bytes)
+        found[name.removeprefix("function_")] = ratios
+    return dataclasses.replace(cluster, efficiency=dataclasses.replace(efficiency, functions=found))
 
 
 def _runtime_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[float, ...]]:

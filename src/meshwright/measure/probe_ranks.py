@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.host import peak_resident_bytes
+from meshwright.measure.probe_functions import FUNCTIONS, moved_bytes
 from meshwright.measure.probe_runtime import measure_runtime
 from meshwright.measure.probe_sizes import (
     ADAM_ELEMENTS,
@@ -24,6 +25,8 @@ from meshwright.measure.probe_sizes import (
     ATTENTION,
     COLLECTIVE_BYTES,
     CURVE_SHARE,
+    FUNCTION_SHAPE,
+    FUNCTION_SHARE,
     HEAD_SIZES,
     LARGE_PRODUCT,
     MEMORY_ELEMENTS,
@@ -186,6 +189,32 @@ class _Probe:
         first = make()
         num_bytes = sum(tensor.nbytes for tensor in first)
         return itertools.cycle([first, *(make() for _ in range(min(MOST_SETS, SET_BYTES // num_bytes)))])
+
+    def functions(self) -> dict[str, Any]:
+        """Elementwise functions: seconds of forward and of backward, and the bytes that forward moves."""
+        if self._device.type == "cuda":
+            return {}
+        found: dict[str, Any] = {}
+        idle = self._overhead()
+        for name, function in FUNCTIONS.items():
+            values = self._random(*FUNCTION_SHAPE).requires_grad_()
+            result = function(values)
+            gradient = torch.ones_like(result)
+            inputs = self._not_cached(lambda: (self._random(*FUNCTION_SHAPE).requires_grad_(),))
+
+            def forward(function: Any = function, inputs: Any = inputs) -> tuple[Tensor, Tensor]:
+                (values,) = next(inputs)
+                return values, function(values)
+
+            def both(forward: Any = forward, gradient: Tensor = gradient) -> object:
+                values, result = forward()
+                return torch.autograd.grad(result, values, gradient)
+
+            seconds, spread = self._time(forward, share=FUNCTION_SHARE)
+            total = self._time(both, share=FUNCTION_SHARE)[0] if result.requires_grad else seconds
+            times = max(seconds - idle, 0.0), max(total - seconds - idle, 0.0)
+            found[f"function_{name}"] = ([*times, moved_bytes(values, result, name)], spread)
+        return found
 
     def operators(self) -> dict[str, Any]:
         """Layers on next to nothing: what calling an operator takes, with the views around it, whatever it computes."""

@@ -14,6 +14,7 @@ STAGES: Final = (
     "recurrence",
     "memory",
     "memory by size",
+    "functions",
     "operators",
     "attention",
     "optimizer",
@@ -42,6 +43,10 @@ MORE_TENSORS: Final = 31
 COLLECTIVE_BYTES: Final = (1024, 64 * 1024, 2**20, 16 * 2**20)
 PRODUCT_SIZES: Final = (16, 32, 64, 128, 256)
 TRAFFIC_ELEMENTS: Final = (2**12, 2**15, 2**18, 2**21, 2**23)
+FUNCTION_SHAPE: Final = (16, 32, 32, 32)
+"""Of what elementwise functions are measured on: samples, channels, rows and columns of an image."""
+FUNCTION_SHARE: Final = 0.15
+"""Of the budget, for each function and pass [ratio]."""
 SET_BYTES: Final = 64 * 2**20
 """Of tensors that are taken in turn: more than caches hold [bytes]."""
 MOST_SETS: Final = 2000

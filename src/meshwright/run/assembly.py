@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.apply.data.distributed import DistributedEngine
 from meshwright.apply.data.sharded import ShardedEngine
-from meshwright.apply.data.sharding import REDUCE_BYTES, WHOLE_BELOW_BYTES, Sharding
+from meshwright.apply.data.sharding import REDUCE_BYTES, Sharding
 from meshwright.apply.engine import Engine
 from meshwright.apply.model_guard import refuse_shared_memory, refuse_unfinished, require_equal_on_ranks
 from meshwright.apply.one_process.data_parallel import ReplicasEngine
@@ -25,6 +25,7 @@ from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
 from meshwright.run.building.paged_build import PagedBuild
 from meshwright.spec import Plan
+from meshwright.traffic import WHOLE_BELOW_BYTES
 
 __all__: list[str] = []
 

@@ -78,8 +78,12 @@ class LayerOperators:
         bias: bool = False,
         rows: int | None = None,
         num_params: int | None = None,
+        input_size: int = 0,
     ) -> None:
-        """Add a product with a weight; a weight that another layer counts has 0 parameters here."""
+        """Add a product with a weight; a weight that another layer counts has 0 parameters here.
+
+        ``input_size`` is that of its input where rows overlap, as in a convolution [elements].
+        """
         rows = self.rows if rows is None else rows
         self.found.append(
             OperatorSpec(
@@ -88,6 +92,7 @@ class LayerOperators:
                 rows=rows,
                 inner=inner,
                 columns=columns,
+                input_size=input_size,
                 split=split,
                 saved_bytes=rows * saved * self.element_bytes,
                 num_params=columns * (inner + bias) if num_params is None else num_params,

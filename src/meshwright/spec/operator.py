@@ -28,7 +28,10 @@ class OperatorSpec(Value):
         inner: The size that is summed over; the head's size in attention [elements].
         columns: Columns of the second factor; keys of attention; of an elementwise operator those of its result [elements].
         count: Products, such as heads or calls of a recurrent cell [count].
+        input_size: Elements of its input where rows of the first factor overlap, as in a convolution; 0 where that is
+            rows x inner x count [elements].
         causal: Attention that skips what a causal mask hides, about half of the arithmetic.
+        function: The operation of an "elementwise" operator, by its name in ATen, such as "silu"; empty where it is not known.
         traffic_bytes: What forward reads and writes, for an "elementwise" operator [bytes].
         saved_bytes: What backward needs and nobody before it keeps [bytes].
         num_params: Elements of its weights, the bias included [count].
@@ -49,6 +52,8 @@ class OperatorSpec(Value):
     inner: int = 0
     columns: int = 0
     count: int = 1
+    input_size: int = 0
+    function: str = ""
     causal: bool = False
     traffic_bytes: int = 0
     saved_bytes: int = 0
@@ -59,7 +64,7 @@ class OperatorSpec(Value):
     def __post_init__(self) -> None:
         self._check_types()
         problems = Problems(f"operator '{self.name}'")
-        for name in ("rows", "inner", "columns", "count", "traffic_bytes", "saved_bytes", "num_params"):
+        for name in ("rows", "inner", "columns", "count", "input_size", "traffic_bytes", "saved_bytes", "num_params"):
             number = getattr(self, name)
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
         is_product = self.kind != "elementwise"
@@ -72,6 +77,11 @@ class OperatorSpec(Value):
             f"split='{self.split}' in a {self.kind} without weights (rule: only weights have columns and an inner size)",
         )
         problems.check()
+
+    @property
+    def input_elements(self) -> int:
+        """Elements of one sample's input, the first factor of a product [elements]."""
+        return self.input_size or self.rows * self.inner * self.count
 
     @property
     def forward_flops(self) -> float:

@@ -101,3 +101,9 @@ def gpt2_config(folder: Path, change: dict[str, object]) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps({"model_type": "gpt2"} | sizes | change))
     return file
+
+
+def test_a_basic_blocks_first_convolution_has_the_image_as_its_input() -> None:
+    # He et al. 2016, arXiv:1512.03385, table 1: the third stage of ResNet-18 begins with 64 channels of 56 x 56.
+    first = next(layer for layer in find_model("resnet-18").layers if layer.output_bytes == 4 * 128 * 28 * 28)
+    assert first.operators[0].input_elements == 64 * 56 * 56

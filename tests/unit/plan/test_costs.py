@@ -56,6 +56,26 @@ def test_states_are_those_of_the_zero_papers_figure(zero: int, expected_gb: floa
     assert sum(state_bytes(7.5e9, setup)) / 1e9 == pytest.approx(expected_gb, abs=0.05)
 
 
+@pytest.mark.parametrize("dp", [1, 4, 16, 64, 256, 1024])
+def test_states_are_those_of_the_zero_papers_table(dp: int) -> None:
+    # Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB a device for 7.5B, 128B and 1T parameters under stages 1, 2 and 3.
+    # Its numbers are rounded, down or up, to some three digits.
+    table = {
+        1: (120, 120, 120, 2048, 2048, 2048, 16000, 16000, 16000),
+        4: (52.5, 41.3, 30, 896, 704, 512, 7000, 5500, 4000),
+        16: (35.6, 21.6, 7.5, 608, 368, 128, 4750, 2875, 1000),
+        64: (31.4, 16.6, 1.88, 536, 284, 32, 4187, 2218, 250),
+        256: (30.4, 15.4, 0.47, 518, 263, 8, 4046, 2054, 62.5),
+        1024: (30.1, 15.1, 0.12, 513, 257, 2, 4011, 2013, 15.6),
+    }
+    found = [
+        sum(state_bytes(num_params, Setup(dp=dp, zero=zero, shard=dp, states=MIXED))) / 1e9
+        for num_params in (7.5e9, 128e9, 1e12)
+        for zero in (1, 2, 3)
+    ]
+    assert found == [pytest.approx(number, rel=3e-3, abs=0.006) for number in table[dp]]
+
+
 @pytest.mark.parametrize(("dp", "zero", "expected"), [(1, 0, 18.0), (8, 1, 6 + 12 / 8), (64, 1, 6 + 12 / 64)])
 def test_megatrons_bytes_for_each_parameter(dp: int, zero: int, expected: float) -> None:
     # Megatron-LM, docs: bf16 parameters, fp32 gradients and optimizer: 18, and 6 + 12 / d with a distributed optimizer.

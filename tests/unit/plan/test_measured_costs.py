@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
 
 import meshwright as mw
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.efficiency import Efficiency
+from meshwright.measure.probe_functions import FUNCTIONS
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.step_costs import StepCosts
@@ -188,3 +193,45 @@ def test_one_process_has_a_stage_after_the_other_and_one_optimizer() -> None:
     assert cut.time.forward_s + cut.time.backward_s + cut.time.bubble_s == pytest.approx(
         whole.time.forward_s + whole.time.backward_s, rel=0.01
     )
+
+
+# -- elementwise functions ---------------------------------------------------------------------------------------------
+
+
+def _described() -> mw.ModelSpec:
+    return mw.describe_model(lambda: nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)), torch.zeros(4, 8))
+
+
+def test_a_function_takes_its_own_multiple_of_its_traffic() -> None:
+    model = _described()
+    assert [operator.function for layer in model.layers for operator in layer.operators] == ["", "silu", ""]
+    plan = mw.Plan.parse("single")
+    plain, other = (
+        mw.predict_plan(model, host(functions=functions), TRAIN, plan).time for functions in ({}, {"silu": (3.0, 5.0)})
+    )
+    traffic_s = 8 * 2 * 8 * 4 / 2e10  # 8 samples of 8 elements, read and written
+    assert other.forward_s - plain.forward_s == pytest.approx(2 * traffic_s)
+    assert other.backward_s - plain.backward_s == pytest.approx(4 * 1.5 * traffic_s)
+
+
+@pytest.mark.parametrize("ratios", [(1.0,), (1.0, -1.0)])
+def test_a_functions_ratios_are_two_and_not_negative(ratios: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"functions\['silu'\]"):
+        host(functions={"silu": ratios})
+
+
+def test_functions_that_a_probe_times_are_those_that_a_description_names() -> None:
+    for name, function in FUNCTIONS.items():
+        model = mw.describe_model(functools.partial(_Call, function), torch.zeros(4, 8, 6, 6))
+        found = {operator.function for layer in model.layers for operator in layer.operators}
+        assert name in found, (name, found)
+
+
+class _Call(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.function(self.scale(values))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from meshwright.comm.communicator import Communicator
+from meshwright.traffic import WHOLE_BELOW_BYTES
 
 __all__: list[str] = []
-
-WHOLE_BELOW_BYTES = 64 * 2**10
-"""A layer with fewer parameters than this stays whole under ZeRO-3: to gather it would take longer than it saves [bytes].
-Norms, biases and small heads; DeepSpeed keeps parameters below 1e5 elements (its stage3_param_persistence_threshold)."""
 
 REDUCE_BYTES = 32 * 2**20
 """Whole gradients that ZeRO-2 lets lie before it sums them; DeepSpeed's `reduce_bucket_size` is 5e8 elements [bytes]."""

@@ -14,6 +14,7 @@ notes           notes beside tensors: a forward has ended, a stage has failed
 tensor_cut      tensor parallelism inside of stages
 engine          the engine
 expected_bytes  expected bytes of a step
+rehearsal       the cut and the bytes of a step, foreseen by one process
 
 To add a schedule, touch `schedule/orders.py` alone.
 """

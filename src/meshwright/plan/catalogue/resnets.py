@@ -81,7 +81,7 @@ def _block(
         block.add("conv2", inner, inner, 3, split="inner")
         block.add("conv3", inner, wide, 1, has_activation=False)
     else:
-        block.add("conv1", width, inner, 3, split="columns")
+        block.add("conv1", width, inner, 3, split="columns", input_size=width * size**2)
         block.add("conv2", inner, inner, 3, split="inner", has_activation=False)
     if stride > 1 or width != wide:
         block.add("shortcut", width, wide, 1, has_activation=False)
@@ -106,11 +106,12 @@ class _Convolutions:
         *,
         size: int | None = None,
         split: Split = "whole",
+        input_size: int = 0,
         has_activation: bool = True,
     ) -> None:
         """Add a convolution to ``after`` channels, whose results are kept for its norm."""
         rows = (self._size if size is None else size) ** 2
-        self.operators.product(name, before * kernel**2, after, split, rows=rows, saved=after)
+        self.operators.product(name, before * kernel**2, after, split, rows=rows, saved=after, input_size=input_size)
         between: Split = "inside" if split == "columns" else "whole"
         self.operators.elementwise(f"{name}_norm", 2 * after, between, rows=rows, saved=after, num_params=2 * after)
         if has_activation:

@@ -5,6 +5,7 @@ machine             seconds of kernels and collectives
 layer_times         one layer on one rank
 stages              balanced cuts, and time of schedules
 stages_on_ranks     the ranks that run the stages of a setup
+stage_bytes         what stages send
 data_parallel_cost  what data parallelism and ZeRO add
 rank_memory         bytes of a rank at its peak
 step_costs          the whole step

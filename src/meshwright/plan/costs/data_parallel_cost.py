@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
-from meshwright.traffic import ring_gradient_bytes, sharded_bytes
+from meshwright.traffic import replica_copy_bytes, ring_gradient_bytes, sharded_bytes
 
 __all__: list[str] = []
 
@@ -32,7 +33,14 @@ class _Hidden:
 
 
 def exchange(
-    setup: Setup, machine: Machine, *, num_params: float, forward_s: float, backward_s: float, depth: float
+    setup: Setup,
+    machine: Machine,
+    *,
+    num_params: float,
+    forward_s: float,
+    backward_s: float,
+    depth: float,
+    whole_share: float = 0.0,
 ) -> DataParallelCost:
     """Return the time that nothing hides, and the bytes that a rank sends.
 
@@ -43,6 +51,7 @@ def exchange(
         forward_s: Forward of all micro-batches on this rank [s].
         backward_s: Backward of all micro-batches, recompute included [s].
         depth: Layers of this rank, each of which can be exchanged while others run [count].
+        whole_share: Share of the parameters that lie in layers too small for ZeRO-3 to shard [ratio].
 
     Source:
         Volumes: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 7: twice the parameters for stages 0 to 2, three
@@ -52,7 +61,11 @@ def exchange(
     if group == 1:
         return DataParallelCost(0.0, 0.0)
     trained = num_params * (1.0 if setup.trains_weights else _ADAPTER_SHARE)
-    gathered = (num_params if setup.zero >= 3 else trained) * setup.gathered_bytes
+    if setup.one_process:
+        return _of_replicas(setup, machine, num_params, trained)
+    whole = (whole_share if setup.zero >= 3 else 1.0) * trained * setup.gathered_bytes
+    # What ZeRO-3 gathers where it is needed; stages below gather once what the optimizer has changed.
+    gathered = num_params * (1 - whole_share) * setup.gathered_bytes if setup.zero >= 3 else whole
     reduced = trained * setup.sent_gradient_bytes
     across_copies = trained * (setup.replicas_gradient_bytes or setup.sent_gradient_bytes)
     shard = setup.shard if setup.zero else 1
@@ -82,14 +95,22 @@ def exchange(
         )  # sums of a micro-batch are scattered before the next one's
         before = _Hidden(gather_s if setup.zero else 0.0, forward_s / rooms)
         after = _Hidden(calls * scatter_s + sum_s, backward_s * calls / rooms)
-    sent = _sent_bytes(setup, gathered, reduced, across_copies, group)
+    sent = _sent_bytes(setup, (whole, gathered), reduced, across_copies, group)
     return DataParallelCost(_exposed_s(setup, machine, before, after, depth), sent)
 
 
-def _sent_bytes(setup: Setup, gathered: float, reduced: float, across_copies: float, group: int) -> float:
+def _of_replicas(setup: Setup, machine: Machine, num_params: float, trained: float) -> DataParallelCost:
+    """Return what replicas of one process exchange: values to the other devices, gradients back; a CPU's are one device."""
+    others = 0 if machine.cluster.device.name == HOST_DEVICE else setup.dp - 1
+    values, gradients = round(num_params * setup.gathered_bytes), round(trained * setup.sent_gradient_bytes)
+    moved = replica_copy_bytes(values, gradients, others)
+    return DataParallelCost(machine.message_s(moved, inside=True) if moved else 0.0, moved / setup.dp)
+
+
+def _sent_bytes(setup: Setup, values: tuple[float, float], reduced: float, across_copies: float, group: int) -> float:
     if not setup.zero:
         return ring_gradient_bytes(reduced, group)
-    kept_whole, sharded = (0.0, gathered) if setup.zero >= 3 else (gathered, 0.0)
+    kept_whole, sharded = values if setup.zero >= 3 else (values[0], 0.0)
     return sharded_bytes(
         reduced,
         kept_whole,

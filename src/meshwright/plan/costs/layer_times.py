@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import LayerSpec
@@ -16,10 +17,6 @@ _FUSED_BACKWARD: Final = 2.5
 """FLOPs of fused attention's backward over its forward: five products for two, one of them the scores again.
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1."""
 
-_ELEMENTWISE_BACKWARD: Final = 1.5
-"""Traffic of an elementwise operator's backward over its forward: it reads the gradient and an input, and writes one result
-for two of forward. An estimate [ratio]."""
-
 _CAST_BYTES: Final = 3.0
 """Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
 
@@ -28,6 +25,12 @@ _LOSS_BYTES: Final = 8.0
 
 _SEVERAL_KERNELS: Final = ("rotary", "gate", "rms_norm", "rms_norm1", "rms_norm2")
 """Operators of a transformer made from sizes that PyTorch has no one kernel for; a described module lists what it runs."""
+
+_LOSS_PARTS: Final = 3
+"""Numbers of each token that ranks with a part of the vocabulary sum up: maximum, sum and the label's logit [count]."""
+
+_SUM_BYTES: Final = 4.0
+"""Of each of them [bytes]."""
 
 _LOW_PRECISION: Final = ("fp8", "mxfp8", "nvfp4")
 
@@ -59,6 +62,10 @@ class LayerTimes:
     """What the loss needs beside what is kept, where this layer is the last one [bytes]."""
     num_params: float = 0.0
     """Elements of this rank's part [count]."""
+    partial_params: float = 0.0
+    """Elements whose gradients tp ranks sum at the end of a step: each has seen its own part of the sequence [count]."""
+    runs_on_slices: bool = False
+    """Whether sequence parallelism runs it on slices of the sequence, which somebody cuts before and gathers behind it."""
     num_operators: int = 0
     num_collectives: int = 0
 
@@ -86,7 +93,9 @@ class LayerTimes:
         return self.saved_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
 
 
-def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes: float) -> LayerTimes:
+def layer_times(
+    layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes: float, is_last: bool = False
+) -> LayerTimes:
     """Return the cost of a layer.
 
     Args:
@@ -94,6 +103,7 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
         setup: Degrees, batch and numerics.
         machine: The cluster.
         model_bytes: Size of an element in the layer's own numbers [bytes].
+        is_last: Whether its results go to the loss, which takes them in parts.
     """
     times = LayerTimes()
     scale = setup.micro_batch_size / setup.cp * setup.element_bytes / model_bytes
@@ -104,6 +114,8 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
     if not layer.operators:
         _add_sums(times, layer, setup, machine, scale)
         return times
+    splits = {operator.split for operator in layer.operators if operator.kind == "matmul" or operator.split == "rows"}
+    times.runs_on_slices = rows_cut > 1 and splits >= {"rows", "inner"}
     column: OperatorSpec | None = None
     for operator in layer.operators:
         cut = {"whole": 1, "rows": rows_cut}.get(operator.split, setup.tp)
@@ -117,6 +129,9 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
         times.saved_bytes += operator.saved_bytes * scale / cut
         times.saved_core_bytes += operator.saved_bytes * scale / cut if operator.is_core else 0.0
         times.num_operators += 1
+        if times.runs_on_slices:
+            bias = max(0, operator.num_params - operator.inner * operator.columns) if operator.kind == "matmul" else 0
+            times.partial_params += {"rows": operator.num_params, "inner": bias}.get(operator.split, 0)
         if operator.kind != "elementwise":
             width = operator.inner if operator.kind == "attention" else operator.columns
             results = operator.rows * width * operator.count * model_bytes * scale
@@ -127,10 +142,10 @@ def layer_times(layer: LayerSpec, setup: Setup, machine: Machine, *, model_bytes
             elif operator.split == "inner":
                 _add_exchange(times, operator.rows * operator.count * operator.columns, setup, machine, forward=True)
                 if column is not None:
-                    _add_exchange(times, column.rows * column.count * column.inner, setup, machine, forward=False)
+                    _add_exchange(times, column.input_elements, setup, machine, forward=False)
                 column = None
-    if column is not None:  # the head: nothing sums its results, but the gradient of its input
-        _add_exchange(times, column.rows * column.count * column.inner, setup, machine, forward=False)
+    if column is not None:  # nothing sums its results, but the gradient of its input
+        _add_ending(times, column, setup, machine, is_last=is_last)
     return times
 
 
@@ -147,10 +162,11 @@ def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machin
 def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, scale: float) -> None:
     passes = machine.efficiency.elementwise_passes if setup.is_eager and operator.name in _SEVERAL_KERNELS else 1.0
     traffic = operator.traffic_bytes * scale * passes
-    forward = machine.traffic_s(traffic)
+    ratio, ratio_backward = machine.efficiency.functions.get(operator.function, (1.0, 1.0))
+    forward = machine.traffic_s(traffic) * ratio
     times.forward_s += forward
     times.elementwise_s += forward
-    times.backward_s += machine.traffic_s(_ELEMENTWISE_BACKWARD * traffic)
+    times.backward_s += machine.traffic_s(ELEMENTWISE_BACKWARD * traffic) * ratio_backward
     times.core_s += forward if operator.is_core else 0.0
 
 
@@ -247,6 +263,21 @@ def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Mac
         times.backward_comm_s += seconds
     times.num_collectives += calls
     times.sent_bytes += 2 * (setup.tp - 1) / setup.tp * num_bytes
+
+
+def _add_ending(times: LayerTimes, column: OperatorSpec, setup: Setup, machine: Machine, *, is_last: bool) -> None:
+    """Add what follows columns that no row product sums: their results are gathered, or the loss sums its parts of them."""
+    _add_exchange(times, column.input_elements, setup, machine, forward=False)
+    rows = column.rows * column.count * setup.micro_batch_size / setup.cp
+    others = (setup.tp - 1) / setup.tp
+    if is_last:
+        times.sent_bytes += 2 * others * _LOSS_PARTS * _SUM_BYTES * rows
+        return
+    num_bytes = rows * column.columns * setup.element_bytes
+    spread = -(-setup.tp // machine.cluster.devices_per_host)
+    times.forward_comm_s += machine.collective_s(num_bytes, setup.tp, spread, rounds=1)
+    times.num_collectives += 1
+    times.sent_bytes += others * num_bytes
 
 
 def _issued(device_s: float, host_s: float, *, ahead: bool) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.efficiency import Efficiency, share_at
 from meshwright.values import Problems
 
 __all__: list[str] = []
@@ -66,7 +64,7 @@ class Machine:
 
     def traffic_s(self, num_bytes: float) -> float:
         """Return the time of one elementwise kernel that moves so much [s]."""
-        share = _share_at(num_bytes, self.efficiency.traffic_curve)
+        share = share_at(num_bytes, self.efficiency.traffic_curve)
         return max(num_bytes / (self.memory_bytes_per_s * share), self.efficiency.kernel_s)
 
     def _product_s(
@@ -75,7 +73,7 @@ class Machine:
         """Return the time of ``count`` products of (rows, inner) by (inner, columns), by these three sizes [s]."""
         rows, inner, columns = sizes
         units = self.efficiency.num_units
-        rate = self.flops_per_s(dtype) * _share_at(2.0 * rows * inner * columns, self.efficiency.product_curve)
+        rate = self.flops_per_s(dtype) * share_at(2.0 * rows * inner * columns, self.efficiency.product_curve)
         depth = inner + self.efficiency.inner_overhead
         if units == 1:
             arithmetic = 2.0 * count * rows * depth * columns / rate
@@ -124,17 +122,6 @@ class Machine:
 def _waves(waves: float) -> float:
     # The last wave is partly empty; libraries cut some of its tiles along the inner size, which fills half of the gap.
     return max(1.0, 0.5 * math.ceil(waves) + 0.5 * waves)
-
-
-def _share_at(size: float, curve: Sequence[Sequence[float]]) -> float:
-    """Return what a curve of (size, share) says, straight between its points over the logarithm of the size; 1 without one."""
-    if not curve:
-        return 1.0
-    index = bisect.bisect_left(curve, size, key=lambda point: point[0])
-    if index in (0, len(curve)):
-        return curve[min(index, len(curve) - 1)][1]
-    (low, below), (high, above) = curve[index - 1], curve[index]
-    return below + (above - below) * math.log(size / low) / math.log(high / low)
 
 
 def require_numbers(cluster: ClusterSpec) -> None:

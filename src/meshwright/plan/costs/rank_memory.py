@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 from meshwright.plan.costs.setup import Setup
@@ -25,12 +26,8 @@ class RankLoad:
     recomputed_bytes: float
     """What one layer keeps while it is run again [bytes]."""
 
-    def exceeds(self, other: RankLoad) -> bool:
-        """Tell whether this rank holds at least as much of everything, and more of something."""
-        mine, others = self._sizes(), other._sizes()
-        return mine != others and all(one >= another for one, another in zip(mine, others, strict=True))
-
-    def _sizes(self) -> tuple[float, ...]:
+    def sizes(self) -> tuple[float, ...]:
+        """Return all of it, in one order."""
         return self.num_params, self.activation_bytes, self.largest_params, self.output_bytes, self.recomputed_bytes
 
 
@@ -106,6 +103,16 @@ def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMem
     elif setup.zero and setup.dp > 1:
         buffers += min(bucket_bytes, load.num_params * setup.sent_gradient_bytes)
     return RankMemory(parameters, gradients, optimizer, load.activation_bytes, buffers)
+
+
+def not_exceeded(loads: Sequence[RankLoad]) -> list[RankLoad]:
+    """Return the loads of which no other one has at least as much of everything; of equal ones the first."""
+    kept: list[tuple[tuple[float, ...], RankLoad]] = []
+    seen = {load.sizes(): load for load in reversed(loads)}
+    for sizes in sorted(seen, reverse=True):  # whatever exceeds one comes before it
+        if not any(all(map(operator.ge, other, sizes)) for other, _ in kept):
+            kept.append((sizes, seen[sizes]))
+    return [load for _, load in kept]
 
 
 def fullest(memories: Sequence[RankMemory]) -> RankMemory:

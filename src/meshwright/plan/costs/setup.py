@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Final, Self
 
 from meshwright.errors import ConfigError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.train import TrainSpec
+from meshwright.traffic import WHOLE_BELOW_BYTES
 
 __all__: list[str] = []
 
@@ -111,6 +113,8 @@ class Setup:
     blocks_on_messages: bool = False
     """Whether each message between stages is waited for by itself, and a stage's results are kept until their gradients are
     there, as by DeepSpeed's pipeline engine; others send and receive in pairs."""
+    whole_below: float = 0.0
+    """ZeRO-3 keeps layers with fewer bytes of parameters whole [bytes]."""
     one_process: bool = False
     """Whether one process has all devices, so that on a CPU they share its memory."""
 
@@ -153,8 +157,15 @@ class Setup:
             per_step=is_per_step(plan.zero, plan.pp),
             global_batch_size=train.global_batch_size,
             cut_by_work=True,
+            whole_below=WHOLE_BELOW_BYTES if plan.whole_below is None else plan.whole_below,
             one_process=plan.mode != "ranks",
         )
+
+    def with_fields(self, **changes: object) -> Self:
+        """Return this setup with other fields: `dataclasses.replace`, for a search that makes tens of thousands."""
+        fields = dict(zip(_FIELDS, _values_of(self), strict=True))
+        fields.update(changes)
+        return type(self)(**fields)  # type: ignore[arg-type]
 
     @property
     def num_devices(self) -> int:
@@ -165,3 +176,7 @@ class Setup:
     def num_stages(self) -> int:
         """Pipeline stages over all ranks [count]."""
         return self.pp * self.virtual
+
+
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Setup))
+_values_of: Final = operator.attrgetter(*_FIELDS)

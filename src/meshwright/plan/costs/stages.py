@@ -54,7 +54,7 @@ def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, .
     bounds = [num_layers]
     for left in range(num_stages - 1, 0, -1):
         end = bounds[-1]
-        start = max(bisect.bisect_left(prefix, prefix[end] - limit), left)
+        start = bisect.bisect_left(prefix, prefix[end] - limit, left, end)
         if start >= end:
             return None
         bounds.append(start)
@@ -91,7 +91,7 @@ def own_cut(model: ModelSpec, setup: Setup) -> tuple[int, ...]:
     Layers of a pipeline are balanced by work, those of one process by parameters and work alike.
     """
     samples = setup.micro_batch_size
-    fresh = _params_at_first_use(model)
+    fresh = params_at_first_use(model)
     if setup.schedule == "sequential":
         params = max(1, sum(fresh))
         flops = max(1.0, model.forward_flops)
@@ -105,7 +105,8 @@ def own_cut(model: ModelSpec, setup: Setup) -> tuple[int, ...]:
     return _starts([stage for stage, (first, last) in zip(dealt, blocks, strict=True) for _ in range(first, last)])
 
 
-def _params_at_first_use(model: ModelSpec) -> list[int]:
+def params_at_first_use(model: ModelSpec) -> list[int]:
+    """Return the parameters of each layer that no earlier one has [count]."""
     found = [layer.num_params for layer in model.layers]
     places = {layer.name: place for place, layer in enumerate(model.layers)}
     for shared in model.shared:

@@ -20,16 +20,17 @@ from meshwright.plan.costs.rank_memory import (
     RankMemory,
     fullest,
     micro_batches_in_flight,
+    not_exceeded,
     rank_memory,
     together,
 )
 from meshwright.plan.costs.setup import Setup
-from meshwright.plan.costs.stages import balanced_cut, even_cut, own_cut, pipeline_s
+from meshwright.plan.costs.stage_bytes import chain_bytes, partial_bytes, pipeline_bytes
+from meshwright.plan.costs.stages import balanced_cut, even_cut, own_cut, params_at_first_use, pipeline_s
 from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
-from meshwright.traffic import cut_activation_bytes, ring_gradient_bytes
 
 __all__: list[str] = []
 
@@ -118,6 +119,8 @@ class StepCosts:
         weights = sum(1 for layer in model.layers for operator in layer.operators if operator.num_params)
         self._num_tensors = _TENSORS * max(weights, len(model.layers))
         self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
+        self._fresh = params_at_first_use(model)
+        self._whole_shares: dict[float, float] = {}
         self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
     def use(self, efficiency: Efficiency) -> None:
@@ -129,7 +132,11 @@ class StepCosts:
 
     def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
         setup = Setup(**dict(zip(_SEEN, seen, strict=True)))  # type: ignore[arg-type]
-        return tuple(layer_times(kind, setup, self.machine, model_bytes=self._model_bytes) for kind in self._kinds)
+        last = self._kind[-1]
+        return tuple(
+            layer_times(kind, setup, self.machine, model_bytes=self._model_bytes, is_last=place == last)
+            for place, kind in enumerate(self._kinds)
+        )
 
     def cost(self, setup: Setup) -> StepCost:
         """Return the cost of one step."""
@@ -142,6 +149,7 @@ class StepCosts:
             forward_s=pipeline.forward_s,
             backward_s=backward,
             depth=len(self._kind) / setup.pp,
+            whole_share=self._whole_share(setup) if setup.zero >= 3 else 0.0,
         )
         sent = {"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes}
         return StepCost(
@@ -157,6 +165,14 @@ class StepCosts:
                 axis: amount * (setup.num_devices if setup.one_process else 1) for axis, amount in sent.items()
             },
         )
+
+    def _whole_share(self, setup: Setup) -> float:
+        """Return the share of the parameters that lie in layers which ZeRO-3 leaves whole [ratio]."""
+        below = setup.whole_below / setup.states.parameter * setup.tp
+        if below not in self._whole_shares:
+            small = sum(size for size in self._fresh if size < below)
+            self._whole_shares[below] = small / max(1, sum(self._fresh))
+        return self._whole_shares[below]
 
     def _memory(self, loads: Sequence[RankLoad], setup: Setup) -> RankMemory:
         memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in loads]
@@ -214,6 +230,8 @@ class StepCosts:
         forward += walks[slowest] * setup.micro_batches
         backward += params[slowest] * accumulated * setup.micro_batches
         sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
+        layers = [kinds[kind] for kind in self._kind]
+        sent += chain_bytes(layers, placed, setup) / setup.pp
         return _Pipeline(
             forward_s=forward,
             backward_s=backward,
@@ -221,36 +239,10 @@ class StepCosts:
             bubble_s=bubble,
             waits_s=max(0.0, total - bubble - forward - backward - again),
             num_params=sum(params) if setup.schedule == "sequential" else max(params),
-            sent_tp_bytes=sent * setup.micro_batches,
-            sent_pp_bytes=self._sent_pp_bytes(kinds, placed, setup),
+            sent_tp_bytes=sent * setup.micro_batches + partial_bytes(layers, setup) / setup.pp,
+            sent_pp_bytes=pipeline_bytes(layers, placed, setup, self._shared),
             loads=self._loads(kinds, params, placed, setup),
         )
-
-    def _sent_pp_bytes(self, kinds: Sequence[LayerTimes], placed: StagesOnRanks, setup: Setup) -> float:
-        """Return what a pp rank sends in the mean: activations, their gradients, and gradients of shared parameters [bytes]."""
-        if setup.pp == 1:
-            return 0.0
-        # Stages hand on whole sequences, also where layers run on slices of them.
-        slices = setup.tp if setup.sequence_parallel else 1
-        handed_on = [round(kinds[self._kind[end - 1]].input_bytes * slices) for end in placed.bounds[1:]]
-        messages = cut_activation_bytes(handed_on, placed.ranks, setup.micro_batches)
-        if setup.schedule == "sequential":
-            return (messages + self._returned_bytes(kinds, placed)) / setup.pp
-        shared = 0.0
-        for layers, num_params in self._shared:
-            holders = len({placed.rank_of(layer) for layer in layers})
-            shared += holders * ring_gradient_bytes(num_params / setup.tp * setup.states.gradient, holders)
-        return (messages + shared) / setup.pp
-
-    def _returned_bytes(self, kinds: Sequence[LayerTimes], placed: StagesOnRanks) -> float:
-        """Return what goes back where one process runs a layer on the device of the weights that it shares [bytes]."""
-        moved = 0.0
-        for layers, _ in self._shared:
-            home = placed.rank_of(layers[0])
-            moved += sum(
-                2 * kinds[self._kind[one - 1]].input_bytes for one in layers[1:] if placed.rank_of(one) != home
-            )
-        return moved
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""
@@ -300,7 +292,7 @@ class StepCosts:
 
     def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
         """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
-        if setup.pp == 1 or setup.one_process:
+        if setup.pp == 1 or setup.one_process or not self.machine.efficiency.runtime:
             return [0.0] * setup.pp
         efficiency, layers = self.machine.efficiency, len(self._kind)
         walks = [0.0] * setup.pp
@@ -355,7 +347,7 @@ class StepCosts:
         ]
         if setup.schedule == "sequential":  # one process has them all
             return loads
-        return [one for one in loads if not any(other.exceeds(one) for other in loads)]
+        return not_exceeded(loads)
 
 
 _SEEN: Final = (

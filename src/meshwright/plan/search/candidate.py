@@ -49,8 +49,7 @@ def base_setup(model: ModelSpec, train: TrainSpec) -> Setup:
 def setup_of(base: Setup, degrees: Degrees, choice: Choice, train: TrainSpec) -> Setup:
     """Return the setup of a mix; it equals that of its plan, but for how stages are cut."""
     shard = (choice.shard or degrees.dp) if choice.zero else 1
-    return dataclasses.replace(
-        base,
+    return base.with_fields(
         dp=degrees.dp,
         tp=degrees.tp,
         pp=degrees.pp,

@@ -12,7 +12,7 @@ from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
 from meshwright.plan.search.explanation import reasons_for
-from meshwright.plan.search.space import Choice, Rejected, Task, all_choices, all_degrees, rule_against
+from meshwright.plan.search.space import Rejected, Task, all_choices, all_degrees, rule_against
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import Prediction
@@ -145,17 +145,20 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
         if rejected is not None:
             found.examples.setdefault(rejected.rule, rejected)
             continue
-        without: dict[Choice, float] = {}
+        without: dict[tuple[object, ...], float] = {}
         for choice in all_choices(degrees, task):
             cost = costs.cost(setup_of(base, degrees, choice, task.train))
             found.num_costed += 1
+            rest = (choice.zero, choice.shard, choice.schedule, choice.virtual, choice.offload)
+            peak = cost.memory.peak
             if choice.recompute == "none":
-                without[choice] = cost.memory.peak
-            elif cost.memory.peak >= without[dataclasses.replace(choice, recompute="none")]:
+                without[rest] = peak
+            elif peak >= without[rest]:
                 continue  # what it does again saves nothing
             candidate = Candidate(degrees, choice, cost)
-            if cost.memory.peak <= limit:
-                heapq.heappush(fitting, ((-candidate.key()[0], -candidate.key()[1]), -found.num_costed, candidate))
+            if peak <= limit:
+                slow, many = candidate.key()
+                heapq.heappush(fitting, ((-slow, -many), -found.num_costed, candidate))
                 if len(fitting) > _KEPT * top:
                     heapq.heappop(fitting)
             else:

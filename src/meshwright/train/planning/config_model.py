@@ -50,8 +50,6 @@ def describe_on_rank(config_json: str) -> dict[str, Any]:
     """Describe the model on this rank; return its JSON, what the optimizer keeps for a parameter, and what was loaded [bytes]."""
     from meshwright.describe.describing import describe_model
     from meshwright.train.config.imports import add_to_path
-    from meshwright.train.data.loader import make_loader
-    from meshwright.train.data.sources import load_data, make_collate
     from meshwright.train.losses import make_loss
     from meshwright.train.models import make_build_model
 
@@ -59,21 +57,30 @@ def describe_on_rank(config_json: str) -> dict[str, Any]:
     add_to_path(config.import_roots)
     _describe_something()  # what that imports is no part of a training
     before = resident_bytes()
-    loader = make_loader(
-        load_data(config, "train"),
-        _OneDevice(),
-        global_batch_size=min(_SAMPLES, config.train.global_batch_size),
-        shuffle=False,
-        collate_fn=make_collate(config),
-        prefetch=0,
-    )
+    batch = example_batch(config, min(_SAMPLES, config.train.global_batch_size))
     # A start's weights may lie in files; shapes do not depend on them.
-    spec = describe_model(make_build_model(config, starts=False), next(iter(loader)), loss_fn=make_loss(config))
+    spec = describe_model(make_build_model(config, starts=False), batch, loss_fn=make_loss(config))
     return {
         "spec": spec.to_json(),
         "optimizer_bytes": _optimizer_bytes(config),
         "loaded_bytes": max(0, resident_bytes() - before),
     }
+
+
+def example_batch(config: TrainConfig, num_samples: int) -> Any:
+    """Return the first samples of the configuration's data, as one batch."""
+    from meshwright.train.data.loader import make_loader
+    from meshwright.train.data.sources import load_data, make_collate
+
+    loader = make_loader(
+        load_data(config, "train"),
+        _OneDevice(),
+        global_batch_size=num_samples,
+        shuffle=False,
+        collate_fn=make_collate(config),
+        prefetch=0,
+    )
+    return next(iter(loader))
 
 
 def _describe_something() -> None:

@@ -17,6 +17,7 @@ from meshwright.spec.supported import refuse_unbuilt
 from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described, describe_config
+from meshwright.train.planning.stage_messages import can_be_foreseen, foresee_stage_messages
 from meshwright.train.planning.this_machine import is_switched_off, this_machine
 
 __all__: list[str] = []
@@ -72,7 +73,8 @@ class Predictor:
             cluster = _with_devices(_loaded(cluster, known), plan.num_devices)
             # A step of a plan in bf16 is one whatever the configuration's key says.
             train = dataclasses.replace(known.train, precision=plan.precision)
-            return Foreseen(predict_plan(known.model, cluster, train, plan))
+            prediction = predict_plan(known.model, cluster, train, plan)
+            return Foreseen(self._with_messages(prediction, plan, known))
         except ConfigError as error:
             return Foreseen(None, error.message)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the run itself will show it
@@ -128,6 +130,16 @@ class Predictor:
                 fix=f"devices={cluster.num_devices}",
             )
         return known, _loaded(_part_of(cluster, num_devices), known)
+
+    def _with_messages(self, prediction: Prediction, plan: Plan, known: Described) -> Prediction:
+        """Return a prediction with what stages send each other, which the model's own calls decide."""
+        if not can_be_foreseen(plan, known.model.params_bytes):
+            return prediction
+        try:
+            sent = foresee_stage_messages(self._config, plan)
+        except Exception:  # noqa: BLE001 - the run itself will say what is wrong with the model
+            return prediction
+        return dataclasses.replace(prediction, sent_bytes={**prediction.sent_bytes, "pp": round(sent)})
 
     def _description(self) -> Described:
         if self._why_not:
