@@ -27,10 +27,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_MOST_STAGES = 64
-_MOST_CELLS = {"zbv": 1024}
-"""Stages times micro-batches of a schedule that is drawn in a second; of other kinds 8192 [count]."""
-
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
 PlanOption = Annotated[
     str | None, typer.Option("--plan", help='A plan, as in "dp=2,tp=2", a preset, "auto", or a DeepSpeed JSON file.')
@@ -212,18 +208,9 @@ def schedule(
     ] = "1f1b",
 ) -> None:
     """Draw a pipeline schedule."""
-    from meshwright.schedule import PipelineSchedule
+    from meshwright.schedule.drawing import draw_schedule
 
-    most = _MOST_CELLS.get(kind, 8192)
-    if stages > _MOST_STAGES or stages * micro_batches > most:
-        drawn = min(stages, _MOST_STAGES)
-        raise ConfigError(
-            f"schedule: {stages} stages x {micro_batches} micro-batches of {kind} (rule: at most {_MOST_STAGES} stages and "
-            f"{most} cells are drawn)",
-            fix=f"--stages {drawn} --micro-batches {min(micro_batches, most // drawn)}",
-        )
-
-    print(PipelineSchedule.build(kind, num_ranks=stages, num_micro_batches=micro_batches).draw())
+    print(draw_schedule(kind, stages, micro_batches))
 
 
 @app.command()

@@ -7,6 +7,7 @@ orders    the order of each schedule
 halves    backward in halves
 pipeline  PipelineSchedule, the public class
 simulate  times of actions, and the bubble
+drawing   a schedule as text, as large as can be read
 balance   the cut of a chain of layers into stages of equal work
 
 To add a schedule, touch `orders.py` alone; `pipeline.py` checks it.
