@@ -239,9 +239,8 @@ def describe(
         try:
             json_path.write_text(spec.to_json(indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(
-                f"the description could not be written to {json_path}: {error.strerror}", fix="--json model.json"
-            ) from error
+            why = f"the description could not be written to {json_path}: {error.strerror}"
+            raise StorageError(why, fix="--json model.json") from error
     print(clean(format_model(spec)))
 
 
@@ -389,9 +388,8 @@ def main() -> None:
     try:
         for argument in sys.argv[1:]:
             if match := _CONTROL.search(argument):
-                raise ConfigError(
-                    f"an argument has the control character {match[0]!r}: {argument!r}", fix="leave it out"
-                )
+                why = f"an argument has the control character {match[0]!r}: {argument!r}"
+                raise ConfigError(why, fix="leave it out")
         app()
     except MeshwrightError as error:
         print(clean(f"{type(error).__name__}: {error}"), file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from meshwright.errors import ConfigError
-from meshwright.schedule.pipeline import PipelineSchedule
+from meshwright.schedule.pipeline import Kind, PipelineSchedule
 
 __all__: list[str] = []
 
@@ -14,7 +14,7 @@ _MOST_CELLS: Final = {"zbv": 1024}
 """Stages times micro-batches of a schedule that is drawn in a second; of other kinds 8192 [count]."""
 
 
-def draw_schedule(kind: str, num_stages: int, num_micro_batches: int) -> str:
+def draw_schedule(kind: Kind, num_stages: int, num_micro_batches: int) -> str:
     """Return a schedule as text.
 
     Args:
