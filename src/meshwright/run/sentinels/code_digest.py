@@ -32,6 +32,8 @@ def digest_function(function: types.FunctionType, text_of: _Text) -> str:
 def digest_class(kind: type, text_of: _Text) -> str:
     """Return a digest of a module's class: all functions of it and of its bases below `nn.Module`.
 
+    What they find in closures is left out: a class that a function of each rank makes may refer to that rank's own values.
+
     Args:
         kind: The class.
         text_of: As of `digest_function`.
@@ -42,7 +44,7 @@ def digest_class(kind: type, text_of: _Text) -> str:
             break
         for name, entry in sorted(vars(base).items()):
             for function in _functions_of(entry):
-                parts += [base.__qualname__, name, *_parts(function, text_of, {function}, 0)]
+                parts += [base.__qualname__, name, *_parts(function, text_of, {function}, 0, with_closure=False)]
     return _hash(parts)
 
 
@@ -59,11 +61,18 @@ def _functions_of(entry: Any) -> Iterator[types.FunctionType]:
         yield from _functions_of(entry.fget)
 
 
-def _parts(function: types.FunctionType, text_of: _Text, seen: set[types.FunctionType], depth: int) -> list[str]:
+def _parts(
+    function: types.FunctionType,
+    text_of: _Text,
+    seen: set[types.FunctionType],
+    depth: int,
+    *,
+    with_closure: bool = True,
+) -> list[str]:
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            cells.append((name, text_of(cell.cell_contents)))
+            cells.append((name, text_of(cell.cell_contents) if with_closure else None))
         except ValueError:  # not assigned yet
             cells.append((name, None))
     parts = [*_code(function.__code__), str(text_of(function.__defaults__)), repr(cells)]
@@ -77,7 +86,7 @@ def _parts(function: types.FunctionType, text_of: _Text, seen: set[types.Functio
             continue
         if used not in seen and depth < _DEPTH:
             seen.add(used)
-            parts += [name, *_parts(used, text_of, seen, depth + 1)]
+            parts += [name, *_parts(used, text_of, seen, depth + 1, with_closure=with_closure)]
     return parts
 
 
