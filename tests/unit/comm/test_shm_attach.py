@@ -31,9 +31,11 @@ class Extension:
             self.rank, self.nonce, self.create, self.inode = rank, nonce, create, os.fstat(file).st_ino
 
 
-def run(size: int, before: Callable[[int], None] = lambda rank: None) -> list[Attached | CannotAttachError]:
+def run(
+    size: int, before: Callable[[int], None] = lambda rank: None, store: HashStore | None = None
+) -> list[Attached | CannotAttachError]:
     """Let ranks attach, and return what each got."""
-    store = HashStore()
+    store = store or HashStore()
 
     def rank_of(rank: int) -> Attached | CannotAttachError:
         _local.rank = rank
@@ -67,6 +69,28 @@ def test_all_get_the_segment_of_rank_0() -> None:
     assert len({segment.nonce for segment in segments}) == 1
     # The segment's file itself is closed: nobody else can come to it.
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_store_that_saw_a_group_before_gives_the_next_one_its_own_segment(late: int) -> None:
+    """Under torchrun the agent's store stays when a group is destroyed and made again."""
+    store = HashStore()
+    first = run(2, store=store)
+    others_wrote = threading.Event()
+
+    def before(rank: int) -> None:
+        if rank == late:
+            others_wrote.wait(0.2)  # time for the other rank to take what is left of the first group
+
+    second = run(2, before, store)
+    nonces = []
+    for attached in (*first, *second):
+        assert isinstance(attached, Attached)
+        nonces.append(attached.segment.nonce)
+        for file in attached.process_files:
+            if file >= 0:
+                os.close(file)
+    assert nonces[0] == nonces[1] != nonces[2] == nonces[3]
 
 
 def check_refused(found: list[Any], reason: str, *, is_expected: bool = False) -> None:
