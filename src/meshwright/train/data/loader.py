@@ -62,6 +62,8 @@ def make_loader(
         shuffle: A new order in every epoch; otherwise the dataset's.
         drop_last: Leave out an epoch's last batch where it is not full.
         num_workers: Worker processes that read samples for this rank; 0: this process [count].
+            What an `IterableDataset` draws while it is read follows from seed, epoch and this number: other numbers of workers
+            give other draws, since each worker runs the stream's code by itself. All else draws alike under any number.
         prefetch: Batches read ahead, by a thread where `num_workers` is 0 [count].
         collate_fn: Makes a batch of a list of samples; None: torch's default. Where it draws random numbers (masking, say) they
             depend on seed, epoch and the share's place alone. One that draws none may say so with an attribute
