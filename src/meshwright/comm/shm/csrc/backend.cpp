@@ -41,8 +41,8 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
       waiter_(*segment_, settings.process_files, settings.global_ranks),
       collectives_(*segment_, waiter_),
       messages_(*segment_, waiter_),
-      lane_(std::make_unique<Lane>(caller_, background_)),
-      server_(std::make_unique<Server>()) {
+      lane_(std::make_shared<Lane>(caller_, background_)),
+      server_(std::make_shared<Server>()) {
   std::lock_guard<std::mutex> held(all().lock);
   all().backends.insert(this);
 }
@@ -55,8 +55,8 @@ ShmBackend::~ShmBackend() {
   shutdown();
   if (is_forked()) {
     // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
-    (void)lane_.release();
-    (void)server_.release();
+    new std::shared_ptr<Lane>(std::move(lane_));
+    new std::shared_ptr<Server>(std::move(server_));
   }
 }
 
@@ -74,7 +74,7 @@ void ShmBackend::shutdown() {
     server_->stopping = true;
   }
   server_->wanted.notify_all();
-  if (server_->thread.joinable()) server_->thread.join();
+  join_or_detach(server_->thread);
   messages_.abandon(LostPeer("this rank has left the group", rank_));
 }
 
@@ -94,6 +94,10 @@ void ShmBackend::leave_all() {
 void ShmBackend::tell_raised(uint64_t call) {
   std::lock_guard<std::mutex> held(all().lock);
   for (ShmBackend* backend : all().backends) backend->waiter_.tell_raised(call);
+}
+
+c10::weak_intrusive_ptr<ShmBackend> ShmBackend::weak() {
+  return c10::weak_intrusive_ptr<ShmBackend>(Ref<ShmBackend>::unsafe_reclaim_from_nonowning(this));
 }
 
 Deadline ShmBackend::deadline_after(milliseconds timeout) const {
@@ -141,7 +145,9 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
     }
   };
   if (async) {
-    work->help_ = [this, raw = work.get()] {
+    work->help_ = [this, weak = weak(), raw = work.get()] {
+      const auto alive = weak.lock();  // a callback may drop the group while this thread is in it
+      if (!alive) return;              // it ended every work
       refuse_if_forked();
       lane_->help(*raw);
     };
@@ -155,6 +161,7 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
 
 Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) {
   check_one(tensors, "all_reduce");
+  if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   c10d::AllreduceCoalescedOptions same;
   static_cast<c10d::AllreduceOptions&>(same) = options;
   return allreduce_coalesced(tensors, same);
@@ -162,6 +169,7 @@ Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOption
 
 // Tensors of one dtype travel as one, whatever memory each of them has.
 Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   auto dense = make_dense(tensors, true);
   premultiply(dense, options.reduceOp);
   std::map<std::pair<Kind, Reduction>, std::vector<Part>> parts;
@@ -180,6 +188,7 @@ Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::Allre
 
 Ref<Work> ShmBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& options) {
   check_one(tensors, "reduce");
+  check_root("reduce", options.rootRank, options.rootTensor, size_);
   const Reduction reduction = reduction_of(options.reduceOp, tensors[0]);
   auto dense = make_dense(tensors, true);
   premultiply(dense, options.reduceOp);
@@ -194,6 +203,7 @@ Ref<Work> ShmBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& opt
 
 Ref<Work> ShmBackend::broadcast(TensorList& tensors, const c10d::BroadcastOptions& options) {
   check_one(tensors, "broadcast");
+  check_root("broadcast", options.rootRank, options.rootTensor, size_);
   const int root = static_cast<int>(options.rootRank);
   auto dense = make_dense(tensors, rank_ == root);
   return submit(c10d::OpType::BROADCAST, "shm:broadcast", tensors, options.timeout, options.asyncOp,
@@ -208,9 +218,11 @@ Ref<Work> ShmBackend::gather_all(TensorList outputs, std::vector<TensorList> par
                                  const c10d::AllgatherOptions& options) {
   TORCH_CHECK(parts.size() == inputs.size(), "all_gather: ", inputs.size(), " inputs for ", parts.size(), " outputs");
   std::vector<std::vector<Dense>> targets;
-  for (const TensorList& part : parts) {
-    TORCH_CHECK(static_cast<int>(part.size()) == size_, "all_gather: ", part.size(), " outputs for ", size_, " ranks");
-    targets.push_back(make_dense(part, false));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const TensorList input{inputs[i]};
+    TORCH_CHECK(static_cast<int>(parts[i].size()) == size_, "all_gather: ", parts[i].size(), " outputs for ", size_, " ranks");
+    check_dtypes("all_gather", {&input, &parts[i]});
+    targets.push_back(make_dense(parts[i], false));
   }
   auto sources = make_dense(inputs, true);
   return submit(type, "shm:all_gather", std::move(outputs), options.timeout, options.asyncOp,
@@ -229,7 +241,16 @@ Ref<Work> ShmBackend::allgather(std::vector<TensorList>& outputs, TensorList& in
 
 Ref<Work> ShmBackend::allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
                                           const c10d::AllgatherOptions& options) {
-  return gather_all(joined(outputs), outputs, inputs, c10d::OpType::ALLGATHER_COALESCED, options);
+  // Given as outputs[rank][i], where all_gather has outputs[i][rank].
+  TORCH_CHECK(static_cast<int>(outputs.size()) == size_, "all_gather_coalesced: ", outputs.size(), " lists of outputs for ",
+              size_, " ranks");
+  std::vector<TensorList> parts(inputs.size());
+  for (const TensorList& of_rank : outputs) {
+    TORCH_CHECK(of_rank.size() == inputs.size(), "all_gather_coalesced: ", of_rank.size(), " outputs of a rank for ",
+                inputs.size(), " inputs");
+    for (size_t i = 0; i < inputs.size(); ++i) parts[i].push_back(of_rank[i]);
+  }
+  return gather_all(joined(outputs), std::move(parts), inputs, c10d::OpType::ALLGATHER_COALESCED, options);
 }
 
 Ref<Work> ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
@@ -240,6 +261,7 @@ Ref<Work> ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input, con
 Ref<Work> ShmBackend::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                       const c10d::AllgatherOptions& options) {
   TORCH_CHECK(outputs.size() == inputs.size(), "all_gather: ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+  check_pairs("all_gather", inputs, outputs);
   auto targets = make_dense(outputs, false);
   auto sources = make_dense(inputs, true);
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -263,6 +285,7 @@ Ref<Work> ShmBackend::reduce_scatter(TensorList& outputs, std::vector<TensorList
                                      const c10d::ReduceScatterOptions& options) {
   check_one(outputs, "reduce_scatter");
   TORCH_CHECK(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_, "reduce_scatter: it takes ", size_, " inputs");
+  check_dtypes("reduce_scatter", {&inputs[0], &outputs});
   const Reduction reduction = reduction_of(options.reduceOp, outputs[0]);
   auto targets = make_dense(outputs, false);
   auto sources = make_dense(inputs[0], true);
@@ -283,6 +306,7 @@ Ref<Work> ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input
 Ref<Work> ShmBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                       const c10d::ReduceScatterOptions& options) {
   TORCH_CHECK(outputs.size() == inputs.size(), "reduce_scatter: ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+  check_pairs("reduce_scatter", inputs, outputs);
   std::vector<Reduction> reductions;
   for (const at::Tensor& output : outputs) reductions.push_back(reduction_of(options.reduceOp, output));
   auto targets = make_dense(outputs, false);
@@ -324,8 +348,11 @@ void ShmBackend::reduce_slices(const TensorList& tensors, const std::vector<int6
 
 Ref<Work> ShmBackend::gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& options) {
   check_one(inputs, "gather");
+  check_root("gather", options.rootRank, 0, size_);
   const int root = static_cast<int>(options.rootRank);
-  auto targets = make_dense(rank_ == root ? joined(outputs) : TensorList{}, false);
+  const TensorList given = rank_ == root ? joined(outputs) : TensorList{};
+  check_dtypes("gather", {&inputs, &given});
+  auto targets = make_dense(given, false);
   TORCH_CHECK(rank_ != root || static_cast<int>(targets.size()) == size_, "gather: ", targets.size(), " outputs for ", size_,
               " ranks");
   auto source = make_dense(inputs, true);
@@ -342,8 +369,11 @@ Ref<Work> ShmBackend::gather(std::vector<TensorList>& outputs, TensorList& input
 
 Ref<Work> ShmBackend::scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& options) {
   check_one(outputs, "scatter");
+  check_root("scatter", options.rootRank, 0, size_);
   const int root = static_cast<int>(options.rootRank);
-  auto sources = make_dense(rank_ == root ? joined(inputs) : TensorList{}, true);
+  const TensorList given = rank_ == root ? joined(inputs) : TensorList{};
+  check_dtypes("scatter", {&given, &outputs});
+  auto sources = make_dense(given, true);
   TORCH_CHECK(rank_ != root || static_cast<int>(sources.size()) == size_, "scatter: ", sources.size(), " inputs for ", size_,
               " ranks");
   auto target = make_dense(outputs, false);
@@ -361,6 +391,7 @@ Ref<Work> ShmBackend::scatter(TensorList& outputs, std::vector<TensorList>& inpu
 Ref<Work> ShmBackend::alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) {
   TORCH_CHECK(static_cast<int>(outputs.size()) == size_ && static_cast<int>(inputs.size()) == size_, "all_to_all: it takes ",
               size_, " inputs and outputs");
+  check_dtypes("all_to_all", {&inputs, &outputs});
   auto targets = make_dense(outputs, false);
   auto sources = make_dense(inputs, true);
   return submit(c10d::OpType::ALLTOALL, "shm:all_to_all", outputs, options.timeout, options.asyncOp,
@@ -372,6 +403,7 @@ Ref<Work> ShmBackend::alltoall(TensorList& outputs, TensorList& inputs, const c1
 
 Ref<Work> ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  check_pairs("all_to_all", {input}, {output});
   auto targets = make_dense({output}, false);
   auto sources = make_dense({input}, true);
   auto outputs = cut(targets[0], output_splits, size_, "all_to_all");
@@ -382,17 +414,6 @@ Ref<Work> ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::
                   collectives_.all_to_all(inputs, outputs, terms);
                   give_back(targets);
                 });
-}
-
-Ref<Work> ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return submit(c10d::OpType::BARRIER, "shm:barrier", {}, options.timeout, options.asyncOp,
-                [this](const Terms& terms) { collectives_.barrier(terms); });
-}
-
-// A barrier that names who is missing; so does every barrier here, and all of them.
-void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) {
-  submit(c10d::OpType::BARRIER, "shm:monitored_barrier", {}, options.timeout, false,
-         [this](const Terms& terms) { collectives_.barrier(terms); });
 }
 
 }  // namespace meshwright

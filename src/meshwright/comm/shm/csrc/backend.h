@@ -69,6 +69,8 @@ class ShmBackend : public c10d::Backend {
   Ref<Work> alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) override;
   Ref<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  bool supportsSplitting() const override { return true; }
+  Ref<Backend> split(const Ref<c10d::Store>& store, const std::vector<int>& ranks, const Ref<Options>& options) override;
   Ref<Work> barrier(const c10d::BarrierOptions& options) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
   Ref<Work> send(TensorList& tensors, int target, int tag) override;
@@ -85,16 +87,20 @@ class ShmBackend : public c10d::Backend {
                        const c10d::AllgatherOptions& options);
   Ref<Work> scatter_sums(TensorList outputs, std::vector<TensorList> inputs, c10d::OpType type,
                          const c10d::ReduceScatterOptions& options);
+  // The sum of sparse tensors, coalesced, as gloo has it.
+  Ref<Work> allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& options);
+  at::Tensor sum_sparse(const at::Tensor& own, const Terms& terms);
   Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
   Deadline deadline_after(std::chrono::milliseconds timeout) const;
   // A forked child has this object, but none of its threads, and the rank's words in the segment are its parent's.
+  c10::weak_intrusive_ptr<ShmBackend> weak();
   bool is_forked() const { return num_forks() != forks_at_birth_; }
   void refuse_if_forked() const;
   void refuse_if_lost() const;
   LostPeer reason() const;
   // End everything; returns why the group is lost, which is the first reason that anybody gave.
   LostPeer fail(const LostPeer& error);
-  void serve_messages();
+  void serve_messages(const c10::weak_intrusive_ptr<ShmBackend>& weak);
 
   std::shared_ptr<Segment> segment_;
   Ref<Options> options_;
@@ -103,7 +109,7 @@ class ShmBackend : public c10d::Backend {
   Waiter waiter_;
   Collectives collectives_;
   Messages messages_;
-  std::unique_ptr<Lane> lane_;
+  std::shared_ptr<Lane> lane_;  // its threads hold it, too
   std::atomic<uint64_t> sequence_{0};
 
   mutable std::mutex failure_lock_;
@@ -117,7 +123,7 @@ class ShmBackend : public c10d::Backend {
     int num_helpers = 0;  // threads that wait for a message, and move all others meanwhile
     bool stopping = false;
   };
-  std::unique_ptr<Server> server_;
+  std::shared_ptr<Server> server_;  // its thread holds it, too
 };
 
 }  // namespace meshwright

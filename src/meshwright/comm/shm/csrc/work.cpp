@@ -66,6 +66,15 @@ void ShmWork::mark_future() {
   }
 }
 
+void join_or_detach(std::thread& thread) {
+  if (!thread.joinable()) return;
+  if (thread.get_id() == std::this_thread::get_id()) {
+    thread.detach();
+  } else {
+    thread.join();
+  }
+}
+
 void Lane::run(const WorkRef& work) {
   {
     std::lock_guard<std::mutex> held(lock_);
@@ -131,7 +140,7 @@ void Lane::call_back(std::unique_lock<std::mutex>& held, ShmWork& work) {
 
 void Lane::start_thread() {
   ++num_free_;
-  threads_.emplace_back([this] { serve(); });
+  threads_.emplace_back([self = shared_from_this()] { self->serve(); });
 }
 
 void Lane::serve() {
@@ -150,9 +159,7 @@ void Lane::stop() {
     stopping_ = true;
   }
   changed_.notify_all();
-  for (std::thread& thread : threads_) {
-    if (thread.joinable()) thread.join();
-  }
+  for (std::thread& thread : threads_) join_or_detach(thread);
   std::unique_lock<std::mutex> held(lock_);
   while (!queue_.empty()) execute_front(held, background_, false);  // each ends with the error that the group has ended with
 }
