@@ -46,7 +46,7 @@ cells: $(STAMP)
 	PYTHONPATH=examples $(BIN)/python -m tests.parity.cell_table > tests/parity/cells.md
 
 check: $(STAMP)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/pyright

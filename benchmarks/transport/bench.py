@@ -27,9 +27,9 @@ from typing import Any
 
 import blocks
 import psutil
-import report
 
 import meshwright as mw
+import report
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
