@@ -37,10 +37,14 @@ COMMON: Final = {
     "link_latency_s": Prior(1.5e-5, 0.5, "small all-reduces inside a host take 10 to 25 us"),
     "network_latency_s": Prior(2.5e-5, 0.5, "small all-reduces of two hosts take 20 to 40 us"),
     "hop_s": Prior(
-        3.4e-6, 0.5, "NCCL's src/graph/tuning.cc: 3.4 us for a ring's step over NVLink, 14 us over a network"
+        3.4e-6,
+        0.5,
+        "NCCL's src/graph/tuning.cc, ring, Simple: 3.4 us a step over NVLink, 14 over a network (9.6 in old ones)",
     ),
     "tp_overlap": Prior(0.6, 0.25, "NeMo's guide: most of sequence parallelism's exchange is hidden, not all of it"),
-    "interference": Prior(0.12, 0.5, "Galvatron's documents: overlapped computation takes 1.1 to 1.3 times as long"),
+    "interference": Prior(
+        0.12, 0.5, "Galvatron's cost model: overlapped work takes 1.3 times as long where it is not profiled"
+    ),
     "overlap": Prior(0.8, 0.12, "the rest of a pass waits for something else"),
     "optimizer_bytes": Prior(
         40.0, 0.2, "Adam reads 16 and writes 14; a norm, a scale and zeros are passes of their own"

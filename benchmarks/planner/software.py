@@ -74,7 +74,7 @@ _TORCHTITAN: Final = dataclasses.replace(
     selective="every_other_product",
     source=(
         "torchtitan: FSDP2 shards parameters in fp32 and gathers them in bf16 or fp8 (docs/float8.md); selective recompute of "
-        "operators keeps every second product (models/llama3/parallelize.py)"
+        "operators runs every second product again (distributed/activation_checkpoint.py)"
     ),
 )
 
@@ -101,7 +101,8 @@ _MEGATRON: Final = Software(
     source=(
         "Transformer Engine's fused layers, cuDNN's attention and userbuffers (docs.nvidia.com, NeMo: performance guide, "
         "'Communication overlap'; Transformer Engine: 'Attention backends'); buckets: Megatron-LM, "
-        "core/distributed/distributed_data_parallel.py; bf16 sums: NeMo's recipes, grad_reduce_in_fp32 = false; gathers in fp8: "
+        "core/distributed/distributed_data_parallel.py, max(40e6, 1e6 x dp); bf16 sums: NeMo's recipes, "
+        "grad_reduce_in_fp32 = false; gathers in fp8: "
         "docs.nvidia.com, NeMo: communication overlap, 'fp8_param_gather'"
     ),
 )
