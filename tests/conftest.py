@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,11 @@ _FOR_RANKS = (
 )
 
 os.environ.setdefault("MESHWRIGHT_CLUSTER", "none")  # no test measures the machine, but for those that say so
+
+# Ignored signals are inherited, from nohup and from shells' background jobs, and heeded. Tests send these themselves.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 _PATIENCE_S = 5.0  # for threads that are about to end
 _HAS_LISTS = Path(f"/proc/self/task/{os.getpid()}/children").exists()  # of a process's children, by the kernel

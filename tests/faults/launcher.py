@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
 import sys
 from typing import Any
 
@@ -26,7 +25,6 @@ def call(job: str, *args: Any) -> Any:
 
 def main() -> int:
     request = json.loads(sys.argv[1])
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup inherit an ignored one
     say(started=True)
     try:
         results = launch(
