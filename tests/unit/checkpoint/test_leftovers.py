@@ -80,9 +80,7 @@ def test_a_disk_slower_than_the_saves_has_one_writer_and_holds_no_step_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked_again, synced, writers = threading.Event(), os.fsync, set[int]()
-    between: list[
-        tuple[list[int], int]
-    ] = []  # after the first save's end and before the second's start: steps, writers
+    between: list[tuple[list[int], int]] = []  # the first save over, the second not begun: steps, writers
 
     def slow_sync(file: int) -> None:
         """Take until the next save is asked for, as a disk that is slower than the interval does."""
