@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from meshwright.apply.tensor import placement
-from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
+from meshwright.apply.tensor.proof.threads import run_as_ranks
 from meshwright.layout import ShardLayout
 from meshwright.nn.shards import take_shard
 
 
 def verdicts(whole: Tensor, shards: list[Tensor], layouts: list[ShardLayout]) -> list[bool]:
     """Return what each rank finds; ranks are threads."""
-    meeting = Meeting(len(shards))
-    found: list[Any] = [None] * len(shards)
-
-    def work(part: int) -> None:
-        group: Any = ThreadGroup(meeting, len(shards), part)
-        found[part] = placement.is_in_place(whole, shards[part], layouts, group)
-
-    threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(len(shards))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60.0)
-    return found
+    found, errors = run_as_ranks(
+        len(shards), lambda group: placement.is_in_place(whole, shards[group.group_rank], layouts, group)
+    )
+    assert not errors
+    return [bool(verdict) for verdict in found]
 
 
 CUTS = [(0, (7,)), (0, (4, 3)), (1, (5,)), (1, (3, 2)), (2, (2,))]

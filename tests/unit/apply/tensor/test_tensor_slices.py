@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
+from meshwright.apply.tensor.proof.threads import run_as_ranks
 from meshwright.apply.tensor.region_state import Drawing, RunningRegion
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
@@ -62,15 +61,12 @@ def _layout() -> TensorLayout:
 def test_every_rank_knows_the_size_of_what_it_has_nothing_of() -> None:
     # Such a rank took a unit for one entry, and gathered slices of other sizes than the ranks that have them.
     region = Region(scope="", num_units=KEY_HEADS, cuts={}, roles={"": "sum"})
-    meeting = Meeting(RANKS)
 
-    def sizes(rank: int) -> tuple[int, ...]:
-        group: Any = ThreadGroup(meeting, RANKS, rank)
-        local = torch.zeros(3, 2 if rank < KEY_HEADS else 0, 7, 7)
+    def sizes(group: Any) -> tuple[int, ...]:
+        local = torch.zeros(3, 2 if group.group_rank < KEY_HEADS else 0, 7, 7)
         return RunningRegion(region, group, Drawing(group)).sizes_of(local, 1)
 
-    with concurrent.futures.ThreadPoolExecutor(RANKS) as pool:
-        assert set(pool.map(sizes, range(RANKS), timeout=60)) == {(2, 2, 0, 0)}
+    assert run_as_ranks(RANKS, sizes) == ([(2, 2, 0, 0)] * RANKS, [])
 
 
 def test_weights_of_fewer_key_heads_than_ranks_leave_in_slices() -> None:

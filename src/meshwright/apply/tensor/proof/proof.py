@@ -37,7 +37,7 @@ from meshwright.apply.tensor.proof.shards_against_whole import (
     is_equal,
     largest,
 )
-from meshwright.apply.tensor.proof.threads import Meeting, ThreadGroup
+from meshwright.apply.tensor.proof.threads import run_as_ranks
 from meshwright.apply.tensor.proof.unchecked import check_shapes
 from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.apply.tensor.search.trace import Call
@@ -230,27 +230,16 @@ class Experiment:
 
     def _run_shards(self, layout: TensorLayout) -> list[tuple[Outcome, Cutting]]:
         _, record = self._remember()  # which shards follow
-        meeting = Meeting(self.num_tp_ranks)
-        found: list[Any] = [None] * self.num_tp_ranks
-        errors: list[BaseException] = []
         made: list[Cutting] = []
 
-        def work(part: int) -> None:
-            try:
-                group: Any = ThreadGroup(meeting, self.num_tp_ranks, part)
-                with surrounded_by(self._ambient, gradients=True), Exact():
-                    found[part] = self._run_shard(layout, group, record, made)
-                    group.leave()
-            except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
-                errors.append(error)
-                meeting.barrier.abort()
+        def work(group: Any) -> tuple[Outcome, Cutting]:
+            with surrounded_by(self._ambient, gradients=True), Exact():
+                outcome = self._run_shard(layout, group, record, made)
+                group.leave()
+                return outcome
 
-        threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(self.num_tp_ranks)]
         with paused_collection():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            found, errors = run_as_ranks(self.num_tp_ranks, work)
         if errors:
             for cutting in made:  # the error keeps them until it is collected
                 cutting.drop_values()
@@ -264,7 +253,7 @@ class Experiment:
                 f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}",
                 Disproof.UNFIT_SIZES if type(first) is RuntimeError else Disproof.RAISED,
             )
-        return found
+        return [shard for shard in found if shard is not None]  # where nothing was raised, all of them
 
     def _run_shard(
         self, layout: TensorLayout, group: Communicator, record: Record, made: list[Cutting]

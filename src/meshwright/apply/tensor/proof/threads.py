@@ -1,9 +1,15 @@
-"""Ranks as threads of one process, whose exchanges meet at a barrier."""
+"""Ranks as threads of one process, whose exchanges meet at a barrier.
+
+One thread runs at a time, from one barrier to the next. Threads that ran side by side would wait for the interpreter's lock at
+each operation, since torch gives it up there: several times the processor time, and another order in each run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +19,86 @@ from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 __all__: list[str] = []
 
 
+Result = TypeVar("Result")
+
+_TIMEOUT_S: Final = 600.0
+"""How long a thread waits for its turn."""
+
+
 class Meeting:
-    """The barrier and the memory through which the threads exchange."""
+    """The turns and the memory through which the threads exchange."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=600.0)
         self.given: list[Any] = [None] * size
+        self._is_broken = False
+        self._turns = [threading.Lock() for _ in range(size)]
+        for turn in self._turns[1:]:
+            turn.acquire()
+
+    @contextlib.contextmanager
+    def member(self, part: int) -> Iterator[None]:
+        """Run a thread's code in its turns; where it raises, the others do at their next turn."""
+        try:
+            self._take(part)
+            yield
+        except BaseException:
+            self.abort()
+            raise
+        self._pass(part)
+
+    def wait(self, part: int) -> None:
+        """Return when all threads have come this far.
+
+        Raises:
+            threading.BrokenBarrierError: Another thread has failed.
+        """
+        self._pass(part)
+        self._take(part)
+
+    def abort(self) -> None:
+        """Let every thread that waits raise, now and later."""
+        self._is_broken = True
+        for part in range(len(self._turns)):
+            self._give(part)
+
+    def _take(self, part: int) -> None:
+        if not self._turns[part].acquire(timeout=_TIMEOUT_S):
+            self.abort()
+        if self._is_broken:
+            raise threading.BrokenBarrierError
+
+    def _pass(self, part: int) -> None:
+        self._give((part + 1) % len(self._turns))
+
+    def _give(self, part: int) -> None:
+        with contextlib.suppress(RuntimeError):  # after an abort it may have its turn already
+            self._turns[part].release()
+
+
+def run_as_ranks(size: int, work: Callable[[Any], Result]) -> tuple[list[Result | None], list[BaseException]]:
+    """Run a function in threads, each with its `ThreadGroup`; return their results, and what they raised, the first one first.
+
+    Args:
+        size: Threads [count].
+        work: What each does with its group.
+    """
+    meeting = Meeting(size)
+    found: list[Result | None] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(part: int) -> None:
+        try:
+            with meeting.member(part):
+                found[part] = work(ThreadGroup(meeting, size, part))
+        except BaseException as error:  # noqa: BLE001 - told by the thread that waits for this one
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(part,), daemon=True) for part in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, errors
 
 
 class ThreadGroup:
@@ -31,11 +111,10 @@ class ThreadGroup:
 
     def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
         self._meeting.given[self.group_rank] = (name, tuple(tensor.shape), tensor)
-        self._meeting.barrier.wait()
+        self._meeting.wait(self.group_rank)
         everyone = list(self._meeting.given)
-        self._meeting.barrier.wait()
+        self._meeting.wait(self.group_rank)
         if len({entry[:2] for entry in everyone}) != 1:
-            self._meeting.barrier.abort()
             raise DisprovedError(f"the ranks exchange different things: {[entry[:2] for entry in everyone]}")
         return [entry[2] for entry in everyone]
 
@@ -45,16 +124,16 @@ class ThreadGroup:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         parts = [part.clone() for part in self._exchange(f"all_reduce {op}", tensor.detach())]
-        self._meeting.barrier.wait()  # nobody writes before all have read
+        self._meeting.wait(self.group_rank)  # nobody writes before all have read
         stacked = torch.stack(parts)
         tensor.copy_({"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[op](0))
 
     def all_gather_stacked(self, stacked: Tensor, piece: Tensor) -> None:
         parts = self._exchange("all_gather", piece.detach())
         stacked.copy_(torch.cat(parts))
-        self._meeting.barrier.wait()
+        self._meeting.wait(self.group_rank)
 
     def reduce_scatter_stacked(self, own: Tensor, stacked: Tensor) -> None:
         parts = self._exchange("reduce_scatter", stacked.detach())
         own.copy_(torch.stack(parts).sum(0).chunk(self.size)[self.group_rank])
-        self._meeting.barrier.wait()
+        self._meeting.wait(self.group_rank)
