@@ -1,8 +1,14 @@
-"""Which tests share what takes seconds to make, and run on one worker therefore."""
+"""Which tests run: everything or a choice, and which share what takes seconds to make, on one worker therefore."""
 
 from __future__ import annotations
 
+import os
+from typing import Final
+
 __all__: list[str] = []
+
+FULL_GRID: Final = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
+"""Every model under every plan with every setting, every seed and every instant: `make test-grid`."""
 
 _TOGETHER = ("docs/test_compare.py", "docs/test_wheel.py")
 """Files whose tests look at one thing that takes seconds to make: a comparison, a wheel that is installed."""

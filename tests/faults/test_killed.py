@@ -15,6 +15,7 @@ from tests.faults import leaks
 from tests.faults.command import launching
 from tests.faults.jobs import rank_jobs as jobs
 from tests.faults.killer import Killer, find, is_rank, is_template
+from tests.scopes import FULL_GRID
 
 from meshwright.errors import WorkerKilledError, exit_code_of
 from meshwright.ranks.launch import RankGroup, launch
@@ -48,14 +49,14 @@ def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("no_template")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6 if FULL_GRID else 2))
 def test_kill_a_rank_of_its_own_interpreter_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
     # Instants from the interpreter's start over the import of torch and the rendezvous into the training loop.
     check_kill(watch, seed, 1.8)
 
 
 @pytest.mark.usefixtures("own_template")
-@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+@pytest.mark.parametrize("delay_s", [0.0, 0.5] if FULL_GRID else [0.0])
 def test_ranks_start_on_their_own_where_the_template_dies_before_it_is_ready(
     watch: leaks.Watch, delay_s: float
 ) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.faults.jobs import shm_jobs
 from tests.faults.shm_ranks import Ranks, Zygote, holders, segments
+from tests.scopes import FULL_GRID
 
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 """Every operation in both of its forms; by default they take turns: how one waits is no question of what is exchanged."""
 
 LIMIT_S = 1.0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.faults.jobs import rank_jobs as jobs
+from tests.scopes import FULL_GRID
 
 from meshwright.errors import ConfigError, InternalError, LostPeerError
 from meshwright.ranks.launch import RankGroup, launch
@@ -115,7 +116,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("as_module", [False, True] if FULL_GRID else [True])
 def test_a_function_of_the_main_script(tmp_path: Path, as_module: bool) -> None:
     path = tmp_path / "my_script.py"
     path.write_text(SCRIPT)

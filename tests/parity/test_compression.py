@@ -12,7 +12,7 @@ import torch
 from tests.parity import cases, losses
 from tests.parity.harness import Setting, assert_ranks_agree, reference
 from tests.parity.jobs import compression_jobs
-from tests.parity.turns import FULL_GRID
+from tests.scopes import FULL_GRID
 
 import meshwright as mw
 from meshwright import testing

@@ -12,7 +12,8 @@ import dataclasses
 import pytest
 from tests.parity import cases
 from tests.parity.harness import Setting, assert_distributed_parity, assert_wide_parity
-from tests.parity.turns import FULL_GRID, some_of_hugging_face
+from tests.parity.turns import some_of_hugging_face
+from tests.scopes import FULL_GRID
 
 SMALL_BUCKETS = ",bucket_bytes=64B"
 

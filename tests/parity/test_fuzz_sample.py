@@ -18,7 +18,7 @@ from benchmarks.fuzz import engine, shrink, verdict
 from benchmarks.fuzz.classes import MLP, make, programs, step
 from benchmarks.fuzz.draw import PLAN_KINDS, draw
 from benchmarks.fuzz.program import complete, features
-from tests.parity.turns import FULL_GRID
+from tests.scopes import FULL_GRID
 
 TIMEOUT_S = 60.0  # the pool's own
 OPEN: dict[int, str] = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.parity import cases
 from tests.parity.harness import Setting, assert_ranks_agree, reference, run_case
-from tests.parity.turns import FULL_GRID
+from tests.scopes import FULL_GRID
 from tests.tolerances import FLOAT32, FLOAT64
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.parity.jobs import late_jobs as jobs
 from tests.parity.jobs import late_mixing_jobs as mixing
+from tests.scopes import FULL_GRID
 
 import meshwright as mw
 from meshwright import testing
@@ -96,7 +97,9 @@ def test_a_model_that_mixes_samples_of_batches_with_another_key_is_refused_at_th
     _refused(testing.run_outcomes(mixing.mixed_where_masked, 2, line), word="mixes the samples of a batch")
 
 
-@pytest.mark.parametrize(("line", "step"), [("dp=2", 32), ("dp=2,zero=3", 32), ("tp=2,micro_batches=2", 10)])
+@pytest.mark.parametrize(
+    ("line", "step"), [("dp=2", 32), ("dp=2,zero=3", 32), *([("tp=2,micro_batches=2", 10)] if FULL_GRID else [])]
+)
 def test_a_model_that_mixes_after_many_calls_is_tried_again_at_doublings(line: str, step: int) -> None:
     assert testing.run_ranks(mixing.counted_up, 2, line) == [step] * 2
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.parity.jobs import search_jobs
 from tests.parity.models import search_models
-from tests.parity.turns import FULL_GRID
+from tests.scopes import FULL_GRID
 from tests.tolerances import FLOAT64
 from torch import nn
 

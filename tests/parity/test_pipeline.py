@@ -13,7 +13,8 @@ import pytest
 from tests.parity import cases
 from tests.parity.harness import Setting, assert_distributed_parity, refusal_of_case
 from tests.parity.jobs import pipeline_jobs
-from tests.parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
+from tests.parity.turns import is_cheap, some_of_hugging_face, take_turns
+from tests.scopes import FULL_GRID
 
 import meshwright as mw
 from meshwright import testing

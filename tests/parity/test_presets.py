@@ -5,19 +5,16 @@ MESHWRIGHT_FULL_GRID=1 runs every model under every preset; by default each pres
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from tests.parity import cases, losses
 from tests.parity.harness import Setting, assert_distributed_parity, reference, run_case
+from tests.scopes import FULL_GRID
 from tests.tolerances import FLOAT64
 from torch import nn
 
 import meshwright as mw
 from meshwright import testing
-
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 
 CELLS = (
     ("single", 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.scopes import FULL_GRID
 
 import meshwright as mw
 from meshwright.errors import ConfigError
@@ -31,6 +32,7 @@ def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
     assert all(plan.num_devices == 2 and plan.prediction is not None for plan in plans)
 
 
+@pytest.mark.skipif(not FULL_GRID, reason="another ten seconds of a probe: make test-grid")
 def test_one_rank_has_no_link() -> None:
     assert mw.probe_cluster(1, budget_s=0.005).link is None
 

@@ -5,16 +5,14 @@ What the ranks agree on in a step (weights, losses, norms) comes on top of every
 
 from __future__ import annotations
 
-import os
 import statistics
 
 import pytest
 from tests.parity.jobs import formula_jobs
+from tests.scopes import FULL_GRID
 
 import meshwright as mw
 from meshwright import testing
-
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 
 CELLS = (
     ("gpt", "pp=2,micro_batches=4"),
@@ -25,10 +23,10 @@ CELLS = (
     ("gpt", "dp=2,zero=3,compress=powersgd,micro_batches=2"),
     ("gpt", "dp=4,zero=1,shard=2,compress=int8"),
     ("gpt", "dp=2,pp=2,zero=3,whole_below=0B,micro_batches=2"),
-    ("gpt", "tp=2,pp=2,micro_batches=2"),
 )
 
 MORE_CELLS = (
+    ("gpt", "tp=2,pp=2,micro_batches=2"),
     ("gpt_untied", "pp=2,micro_batches=4"),
     ("gpt", "pp=2,micro_batches=4,precision=bf16"),
     ("gpt", "pp=2,micro_batches=4,recompute=full"),

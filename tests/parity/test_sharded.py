@@ -12,7 +12,8 @@ import dataclasses
 import pytest
 from tests.parity import cases
 from tests.parity.harness import Setting, assert_distributed_parity, assert_wide_parity
-from tests.parity.turns import FULL_GRID, is_cheap, some_of_hugging_face, take_turns
+from tests.parity.turns import is_cheap, some_of_hugging_face, take_turns
+from tests.scopes import FULL_GRID
 
 PLANS = (
     ("dp=2,zero=1", 2),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.parity import cases, cell_table, representatives, test_pipeline, test_sharded, test_tensor
 from tests.parity.harness import Setting
-from tests.parity.turns import FULL_GRID, take_turns
+from tests.parity.turns import take_turns
+from tests.scopes import FULL_GRID
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from tests.parity import cases
 from tests.parity.harness import Setting
-
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
-"""Every model under every plan with every setting, for a campaign."""
+from tests.scopes import FULL_GRID
 
 Plan = TypeVar("Plan")
 

@@ -7,12 +7,12 @@ In worlds of 2 and 3 ranks (4 too with MESHWRIGHT_FULL_GRID=1) kinds, dtypes and
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.scopes import FULL_GRID
 from tests.transport import backends
 from tests.transport.collectives import KINDS, REDUCING, ROOTED, Call, run, run_all
 from tests.transport.layouts import LAYOUTS
@@ -21,7 +21,6 @@ from tests.transport.values import DTYPES, FLOATS, HALVES, Report, assert_report
 from meshwright import testing
 
 # Empty, one entry, an odd number, and about 300 KB of float32 in rows that no power of two divides.
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 SHAPES = ((0,), (1,), (1237,), (75, 1023))
 SMALL_SHAPES = ((), (0, 5), (7, 3), (3, 5, 4), (129,))
 MOVING = tuple(kind for kind in KINDS if kind not in REDUCING)
@@ -151,7 +150,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3] if FULL_GRID else [3])
 def test_64_mebibytes(num_ranks: int) -> None:
     calls = [call for num, call in LARGE if num == num_ranks]
     assert_reports(testing.run_ranks(_large, num_ranks, calls), at_least=len(calls))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
 import torch
+from tests.scopes import FULL_GRID
 from tests.transport_torch import models
 from tests.transport_torch.harness import (
     BACKEND,
@@ -104,7 +104,6 @@ def look_at_shards(backend: str, case: Case) -> Numbers:
 
 SHAPES = [(2,), (4,), (2, 2)]
 # For what is done to numbers on their way: the ways themselves are those of sharded training.
-FULL_GRID = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 TWO_AND_FOUR, TWO_AND_SQUARE = (SHAPES, SHAPES) if FULL_GRID else ([(2,), (4,)], [(2,), (2, 2)])
 
 

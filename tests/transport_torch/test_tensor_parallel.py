@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.scopes import FULL_GRID
 from tests.transport_torch import models
 from tests.transport_torch.harness import (
     Numbers,
@@ -166,7 +166,7 @@ CASES = [
     Case(4),
     Case(4, sequence=True, parallel_loss=True, fsdp=True),
 ]
-if os.environ.get("MESHWRIGHT_FULL_GRID") == "1":
+if FULL_GRID:
     CASES += [Case(2), Case(2, sequence=True, parallel_loss=True)]
     CASES += [Case(4, sequence=True), Case(4, parallel_loss=True), Case(4, sequence=True, parallel_loss=True)]
     CASES += [Case(4, fsdp=True)]

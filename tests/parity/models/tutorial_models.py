@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
+from tests.scopes import FULL_GRID
 from torch import Tensor, nn
 
 VOCABULARY = 101
-WIDE = 2048 if os.environ.get("MESHWRIGHT_FULL_GRID") == "1" else 1024
+WIDE = 2048 if FULL_GRID else 1024
 """Features of the wide model [count]: two buckets by the default sizes, three in the full grid."""
 
 
