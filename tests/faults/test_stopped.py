@@ -9,6 +9,26 @@ import time
 import pytest
 from tests.faults import leaks
 from tests.faults.command import Command, launching
+from tests.faults.jobs import rank_jobs
+from tests.scopes import FULL_GRID
+
+from meshwright.ranks.launch import RankGroup
+from meshwright.ranks.supervisor import Supervisor
+
+
+def test_signals_while_finished_ranks_leave_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, numbers = Supervisor._turn, [signal.SIGTERM, signal.SIGINT]
+
+    def interrupted(supervisor: Supervisor, timeout_s: float) -> None:
+        if supervisor._is_leaving and numbers:
+            signal.raise_signal(numbers.pop())
+        turn(supervisor, timeout_s)
+
+    with RankGroup(2) as group:
+        assert group.submit(rank_jobs.identity, 5) == [5, 5]
+        monkeypatch.setattr(Supervisor, "_turn", interrupted)
+    assert not numbers
+    assert group.is_closed
 
 
 def wait_until_running(command: Command, num: int) -> dict[int, dict[str, object]]:
@@ -16,7 +36,7 @@ def wait_until_running(command: Command, num: int) -> dict[int, dict[str, object
     return {line["rank"]: line["event"] for line in lines}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP] if FULL_GRID else [signal.SIGHUP])
 def test_one_signal_stops_all_ranks_at_the_same_step(number: signal.Signals) -> None:
     with launching("loop_until_stopped", 2, True) as command:
         wait_until_running(command, 2)

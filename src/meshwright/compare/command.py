@@ -11,7 +11,7 @@ from meshwright.compare.run_plans import Runs
 from meshwright.errors import ConfigError, StorageError, exit_code_of
 from meshwright.texts import clean
 from meshwright.train.config.load import load_config
-from meshwright.train.launcher import one_line
+from meshwright.train.failures import one_line
 from meshwright.train.progress import ProgressView
 
 __all__: list[str] = []

@@ -29,7 +29,8 @@ from meshwright.train.config.checks import check_config, resolve_plan
 from meshwright.train.config.deepspeed import require_same_training, show_rows
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.launcher import environment, one_line
+from meshwright.train.failures import one_line
+from meshwright.train.launcher import environment
 from meshwright.train.planning.choosing import choose
 from meshwright.train.planning.predictor import Predictor
 from meshwright.train.planning.this_machine import is_switched_off

@@ -29,7 +29,7 @@ _MAY_DIFFER: Final = frozenset(
     {
         "base_directory", "checkpoint", "notes", "plan_rows", "train.devices", "train.directory", "train.eval_batches",
         "train.eval_every", "train.max_restarts", "train.max_seconds", "train.micro_batches", "train.name", "train.plan",
-        "train.print_every", "train.sentinel_every", "train.steps", "data.num_workers", "data.prefetch",
+        "train.print_every", "train.sentinel_every", "train.steps", "train.timeout_s", "data.num_workers", "data.prefetch",
     }
 )  # fmt: skip
 """Settings that may differ between runs of the same training."""

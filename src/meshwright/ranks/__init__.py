@@ -14,6 +14,7 @@ heartbeat        shared records of what each rank is doing
 watchdog         the thread of a rank that watches its main thread
 signals          SIGINT, SIGTERM and their handlers
 reaper           the process that ends ranks whose supervisor has died
+pace             the time that steps take, and waits that are longer
 blame            choice of the rank at fault
 hang_report      stacks of ranks that wait
 error_transfer   exceptions as JSON and back

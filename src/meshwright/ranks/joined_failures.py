@@ -97,5 +97,6 @@ def _explained(world: World, error: Exception, news: dict[str, Any]) -> LostPeer
         rank=world.rank,
         peer=news["rank"],
     )
+    told.is_told = True
     told.add_note(RankNote(f"rank {news['rank']}; its traceback:\n{news['traceback']}", news["rank"]))
     return told

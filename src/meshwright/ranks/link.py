@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
+from meshwright.errors import ConfigError
 from meshwright.ranks.channel import RankEnd
 from meshwright.ranks.heartbeat import Pulse
 
@@ -27,8 +29,19 @@ class RankLink:
         self.is_busy.set()
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Send an event to the launching process."""
-        self._channel.send(("event", event))
+        """Send an event to the launching process, as JSON: to rebuild it there imports nothing, whatever stands in it.
+
+        Raises:
+            ConfigError: It is no plain data.
+        """
+        try:
+            text = json.dumps(event)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"an event of a rank is plain data, and this one is not: {error}",
+                fix="emit numbers, text, lists and dicts with text as keys",
+            ) from error
+        self._channel.send(("event", text))
 
     def progress(self, step: int, phase: str) -> None:
         """Record what the rank is doing."""

@@ -7,6 +7,8 @@ socket for signals. Times are `time.monotonic()`, which all processes of a host 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import secrets
 import selectors
@@ -25,6 +27,7 @@ from meshwright.ranks.channel import pack
 from meshwright.ranks.error_transfer import rebuild_error
 from meshwright.ranks.hang_report import STACK_SIGNAL, hang_error, late_start_error, unheeded_stop_error
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board
+from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import RankProcess, Reaper, rank_environment, scratch_file
 from meshwright.ranks.signals import StopSignals
 from meshwright.ranks.spawning import Spawner
@@ -36,6 +39,8 @@ _GRACE_S = 0.15
 _GRACE_SECONDARY_S = 1.0
 _TICK_S = 0.2
 _QUICK_TICK_S = 0.02
+
+_log = logging.getLogger(__name__)
 _EXIT_PATIENCE_S = 10.0
 
 
@@ -77,6 +82,7 @@ class Supervisor:
         self._descriptors = [scratch_file(num_ranks * RECORD_BYTES)]
         self._board = Board(self._descriptors[0], num_ranks)
         self._environment = rank_environment(self.run_id, threads, env)
+        self._pace = Pace(num_ranks)
         self._threads = threads
 
     @property
@@ -126,22 +132,24 @@ class Supervisor:
         return [self._results[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """Let the ranks exit by themselves, then make sure that nothing is left."""
+        """Let the ranks exit by themselves, then make sure that nothing is left.
+
+        A signal does not turn finished work into failed: a second SIGINT ends the waiting, and nothing else.
+        """
         if self.is_closed:
             return
         self._is_leaving = True
         packed = pack(("exit",))
         deadline = time.monotonic() + _EXIT_PATIENCE_S
         with self.signals:
-            already = self.signals.first
             try:
                 for rank in self._ranks:
                     rank.channel.send(packed)
                     self._listen_for_room(rank)
                 while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
                     self._turn(_QUICK_TICK_S)
-                    if self.signals.first != already or self.signals.interrupted_again:
-                        raise KeyboardInterrupt
+                    if self.signals.interrupted_again:
+                        return  # nobody waits any longer; what the ranks were asked for is done
             finally:
                 self.kill()
 
@@ -276,7 +284,7 @@ class Supervisor:
             rank.is_accounted = True
         elif kind == "event":
             if self._on_event is not None:
-                self._on_event(rank.rank, message[1])
+                self._on_event(rank.rank, json.loads(message[1]))
         elif kind == "ready":
             rank.is_ready = True
         elif kind == "error":
@@ -368,7 +376,11 @@ class Supervisor:
         if self._signs:
             return
         beats = [self._board.read(rank.rank) for rank in self._ranks]
+        self._pace.note(beats, now)
         since, number = min((beat.waiting_since or float("inf"), number) for number, beat in enumerate(beats))
+        if self._pace.is_late(since, now):
+            late = hang_error(self._ranks, self._board, number, now, self._timeout_s)
+            _log.warning("slower than %d of its steps: %s", TIMES_A_STEP, late.message)
         if now - since > self._timeout_s:
             error = hang_error(self._ranks, self._board, number, now, self._timeout_s)
             self._sign(self._ranks[number], Sign(number, now, secondary=False, error=error))

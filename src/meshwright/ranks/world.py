@@ -142,7 +142,10 @@ class World:
         """Send an event to the launching process's `on_event`; events of one rank keep their order.
 
         Args:
-            event: Plain data that can be pickled.
+            event: Plain data: numbers, text, lists, and dicts with text as keys.
+
+        Raises:
+            ConfigError: It is something else.
         """
         if self.is_launched:
             self._link.emit(event)

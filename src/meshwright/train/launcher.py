@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -32,6 +30,7 @@ from meshwright.spec.record import HeldTensor, Measurement, RunRecord
 from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.events import WARM_UP_STEPS, RunDirectory
+from meshwright.train.failures import one_line, report_failure
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView
@@ -83,7 +82,7 @@ def _train_beside(config: TrainConfig) -> int:
     try:
         summary = _join(config, on_event, resume=False)  # rank 0's word counts
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
-        return _report_failure(config, error, failures)
+        return report_failure(config, error, failures)
     return StoppedOnRequest.exit_code if summary["stopped"] else 0
 
 
@@ -92,10 +91,11 @@ def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None], 
     from meshwright.ranks.join import join_world
     from meshwright.train.session import train
 
-    world = join_world()
+    world = join_world(timeout_s=config.train.timeout_s)
     world.on_event = on_event
     try:
-        return train(config, world, resume=resume)
+        with world.sharing_failures():
+            return train(config, world, resume=resume)
     except Exception as error:
         if rank_of(error) is None:
             error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
@@ -240,6 +240,7 @@ class _Run:
             self._config.model_dump_json(),
             resume,
             threads_per_rank=threads,
+            timeout_s=self._config.train.timeout_s,
             on_event=self._on_event,
         )
 
@@ -329,7 +330,7 @@ class _Run:
         else:
             if remark:
                 sys.stderr.write(f"{remark}\n")
-            code = _report_failure(self._config, error, self._failures, last_step=self._last_step)
+            code = report_failure(self._config, error, self._failures, last_step=self._last_step)
         try:  # afterwards: a disk that fails now is not what the run ended of
             self._write_record([])
             if not is_stop:
@@ -339,39 +340,6 @@ class _Run:
         except StorageError as storage:
             sys.stderr.write(f"and afterwards: {clean(storage)}\n")
         return code
-
-
-def _report_failure(
-    config: TrainConfig, error: BaseException, failures: Mapping[int, dict[str, Any]], last_step: int = 0
-) -> int:
-    """Write a failure to the standard error: the guilty rank's traceback, the message, and one last line for machines."""
-    rank = rank_of(error)
-    told = failures.get(rank, {}) if rank is not None else {}
-    is_ours = isinstance(error, MeshwrightError)
-    trace = told.get("traceback") or getattr(error, "traceback_text", "")
-    # Nobody who pressed Ctrl-C twice wants to know where.
-    if not trace and not is_ours and not isinstance(error, KeyboardInterrupt):
-        trace = "".join(traceback.format_exception(error))
-    step, phase = told.get("step"), told.get("phase")
-    if is_ours and not told:
-        step, phase = error.step, error.phase
-    step, phase = last_step if step is None else step, phase or "run"
-    lines = [trace.rstrip(), clean(error) if is_ours else ""]
-    name = re.sub(r"\s", "_", config.run_name)
-    lines.append(
-        f"FATAL run={name} rank={'unknown' if rank is None else rank} step={step} phase={phase} cause={one_line(error)}"
-    )
-    sys.stderr.write(clean("\n".join(line for line in lines if line)) + "\n")
-    sys.stderr.flush()
-    return exit_code_of(error)
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type, the first line of its text and what is noted about it, without control characters."""
-    notes = [str(note) for note in getattr(error, "__notes__", ()) if not isinstance(note, RankNote)]
-    parts = [clean(part).strip().partition("\n")[0][:300] for part in (error, *notes)]
-    text = "; ".join(part for part in parts if part)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _of_each(summaries: list[dict[str, Any]], name: str) -> tuple[float, ...]:

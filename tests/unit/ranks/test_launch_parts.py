@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from meshwright import host
+from meshwright.errors import ConfigError
 from meshwright.ranks.channel import ParentEnd, RankEnd, pack
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.launch import _threads
+from meshwright.ranks.link import RankLink
 from meshwright.ranks.processes import scratch_file
 from meshwright.ranks.signals import StopSignals
 from meshwright.ranks.world import current_world
@@ -229,3 +233,13 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 
 def test_a_plain_process_is_in_no_world() -> None:
     assert current_world() is None
+
+
+def test_an_event_crosses_as_plain_data(ends: tuple[ParentEnd, RankEnd]) -> None:
+    # A pickled `torch.__version__` made the launching process import torch, in the middle of the run.
+    parent, rank = ends
+    link = RankLink(rank, Mock())
+    link.emit({"torch": torch.__version__, "loss": 0.5})
+    assert receive_all(parent, 1) == [("event", json.dumps({"torch": str(torch.__version__), "loss": 0.5}))]
+    with pytest.raises(ConfigError, match="plain data"):
+        link.emit({"loss": torch.zeros(())})

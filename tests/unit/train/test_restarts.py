@@ -21,7 +21,7 @@ from meshwright.errors import (
     UserCodeError,
     WorkerKilledError,
 )
-from meshwright.train.launcher import one_line
+from meshwright.train.failures import one_line
 from meshwright.train.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, wait
 
 

@@ -1,0 +1,71 @@
+"""Report of a failed run: the guilty rank, its traceback, and one line for machines."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import LostPeerError, MeshwrightError, RankNote, exit_code_of, rank_of
+from meshwright.texts import clean
+from meshwright.train.config.types import TrainConfig
+
+__all__: list[str] = []
+
+
+def guilty_rank(error: BaseException) -> int | None:
+    """Return the rank that a failure came from: of a lost peer the peer, where it is known, and not who waited for it.
+
+    >>> guilty_rank(LostPeerError("rank 0 has waited 30 s for rank 1", rank=0, peer=1))
+    1
+    """
+    if isinstance(error, LostPeerError) and error.peer is not None:
+        return error.peer
+    return rank_of(error)
+
+
+def report_failure(
+    config: TrainConfig, error: BaseException, failures: Mapping[int, dict[str, Any]], last_step: int = 0
+) -> int:
+    """Write a failure to the standard error: the guilty rank's traceback, the message, and one last line for machines.
+
+    Of the ranks of a job, which write each for itself, those whose peer has told of the failure leave that line to it.
+
+    Args:
+        config: The run's configuration.
+        error: What the run ended with.
+        failures: What ranks have told of their failures: rank -> the event.
+        last_step: Steps that were done [count].
+
+    Returns:
+        The exit code.
+    """
+    rank = guilty_rank(error)
+    told = failures.get(rank, {}) if rank is not None else {}
+    is_ours = isinstance(error, MeshwrightError)
+    trace = told.get("traceback") or getattr(error, "traceback_text", "")
+    # Nobody who pressed Ctrl-C twice wants to know where.
+    if not trace and not is_ours and not isinstance(error, KeyboardInterrupt):
+        trace = "".join(traceback.format_exception(error))
+    step, phase = told.get("step"), told.get("phase")
+    if is_ours and not told:
+        step, phase = error.step, error.phase
+    step, phase = last_step if step is None else step, phase or "run"
+    lines = [trace.rstrip(), clean(error) if is_ours else ""]
+    name = re.sub(r"\s", "_", config.run_name)
+    if not (isinstance(error, LostPeerError) and error.is_told):
+        shown = "unknown" if rank is None else rank
+        lines.append(f"FATAL run={name} rank={shown} step={step} phase={phase} cause={one_line(error)}")
+    sys.stderr.write(clean("\n".join(line for line in lines if line)) + "\n")
+    sys.stderr.flush()
+    return exit_code_of(error)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type, the first line of its text and what is noted about it, without control characters."""
+    notes = [str(note) for note in getattr(error, "__notes__", ()) if not isinstance(note, RankNote)]
+    parts = [clean(part).strip().partition("\n")[0][:300] for part in (error, *notes)]
+    text = "; ".join(part for part in parts if part)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
