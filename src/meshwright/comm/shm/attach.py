@@ -75,6 +75,9 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
         CannotAttachError: On every rank, with one reason.
     """
     size = len(global_ranks)
+    # A store may outlive a group and see another of the same name, under torchrun for example: what is left of the first is
+    # not of the second. Each rank counts for itself, since all of them make the same groups.
+    life = store.add(f"shm/lives/{rank}", 1)
     extension, file, segment, problem = None, -1, None, ""
     nonce = secrets.randbits(63)
     shape = {
@@ -93,7 +96,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
         problem = str(error)
     process_files: list[int] = []
     try:
-        cards = _exchange(store, "card", rank, size, _Card(_place(), os.getpid(), problem, file, nonce))
+        cards = _exchange(store, f"{life}/card", rank, size, _Card(_place(), os.getpid(), problem, file, nonce))
         _refuse(cards, global_ranks)
         problem = ""
         try:
@@ -103,7 +106,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
                 segment = _open(extension, cards[0], shape)
         except (RuntimeError, OSError) as error:
             problem = f"rank {global_ranks[rank]} cannot reach the segment of rank {global_ranks[0]}: {error}"
-        problems = _exchange(store, "attached", rank, size, _Card("", 0, problem))
+        problems = _exchange(store, f"{life}/attached", rank, size, _Card("", 0, problem))
         _refuse(problems, None)
     except BaseException:
         for each in process_files:
