@@ -96,7 +96,7 @@ def test_what_a_group_left_in_the_store_is_not_taken_for_a_rank_that_has_not_com
     store = HashStore()
     _close(run(2, store=store))
     store.set_timeout(datetime.timedelta(milliseconds=50))
-    with pytest.raises(RuntimeError, match="timeout"):
+    with pytest.raises(RuntimeError, match=f"rank {11 - early} did not come to a group of 2: .*timeout"):
         attach(store, early, [10, 11])
 
 

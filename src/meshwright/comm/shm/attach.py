@@ -73,6 +73,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
 
     Raises:
         CannotAttachError: On every rank, with one reason.
+        RuntimeError: A rank did not come within the store's timeout, or the store is gone; the text names the rank.
     """
     size = len(global_ranks)
     # A store may outlive a group and see another of the same name, under torchrun for example: what is left of the first is
@@ -96,7 +97,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
         problem = str(error)
     process_files: list[int] = []
     try:
-        cards = _exchange(store, f"{life}/card", rank, size, _Card(_place(), os.getpid(), problem, file, nonce))
+        cards = _exchange(store, f"{life}/card", rank, global_ranks, _Card(_place(), os.getpid(), problem, file, nonce))
         _refuse(cards, global_ranks)
         problem = ""
         try:
@@ -106,7 +107,7 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
                 segment = _open(extension, cards[0], shape)
         except (RuntimeError, OSError) as error:
             problem = f"rank {global_ranks[rank]} cannot reach the segment of rank {global_ranks[0]}: {error}"
-        problems = _exchange(store, f"{life}/attached", rank, size, _Card("", 0, problem))
+        problems = _exchange(store, f"{life}/attached", rank, global_ranks, _Card("", 0, problem))
         _refuse(problems, None)
     except BaseException:
         for each in process_files:
@@ -127,9 +128,15 @@ def _open(extension: Any, card: _Card, shape: dict[str, int]) -> Any:
         os.close(file)
 
 
-def _exchange(store: Store, name: str, rank: int, size: int, card: _Card) -> list[_Card]:
+def _exchange(store: Store, name: str, rank: int, global_ranks: Sequence[int], card: _Card) -> list[_Card]:
     store.set(f"shm/{name}/{rank}", json.dumps(dataclasses.asdict(card)))
-    return [_Card(**json.loads(store.get(f"shm/{name}/{peer}"))) for peer in range(size)]
+    cards = []
+    for peer, global_rank in enumerate(global_ranks):
+        try:
+            cards.append(_Card(**json.loads(store.get(f"shm/{name}/{peer}"))))
+        except RuntimeError as error:
+            raise type(error)(f"rank {global_rank} did not come to a group of {len(global_ranks)}: {error}") from error
+    return cards
 
 
 def _refuse(cards: Sequence[_Card], global_ranks: Sequence[int] | None) -> None:
