@@ -41,23 +41,27 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
       waiter_(*segment_, settings.process_files, settings.global_ranks),
       collectives_(*segment_, waiter_),
       messages_(*segment_, waiter_),
-      lane_(std::make_unique<Lane>(caller_, background_)),
-      server_(std::make_unique<Server>()) {
+      lane_(std::make_shared<Lane>(caller_, background_)),
+      server_(std::make_shared<Server>()) {
   std::lock_guard<std::mutex> held(all().lock);
   all().backends.insert(this);
 }
 
 ShmBackend::~ShmBackend() {
+  release_resources();
+  if (is_forked()) {
+    // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
+    new std::shared_ptr<Lane>(std::move(lane_));
+    new std::shared_ptr<Server>(std::move(server_));
+  }
+}
+
+void ShmBackend::release_resources() {
   {
     std::lock_guard<std::mutex> held(all().lock);
     all().backends.erase(this);
   }
   shutdown();
-  if (is_forked()) {
-    // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
-    (void)lane_.release();
-    (void)server_.release();
-  }
 }
 
 void ShmBackend::abort() {
@@ -66,15 +70,18 @@ void ShmBackend::abort() {
 
 void ShmBackend::shutdown() {
   if (is_forked()) return;  // the parent has not left
+  if (left_.exchange(true)) return;
   const WithoutGil without_gil;
   waiter_.stop(kLeft, rank_);
   lane_->stop();
+  std::thread ending;
   {
     std::lock_guard<std::mutex> held(server_->lock);
     server_->stopping = true;
+    ending.swap(server_->thread);
   }
   server_->wanted.notify_all();
-  if (server_->thread.joinable()) server_->thread.join();
+  join_or_detach(ending);
   messages_.abandon(LostPeer("this rank has left the group", rank_));
 }
 
@@ -83,17 +90,23 @@ void ShmBackend::leave_all() {
     ShmBackend* next = nullptr;
     {
       std::lock_guard<std::mutex> held(all().lock);
-      if (all().backends.empty()) return;
+      if (all().backends.empty()) break;
       next = *all().backends.begin();
       all().backends.erase(next);
     }
     next->shutdown();  // without the lock: callbacks run here
   }
+  const WithoutGil without_gil;
+  wait_for_detached();
 }
 
 void ShmBackend::tell_raised(uint64_t call) {
   std::lock_guard<std::mutex> held(all().lock);
   for (ShmBackend* backend : all().backends) backend->waiter_.tell_raised(call);
+}
+
+c10::weak_intrusive_ptr<ShmBackend> ShmBackend::weak() {
+  return c10::weak_intrusive_ptr<ShmBackend>(Ref<ShmBackend>::unsafe_reclaim_from_nonowning(this));
 }
 
 Deadline ShmBackend::deadline_after(milliseconds timeout) const {
@@ -141,7 +154,9 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
     }
   };
   if (async) {
-    work->help_ = [this, raw = work.get()] {
+    work->help_ = [this, weak = weak(), raw = work.get()] {
+      const auto alive = weak.lock();  // a callback may drop the group while this thread is in it
+      if (!alive) return;              // it ended every work
       refuse_if_forked();
       lane_->help(*raw);
     };

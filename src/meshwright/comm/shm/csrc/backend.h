@@ -34,6 +34,8 @@ class ShmBackend : public c10d::Backend {
  public:
   ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings);
   ~ShmBackend() override;
+  // The group's end comes with its last owner; works may still keep this object's memory.
+  void release_resources() override;
 
   const std::string getBackendName() const override { return "shm"; }
   Ref<Options> getBackendOptions() override { return options_; }
@@ -86,6 +88,8 @@ class ShmBackend : public c10d::Backend {
   Ref<Work> scatter_sums(TensorList outputs, std::vector<TensorList> inputs, c10d::OpType type,
                          const c10d::ReduceScatterOptions& options);
   Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
+  // For what may outlive the group: works, and the threads that run callbacks, which may destroy it.
+  c10::weak_intrusive_ptr<ShmBackend> weak();
   Deadline deadline_after(std::chrono::milliseconds timeout) const;
   // A forked child has this object, but none of its threads, and the rank's words in the segment are its parent's.
   bool is_forked() const { return num_forks() != forks_at_birth_; }
@@ -94,7 +98,7 @@ class ShmBackend : public c10d::Backend {
   LostPeer reason() const;
   // End everything; returns why the group is lost, which is the first reason that anybody gave.
   LostPeer fail(const LostPeer& error);
-  void serve_messages();
+  void serve_messages(const c10::weak_intrusive_ptr<ShmBackend>& weak);
 
   std::shared_ptr<Segment> segment_;
   Ref<Options> options_;
@@ -103,8 +107,9 @@ class ShmBackend : public c10d::Backend {
   Waiter waiter_;
   Collectives collectives_;
   Messages messages_;
-  std::unique_ptr<Lane> lane_;
+  std::shared_ptr<Lane> lane_;  // its threads hold it, too
   std::atomic<uint64_t> sequence_{0};
+  std::atomic<bool> left_{false};
 
   mutable std::mutex failure_lock_;
   std::optional<LostPeer> failure_;  // why the group is lost
@@ -117,7 +122,7 @@ class ShmBackend : public c10d::Backend {
     int num_helpers = 0;  // threads that wait for a message, and move all others meanwhile
     bool stopping = false;
   };
-  std::unique_ptr<Server> server_;
+  std::shared_ptr<Server> server_;  // its thread holds it, too
 };
 
 }  // namespace meshwright
