@@ -81,8 +81,9 @@ class ShmBackend : public c10d::Backend {
   using Body = std::function<void(const Terms&)>;
 
   // Run a collective in the lane: at once where the caller waits anyway, else when its turn comes.
-  Ref<Work> submit(c10d::OpType type, const char* title, TensorList outputs, std::chrono::milliseconds timeout, bool async,
-                   Body body);
+  // `inputs` are what a profiler shows, `outputs` what the work results in.
+  Ref<Work> submit(c10d::OpType type, const char* title, const TensorList& inputs, TensorList outputs,
+                   std::chrono::milliseconds timeout, bool async, Body body);
   Ref<Work> gather_all(TensorList outputs, std::vector<TensorList> parts, TensorList inputs, c10d::OpType type,
                        const c10d::AllgatherOptions& options);
   Ref<Work> scatter_sums(TensorList outputs, std::vector<TensorList> inputs, c10d::OpType type,

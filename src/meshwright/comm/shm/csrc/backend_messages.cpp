@@ -6,18 +6,29 @@
 
 namespace meshwright {
 
-Ref<Work> ShmBackend::send(TensorList& tensors, int target, int tag) { return exchange(tensors, true, target, tag); }
+Ref<Work> ShmBackend::send(TensorList& tensors, int target, int tag) {
+  TORCH_CHECK(target != kAnySource, "send: invalid rank: ", target, " (rule: 0 to ", size_ - 1, ", in a group of ", size_, ")");
+  return exchange(tensors, true, target, tag);
+}
 
-Ref<Work> ShmBackend::recv(TensorList& tensors, int source, int tag) { return exchange(tensors, false, source, tag); }
+Ref<Work> ShmBackend::recv(TensorList& tensors, int source, int tag) {
+  TORCH_CHECK(source != kAnySource, "recv: invalid rank: ", source, " (rule: 0 to ", size_ - 1, ", in a group of ", size_, ")");
+  return exchange(tensors, false, source, tag);
+}
 
 Ref<Work> ShmBackend::recvAnysource(TensorList& tensors, int tag) { return exchange(tensors, false, kAnySource, tag); }
 
 Ref<Work> ShmBackend::exchange(TensorList& tensors, bool is_send, int peer, int tag) {
-  check_one(tensors, is_send ? "send" : "recv");
+  const char* name = is_send ? "send" : "recv";
+  check_one(tensors, name);
+  TORCH_CHECK(peer == kAnySource || (peer >= 0 && peer < size_), name, ": invalid rank: ", peer, " (rule: 0 to ", size_ - 1,
+              ", in a group of ", size_, ")");
+  TORCH_CHECK(tag >= 0, name, ": tag ", tag, " (rule: at least 0)");
   refuse_if_lost();
   auto dense = make_dense(tensors, is_send);
   const c10d::OpType type = is_send ? c10d::OpType::SEND : peer == kAnySource ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
-  auto work = c10::make_intrusive<ShmWork>(rank_, type, is_send ? "shm:send" : "shm:recv", tensors);
+  const char* title = is_send ? "shm:send" : peer == kAnySource ? "shm:recvAnySource" : "shm:recv";
+  auto work = c10::make_intrusive<ShmWork>(rank_, type, title, tensors, tensors);
   work->sequence_ = ++sequence_;
   auto message = std::make_shared<Message>();
   message->is_send = is_send;

@@ -10,8 +10,9 @@
 
 namespace meshwright {
 
-ShmWork::ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs)
-    : Work(rank, type, title, outputs), outputs_(std::move(outputs)) {}
+ShmWork::ShmWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                 std::vector<at::Tensor> outputs)
+    : Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   if (!isCompleted()) {

@@ -24,7 +24,7 @@ void wait_for_detached();
 
 class ShmWork : public c10d::Work {
  public:
-  ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs);
+  ShmWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs);
 
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override { return outputs_; }
