@@ -170,6 +170,7 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, const TensorL
 
 Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) {
   check_one(tensors, "all_reduce");
+  if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   c10d::AllreduceCoalescedOptions same;
   static_cast<c10d::AllreduceOptions&>(same) = options;
   return allreduce_coalesced(tensors, same);

@@ -88,6 +88,9 @@ class ShmBackend : public c10d::Backend {
                        const c10d::AllgatherOptions& options);
   Ref<Work> scatter_sums(TensorList outputs, std::vector<TensorList> inputs, c10d::OpType type,
                          const c10d::ReduceScatterOptions& options);
+  // The sum of sparse tensors, coalesced, as gloo has it.
+  Ref<Work> allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& options);
+  at::Tensor sum_sparse(const at::Tensor& own, const Terms& terms);
   Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
   // For what may outlive the group: works, and the threads that run callbacks, which may destroy it.
   c10::weak_intrusive_ptr<ShmBackend> weak();

@@ -1,0 +1,101 @@
+"""Sparse tensors: their sum over ranks with different entries, and DDP with embeddings that have sparse gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.values import Report, assert_reports
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright import testing
+
+
+def _part(member: int, dense: tuple[int, ...], dtype: torch.dtype, count: int) -> torch.Tensor:
+    """A tensor of 50 x 7 and dense dims; not coalesced, and without an entry where `count` is 0."""
+    generator = torch.Generator().manual_seed(member * 7 + count)
+    where = torch.stack([torch.randint(0, size, (count,), generator=generator) for size in (50, 7)])
+    entries = torch.randint(-9, 9, (count, *dense), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(where, entries, (50, 7, *dense), check_invariants=True)
+
+
+def _sums() -> Report:
+    report = Report()
+    with backends.groups_of([range(dist.get_world_size())]) as (group,):
+        assert group is not None
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            for dense in ((), (3,)):
+                for counts in ((5, 9, 30), (0, 4, 4), (0, 0, 0), (60_000, 3, 0)):
+                    for is_async in (False, True):
+                        mine = _part(group.rank(), dense, dtype, counts[group.rank()])
+                        work = dist.all_reduce(mine, group=group, async_op=is_async)
+                        if work is not None:
+                            work.wait()
+                        parts = [
+                            _part(member, dense, dtype, counts[member]).to_dense() for member in range(group.size())
+                        ]
+                        report.bits(f"{dtype} {dense} {counts}", mine.to_dense(), sum(parts[1:], parts[0]))
+                        report.true("coalesced", mine.is_coalesced())
+    return report
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_sum_of_sparse_tensors(num_ranks: int) -> None:
+    assert_reports(testing.run_ranks(_sums, num_ranks), at_least=num_ranks * 96)
+
+
+def _refused() -> Report:
+    report = Report()
+    with backends.groups_of([range(2)]) as (group,):
+        assert group is not None
+        odd = group.rank() == 1
+        cases = {
+            "shape": _part(0, (3,) if odd else (2,), torch.float32, 4),
+            "dtype": _part(0, (), torch.float64 if odd else torch.float32, 4),
+            "dense": torch.ones(9) if odd else _part(0, (), torch.float32, 4),
+        }
+        for name, mine in cases.items():
+            try:
+                dist.all_reduce(mine, group=group)
+                report.true(name, False, "it was not refused")
+            except RuntimeError as error:
+                report.true(name, "the ranks do not agree" in str(error), error)
+        try:
+            dist.all_reduce(_part(0, (), torch.float32, 4), op=dist.ReduceOp.MAX, group=group)
+            report.true("max", False, "it was not refused")
+        except RuntimeError as error:
+            report.true("max", "sum only" in str(error), error)
+    return report
+
+
+@pytest.mark.skipif(backends.IS_GLOO, reason="gloo waits for its timeout where ranks disagree")
+def test_sparse_tensors_that_do_not_agree() -> None:
+    assert_reports(testing.run_ranks(_refused, 2), at_least=8)
+
+
+def _trained(group: dist.ProcessGroup | None, rows: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)).double()
+    net = model if group is None else DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(rows).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _ddp() -> Report:
+    report = Report()
+    with backends.groups_of([range(2)]) as (group,):
+        assert group is not None
+        rows = torch.arange(24).reshape(2, 12) % 20
+        found, expected = _trained(group, rows[group.rank()]), _trained(None, rows)
+        report.close("parameters", found, expected, torch.full_like(expected, 1e-12))
+    return report
+
+
+def test_ddp_with_sparse_embeddings_trains_as_one_process() -> None:
+    assert_reports(testing.run_ranks(_ddp, 2), at_least=2)
