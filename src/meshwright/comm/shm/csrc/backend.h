@@ -71,6 +71,8 @@ class ShmBackend : public c10d::Backend {
   Ref<Work> alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) override;
   Ref<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  bool supportsSplitting() const override { return true; }
+  Ref<Backend> split(const Ref<c10d::Store>& store, const std::vector<int>& ranks, const Ref<Options>& options) override;
   Ref<Work> barrier(const c10d::BarrierOptions& options) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
   Ref<Work> send(TensorList& tensors, int target, int tag) override;

@@ -1,5 +1,9 @@
-// What concerns a group as a whole: barriers.
+// What concerns a group as a whole: barriers, and smaller groups of it.
 #include "backend.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
 
 namespace meshwright {
 
@@ -23,6 +27,23 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /* w
                     : "Rank " + std::to_string(lost.rank) + " failed to pass monitoredBarrier") + ": " + lost.what(),
         lost.rank);
   }
+}
+
+// `ranks` are this group's. Python attaches to the new segment, and falls back to gloo, as for any new group.
+Ref<c10d::Backend> ShmBackend::split(const Ref<c10d::Store>& store, const std::vector<int>& ranks, const Ref<Options>& options) {
+  refuse_if_lost();
+  std::vector<int64_t> global_ranks;
+  for (const int rank : ranks) {
+    TORCH_CHECK(rank >= 0 && rank < size_, "split: invalid rank: ", rank, " (rule: 0 to ", size_ - 1, ", in a group of ", size_, ")");
+    global_ranks.push_back(waiter_.global_rank_of(rank));
+  }
+  const auto found = std::find(ranks.begin(), ranks.end(), rank_);
+  if (found == ranks.end()) return nullptr;
+  const auto timeout = options ? options->timeout : options_->timeout;
+  const pybind11::gil_scoped_acquire gil;
+  return pybind11::module_::import("meshwright.comm.shm.backend")
+      .attr("make_backend")(store, found - ranks.begin(), global_ranks, static_cast<double>(timeout.count()) / 1e3)
+      .cast<Ref<c10d::Backend>>();
 }
 
 }  // namespace meshwright

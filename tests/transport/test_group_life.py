@@ -1,0 +1,67 @@
+"""Groups that are split, and the public monitored barrier."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.transport import backends
+from tests.transport.values import Report, assert_reports
+
+from meshwright import testing
+
+
+def _split() -> Report:
+    report = Report()
+    me, num = dist.get_rank(), dist.get_world_size()
+    with backends.groups_of([range(num)]) as (group,):
+        assert group is not None
+        for ranks in ([0, 2], [2, 1], [0, 1, 2]):
+            part = group.split_group(ranks, timeout=datetime.timedelta(seconds=20))
+            report.equal(f"{ranks} has this rank", part is not None, me in ranks)
+            if part is None:
+                continue
+            report.equal("rank and size", (part.rank(), part.size()), (sorted(ranks).index(me), len(ranks)))
+            data = torch.full((5,), me + 1.0)
+            part.allreduce([data]).wait()
+            report.equal(f"sum over {ranks}", data.tolist(), [sum(rank + 1.0 for rank in ranks)] * 5)
+            if not backends.IS_GLOO:
+                report.equal("backend", part._get_backend(torch.device("cpu")).name(), "shm")
+            part.shutdown()
+    return report
+
+
+def test_a_group_can_be_split() -> None:
+    assert_reports(testing.run_ranks(_split, 3), at_least=24)
+
+
+def _public_monitored_barrier() -> tuple[str, str]:
+    group = backends.new_group(range(3))
+    dist.monitored_barrier(group)
+    dist.monitored_barrier(group, datetime.timedelta(seconds=20), wait_all_ranks=True)
+    first = third = ""
+    if dist.get_rank() != 2:
+        try:
+            dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=0.5))
+        except RuntimeError as error:
+            first = str(error)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    pair = backends.new_group([0, 1])
+    if pair is not None:
+        dist.monitored_barrier(pair)
+        dist.destroy_process_group(pair)
+    else:
+        with pytest.warns(UserWarning, match="not a member|not in the group|does not belong"):
+            dist.monitored_barrier(dist.GroupMember.NON_GROUP_MEMBER)
+        third = "outside"
+    return first, third
+
+
+def test_the_public_monitored_barrier_names_who_is_missing() -> None:
+    found = testing.run_ranks(_public_monitored_barrier, 3)
+    assert "rank 2" in found[0][0].lower(), found
+    assert found[1][0], "rank 1 came out of the barrier as if all had come"
+    assert found[2] == ("", "outside")
