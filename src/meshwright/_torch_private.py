@@ -305,7 +305,7 @@ def offer_monitored_barrier(backend: str) -> None:
     ) -> None:
         if distributed_c10d._rank_not_in_group(group):
             return torchs(group, timeout, wait_all_ranks)
-        chosen = distributed_c10d._get_default_group() if group is None else group
+        chosen: Any = distributed_c10d._get_default_group() if group is None else group
         if distributed_c10d.get_backend(chosen) == "gloo" or cpu_backend_name(chosen) not in (backend, "gloo"):
             return torchs(group, timeout, wait_all_ranks)
         limit = cpu_backend(chosen).options._timeout if timeout is None else timeout
