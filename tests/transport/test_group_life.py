@@ -11,6 +11,8 @@ from tests.transport import backends
 from tests.transport.values import Report, assert_reports
 
 from meshwright import testing
+from meshwright.comm.shm import backend as shm_backend
+from meshwright.comm.shm.attach import CannotAttachError
 
 
 def _split() -> Report:
@@ -65,3 +67,22 @@ def test_the_public_monitored_barrier_names_who_is_missing() -> None:
     assert "rank 2" in found[0][0].lower(), found
     assert found[1][0], "rank 1 came out of the barrier as if all had come"
     assert found[2] == ("", "outside")
+
+
+def _replaced_by_gloo() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shm_backend, "attach", _cannot_attach)
+        group = dist.new_group(range(2), backend="shm")
+    dist.monitored_barrier(group, datetime.timedelta(seconds=20))
+    name = group._get_backend(torch.device("cpu")).name()
+    dist.destroy_process_group(group)
+    return f"{name} for {dist.Backend.SHM}"
+
+
+def _cannot_attach(*_: object) -> None:
+    raise CannotAttachError("as if on two hosts", is_expected=True)
+
+
+@pytest.mark.skipif(backends.IS_GLOO, reason="this is about groups that asked for shared memory")
+def test_the_public_monitored_barrier_takes_groups_that_got_gloo() -> None:
+    assert testing.run_ranks(_replaced_by_gloo, 2) == ["gloo for shm"] * 2

@@ -67,12 +67,17 @@ def _refused() -> Report:
             report.true("max", False, "it was not refused")
         except RuntimeError as error:
             report.true("max", "sum only" in str(error), error)
+        try:
+            dist.all_reduce(_part(0, (), torch.complex64, 4), group=group)
+            report.true("complex", False, "it was not refused")
+        except RuntimeError as error:
+            report.true("complex", "keeps its own entries" in str(error), error)
     return report
 
 
 @pytest.mark.skipif(backends.IS_GLOO, reason="gloo waits for its timeout where ranks disagree")
 def test_sparse_tensors_that_do_not_agree() -> None:
-    assert_reports(testing.run_ranks(_refused, 2), at_least=8)
+    assert_reports(testing.run_ranks(_refused, 2), at_least=10)
 
 
 def _trained(group: dist.ProcessGroup | None, rows: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ struct SparseHead {
 
 SparseHead head_of(const at::Tensor& tensor) {
   SparseHead head{tensor.sparse_dim(), tensor.dense_dim(), static_cast<int64_t>(tensor.scalar_type()), tensor._nnz(), {}};
-  TORCH_CHECK(tensor.dim() <= kMostDims, "all_reduce: a sparse tensor of ", tensor.dim(), " dims (rule: at most ", kMostDims, ")");
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), head.sizes);
   return head;
 }
@@ -40,7 +39,11 @@ Part part_of(const at::Tensor& tensor) { return {static_cast<char*>(tensor.data_
 Ref<Work> ShmBackend::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& options) {
   const at::Tensor target = tensors[0];
   TORCH_CHECK(target.device().is_cpu() && target.layout() == at::kSparse, "the shm backend exchanges CPU tensors");
+  TORCH_CHECK(target.dim() <= kMostDims, "all_reduce: a sparse tensor of ", target.dim(), " dims (rule: at most ", kMostDims, ")");
   TORCH_CHECK(options.reduceOp.op_ == c10d::ReduceOp::SUM, "all_reduce: sparse tensors have a sum only");
+  // torch gives a view as real numbers; its sum has other entries, which would not come to the tensor itself.
+  TORCH_CHECK(!target.is_view() || !target._base().is_complex(),
+              "all_reduce: a complex sparse tensor keeps its own entries (rule: sum its real and its imaginary part, a tensor each)");
   const at::NoGradGuard no_grad;
   const at::Tensor own = target.coalesce();
   return submit(c10d::OpType::ALLREDUCE, "shm:all_reduce", tensors, tensors, options.timeout, options.asyncOp,
