@@ -52,7 +52,9 @@ def _create(given: Any, _options: Any) -> Any:
     return make_backend(given.store, given.group_rank, global_ranks, timeout_s)
 
 
-def make_backend(store: Any, rank: int, global_ranks: list[int], timeout_s: float) -> Any:
+def make_backend(
+    store: Any, rank: int, global_ranks: list[int], timeout_s: float, *, comes_within_timeout: bool = False
+) -> Any:
     """Return the backend for one group, gloo's where its ranks cannot share memory; the extension calls this for a split.
 
     Args:
@@ -60,12 +62,13 @@ def make_backend(store: Any, rank: int, global_ranks: list[int], timeout_s: floa
         rank: This process's rank in the group.
         global_ranks: Global ranks by group rank.
         timeout_s: How long an operation may wait [s].
+        comes_within_timeout: Every rank makes the group within that time, too; otherwise within the store's.
     """
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        attached = attach(store, rank, global_ranks)
+        attached = attach(store, rank, global_ranks, timeout if comes_within_timeout else None)
     except CannotAttachError as error:
         _tell(error, rank)
-        timeout = datetime.timedelta(seconds=timeout_s)
         return ProcessGroupGloo(store, rank, len(global_ranks), timeout=timeout)
     return attached.extension.ShmBackend(
         segment=attached.segment,

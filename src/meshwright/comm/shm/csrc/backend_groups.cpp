@@ -42,7 +42,8 @@ Ref<c10d::Backend> ShmBackend::split(const Ref<c10d::Store>& store, const std::v
   const auto timeout = options ? options->timeout : options_->timeout;
   const pybind11::gil_scoped_acquire gil;
   return pybind11::module_::import("meshwright.comm.shm.backend")
-      .attr("make_backend")(store, found - ranks.begin(), global_ranks, static_cast<double>(timeout.count()) / 1e3)
+      .attr("make_backend")(store, found - ranks.begin(), global_ranks, static_cast<double>(timeout.count()) / 1e3,
+                            pybind11::arg("comes_within_timeout") = true)
       .cast<Ref<c10d::Backend>>();
 }
 
