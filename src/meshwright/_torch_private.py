@@ -306,7 +306,7 @@ def offer_monitored_barrier(backend: str) -> None:
         if distributed_c10d._rank_not_in_group(group):
             return torchs(group, timeout, wait_all_ranks)
         chosen: Any = distributed_c10d._get_default_group() if group is None else group
-        if distributed_c10d.get_backend(chosen) == "gloo" or cpu_backend_name(chosen) not in (backend, "gloo"):
+        if f"cpu:{backend}" not in distributed_c10d.get_backend_config(chosen).split(","):
             return torchs(group, timeout, wait_all_ranks)
         limit = cpu_backend(chosen).options._timeout if timeout is None else timeout
         if not isinstance(limit, datetime.timedelta):
