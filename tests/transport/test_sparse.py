@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright import testing
 
 
-def _part(member: int, dense: tuple[int, ...], dtype: torch.dtype, count: int) -> torch.Tensor:
-    """A tensor of 50 x 7 and dense dims; not coalesced, and without an entry where `count` is 0."""
+def _part(
+    member: int, dense: tuple[int, ...], dtype: torch.dtype, count: int, shape: tuple[int, ...] = (50, 7)
+) -> torch.Tensor:
+    """A tensor of this shape and dense dims; not coalesced, and without an entry where `count` is 0."""
     generator = torch.Generator().manual_seed(member * 7 + count)
-    where = torch.stack([torch.randint(0, size, (count,), generator=generator) for size in (50, 7)])
+    where = torch.stack([torch.randint(0, size, (count,), generator=generator) for size in shape])
     entries = torch.randint(-9, 9, (count, *dense), generator=generator).to(dtype)
-    return torch.sparse_coo_tensor(where, entries, (50, 7, *dense), check_invariants=True)
+    return torch.sparse_coo_tensor(where, entries, (*shape, *dense), check_invariants=True)
 
 
 def _sums() -> Report:
@@ -44,6 +46,22 @@ def _sums() -> Report:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_sum_of_sparse_tensors(num_ranks: int) -> None:
     assert_reports(testing.run_ranks(_sums, num_ranks), at_least=num_ranks * 96)
+
+
+def _large_sums() -> Report:
+    report = Report()
+    with backends.groups_of([range(2)]) as (group,):
+        assert group is not None
+        for counts in ((200_000, 7), (3, 150_000), (120_000, 120_000)):
+            parts = [_part(member, (), torch.float64, counts[member], (2000, 300)) for member in range(2)]
+            mine = parts[group.rank()].clone()
+            dist.all_reduce(mine, group=group)
+            report.bits(f"{counts}", mine.to_dense(), parts[0].to_dense() + parts[1].to_dense())
+    return report
+
+
+def test_the_sum_of_sparse_tensors_larger_than_a_slot() -> None:
+    assert_reports(testing.run_ranks(_large_sums, 2), at_least=6)
 
 
 def _refused() -> Report:
