@@ -27,9 +27,9 @@ from typing import Any
 
 import blocks
 import psutil
+import tables
 
 import meshwright as mw
-import report
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -223,8 +223,8 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     about = environment()
     rows, starts = measure(arguments)
-    lines = [line for row in rows for line in report.comparisons(row)]
-    print(report.table(lines, arguments.left))
+    lines = [line for row in rows for line in tables.comparisons(row)]
+    print(tables.table(lines, arguments.left))
     options = {**vars(arguments), "out": None}
     everything = {"options": options, "environment": about, "starts": starts, "summary": lines, "cases": rows}
     arguments.out.write_text(json.dumps(everything, indent=1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -53,6 +55,7 @@ __all__ = [
     "is_in_backward",
     "keep_forever",
     "num_users",
+    "offer_monitored_barrier",
     "pytree",
     "run_backward",
     "set_worker_info",
@@ -284,3 +287,31 @@ def keep_forever(*objects: object) -> None:
     """Keep these alive forever: the destructor of a group waits for its exchanges."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def offer_monitored_barrier(backend: str) -> None:
+    """Have `dist.monitored_barrier` take groups of this backend, too: torch's own asks for the name "gloo".
+
+    Args:
+        backend: The name that the groups were made with; those that got gloo in its place are taken as well.
+    """
+    torchs = distributed_c10d.monitored_barrier
+
+    @functools.wraps(torchs)
+    def monitored_barrier(
+        group: ProcessGroup | None = None,
+        timeout: datetime.timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        if distributed_c10d._rank_not_in_group(group):
+            return torchs(group, timeout, wait_all_ranks)
+        chosen: Any = distributed_c10d._get_default_group() if group is None else group
+        if f"cpu:{backend}" not in distributed_c10d.get_backend_config(chosen).split(","):
+            return torchs(group, timeout, wait_all_ranks)
+        limit = cpu_backend(chosen).options._timeout if timeout is None else timeout
+        if not isinstance(limit, datetime.timedelta):
+            limit = datetime.timedelta(seconds=limit)
+        return chosen.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    for module in (distributed_c10d, torch.distributed):
+        vars(module)["monitored_barrier"] = monitored_barrier

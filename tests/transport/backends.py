@@ -38,8 +38,9 @@ TIMEOUT_S = 30.0
 DEADLINE_S = 40.0
 """How long a rank may work on its groups: then it writes down where it stands and ends, and with it the test."""
 
-# Kinds where gloo refuses what torch itself allows: sizes that differ from rank to rank, and results that are stacked.
-_NOT_IN_GLOO = ("all_gather_uneven", "all_to_all_uneven", "all_gather_stacked")
+# Kinds where gloo refuses what torch itself allows (sizes that differ from rank to rank, results that are stacked), or ends the
+# process where a call is wrong.
+_NOT_IN_GLOO = ("all_gather_uneven", "all_to_all_uneven", "all_gather_stacked", "all_gather_coalesced", "special")
 # Kinds where gloo heeds strides. In all others it reads and writes as if there were none: wrong values, without an error.
 _STRIDES_IN_GLOO = ("all_gather", "all_gather_tensor", "gather", "all_to_all", "reduce_scatter_tensor")
 

@@ -167,6 +167,21 @@ def _all_gather(call: Call, num: int, me: int, *, uneven: bool = False) -> Job:
     return Job(call, start, [mine], outputs, lambda: [call.part(m, 0, rows[m]) for m in range(num)])
 
 
+def _all_gather_coalesced(call: Call, num: int, me: int) -> Job:
+    """Two tensors of other sizes; the room for them is given rank by rank."""
+    rows = [[call.rows(index, member) for index in range(2)] for member in range(num)]
+    mine = [place(call.part(me, index, rows[me][index]), call.input_layout) for index in range(2)]
+    outputs = [_blank(call, rows[member][index]) for member in range(num) for index in range(2)]
+
+    def start(group: dist.ProcessGroup, async_op: bool) -> Any:
+        room = [placed.tensor for placed in outputs]
+        lists = [room[2 * member : 2 * member + 2] for member in range(num)]
+        work = group.allgather_coalesced(lists, [placed.tensor for placed in mine])
+        return work if async_op else work.wait()
+
+    return Job(call, start, mine, outputs, lambda: [call.part(m, i, rows[m][i]) for m in range(num) for i in range(2)])
+
+
 def _all_gather_tensor(call: Call, num: int, me: int, *, stacked: bool = False) -> Job:
     mine = place(call.part(me), call.input_layout)
     join = torch.stack if stacked else torch.cat
@@ -258,6 +273,7 @@ KINDS: dict[str, Callable[..., Job]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_uneven": lambda *a: _all_gather(*a, uneven=True),
+    "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_tensor": _all_gather_tensor,
     "all_gather_stacked": lambda *a: _all_gather_tensor(*a, stacked=True),
     "reduce_scatter": _reduce_scatter,

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.transport import backends
-from tests.transport.collectives import Call, prepare
+from tests.transport.collectives import Call, gather_single, prepare
 from tests.transport.layouts import place
 from tests.transport.programs import Program, Step, make_program
-from tests.transport.values import Report
+from tests.transport.values import Report, draw, values
 
 MOST_OPEN = 12  # operations under way at once on one rank
 
@@ -284,8 +284,59 @@ class _Player:
 
         return _Open(index, index, _nothing, check)
 
+    def _sparse(self, index: int, step: Step, group: dist.ProcessGroup) -> _Open:
+        dtype = (torch.int64, torch.float64, torch.float32)[step.tag % 3]
+        mine = _sparse_part(step.tag, group.rank(), dtype)
+        work = dist.all_reduce(mine, group=group, async_op=step.is_async)
+
+        def check(report: Report, label: str) -> None:
+            right = sum(_sparse_part(step.tag, member, dtype).to_dense() for member in range(group.size()))
+            report.bits(f"{label}, {dtype}", mine.to_dense(), right)
+
+        return _Open(index, index, work.wait if step.is_async else _nothing, check)
+
+    def _refused(self, index: int, step: Step, group: dist.ProcessGroup) -> _Open:
+        num, data = group.size(), torch.ones(4)
+        calls = (
+            lambda: group.recv([data], num + step.tag % 3, 0).wait(),
+            lambda: group.send([data], num, 0).wait(),
+            lambda: gather_single(torch.ones(4 * num, dtype=torch.int32), data, group=group),
+            lambda: dist.all_to_all_single(data, data, [5, -1] + [0] * (num - 2), [4] + [0] * (num - 1), group=group),
+        )
+        text = ""
+        try:
+            calls[step.tag % (4 if num > 1 else 3)]()
+        except RuntimeError as error:
+            text = str(error)
+        return _Open(index, index, _nothing, lambda report, label: report.true(label, "rule: " in text, text))
+
+    def _monitored(self, index: int, step: Step, group: dist.ProcessGroup) -> _Open:
+        dist.monitored_barrier(group)
+        return _Open(index, index, _nothing, _unchecked)
+
+    def _split(self, index: int, step: Step, group: dist.ProcessGroup) -> _Open:
+        me, num = group.rank(), group.size()
+        ranks = list(range(step.tag % num, num))
+        part = group.split_group(ranks)
+        total = torch.tensor([me])
+        if part is not None:
+            part.allreduce([total]).wait()
+            part.shutdown()
+        right = sum(ranks) if me in ranks else me
+        return _Open(index, index, _nothing, lambda report, label: report.equal(label, total.item(), right))
+
     def _count(self, *placed: Any) -> None:
         self.played.tensor_bytes += sum(entry.tensor.nbytes for entry in placed)
+
+
+def _sparse_part(seed: int, member: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of small whole numbers, whose sums are exact; with entries twice, and on some ranks with none."""
+    count = 0 if (seed + member) % 5 == 0 else draw((seed, member), 400)
+    where = torch.stack(
+        [values((seed, member, dim), (count,), torch.int64).remainder(size) for dim, size in ((0, 40), (1, 9))]
+    )
+    entries = values((seed, member, 2), (count, 2), torch.int64).remainder(100).to(dtype)
+    return torch.sparse_coo_tensor(where, entries, (40, 9, 2), check_invariants=True)
 
 
 def _nothing() -> None:

@@ -40,7 +40,7 @@ class Step:
     """What some ranks do at one place of the program."""
 
     kind: str
-    """collective, coalesced, send, receive, any_source, batch, barrier or objects"""
+    """collective, coalesced, send, receive, any_source, batch, barrier, objects, sparse, refused, monitored or split"""
     group: int
     calls: tuple[Call, ...] = ()
     is_async: bool = False
@@ -180,10 +180,18 @@ class _Maker:
         is_async = kind == "barrier" and self.random.random() < 0.5
         self.add(place, Step(kind=kind, group=group, root=root, is_async=is_async, tag=next(self.numbers)))
 
+    def special(self, place: int) -> None:
+        """What is called seldom: sums of sparse tensors, calls that every rank refuses, groups that are split."""
+        kind = self.random.choice(["sparse", "sparse", "refused", "refused", "monitored", "split"])
+        is_async = kind == "sparse" and self.random.random() < 0.6
+        self.add(place, Step(kind=kind, group=self.some_group(), is_async=is_async, tag=next(self.numbers)))
+
     def make(self) -> Program:
         makers = (
             [self.collective] * 10 + [self.messages] * 2 + [self.coalesced, self.any_source, self.batch, self.simple]
         )
+        if self.takes_kind("special"):
+            makers.append(self.special)
         place = 0
         while len(self.placed) < self.num_steps:
             self.random.choice(makers)(place)

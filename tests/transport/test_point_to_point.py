@@ -360,3 +360,30 @@ def _is_completed(group: dist.ProcessGroup, me: int, num: int, report: Report) -
 
 def test_a_receive_is_done_when_its_message_is_there() -> None:
     assert_reports(testing.run_ranks(_world, 2, _is_completed), at_least=2)
+
+
+def _thousands(count: int) -> Report:
+    report = Report()
+    with backends.groups_of([range(2)]) as (group,):
+        assert group is not None
+        if group.rank() == 0:
+            for work in [dist.isend(torch.tensor([tag]), group_dst=1, group=group, tag=tag) for tag in range(count)]:
+                assert work is not None
+                work.wait()
+        else:
+            room = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+            # The last one sent is asked for first; every third from whoever sends it.
+            works = [
+                dist.irecv(room[tag], group_src=None if tag % 3 == 0 else 0, group=group, tag=tag)
+                for tag in reversed(range(count))
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+            report.equal("values", torch.cat(room).tolist(), list(range(count)))
+    return report
+
+
+@pytest.mark.skipif(backends.IS_GLOO, reason="a receive from any source is the only one of its kind at a time")
+def test_thousands_of_receives_in_reverse() -> None:
+    assert_reports(testing.run_ranks(_thousands, 2, 3000), at_least=1)

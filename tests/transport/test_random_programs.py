@@ -31,6 +31,7 @@ def test_programs_have_everything_in_them() -> None:
     made = [make_program(seed, 8) for seed in range(30)]
     steps = [step for program in made for step in program.steps]
     kinds = {"collective", "coalesced", "send", "receive", "any_source", "batch", "barrier", "objects"}
+    kinds |= {"sparse", "refused", "monitored", "split"}
     assert {step.kind for step in steps} == kinds
     calls = [step.calls[0] for step in steps if step.kind == "collective"]
     assert {call.kind for call in calls} == set(programs.KINDS)

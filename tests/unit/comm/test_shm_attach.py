@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ class Extension:
             self.rank, self.nonce, self.create, self.inode = rank, nonce, create, os.fstat(file).st_ino
 
 
-def run(size: int, before: Callable[[int], None] = lambda rank: None) -> list[Attached | CannotAttachError]:
+def run(
+    size: int, before: Callable[[int], None] = lambda rank: None, store: HashStore | None = None
+) -> list[Attached | CannotAttachError]:
     """Let ranks attach, and return what each got."""
-    store = HashStore()
+    store = store or HashStore()
 
     def rank_of(rank: int) -> Attached | CannotAttachError:
         _local.rank = rank
@@ -67,6 +70,33 @@ def test_all_get_the_segment_of_rank_0() -> None:
     assert len({segment.nonce for segment in segments}) == 1
     # The segment's file itself is closed: nobody else can come to it.
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _close(found: Sequence[object]) -> list[int]:
+    """Close what the ranks got; returns the nonces of their segments."""
+    nonces = []
+    for attached in found:
+        assert isinstance(attached, Attached)
+        nonces.append(attached.segment.nonce)
+        for file in attached.process_files:
+            if file >= 0:
+                os.close(file)
+    return nonces
+
+
+def test_a_store_that_saw_a_group_before_gives_the_next_one_its_own_segment() -> None:
+    """Under torchrun the agent's store stays when a group is destroyed and made again."""
+    store = HashStore()
+    first, second = _close(run(2, store=store)), _close(run(2, store=store))
+    assert first[0] == first[1] != second[0] == second[1]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_what_a_group_left_in_the_store_is_not_taken_for_a_rank_that_has_not_come(early: int) -> None:
+    store = HashStore()
+    _close(run(2, store=store))
+    with pytest.raises(RuntimeError, match=f"rank {11 - early} did not come to a group of 2: .*[Tt]imeout"):
+        attach(store, early, [10, 11], datetime.timedelta(milliseconds=50))
 
 
 def check_refused(found: list[Any], reason: str, *, is_expected: bool = False) -> None:

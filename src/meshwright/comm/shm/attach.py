@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import json
 import os
@@ -63,18 +64,25 @@ class _Card:
     nonce: int = 0
 
 
-def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
+def attach(
+    store: Store, rank: int, global_ranks: Sequence[int], wait_at_most: datetime.timedelta | None = None
+) -> Attached:
     """Return the group's segment; every rank of the group calls this, and all succeed or none does.
 
     Args:
         store: The group's store.
         rank: This process's rank in the group.
         global_ranks: Global ranks by group rank.
+        wait_at_most: For one rank; None: the store's own timeout.
 
     Raises:
         CannotAttachError: On every rank, with one reason.
+        RuntimeError: A rank did not come within that time, or the store is gone; the text names the rank.
     """
     size = len(global_ranks)
+    # A store may outlive a group and see another of the same name, under torchrun for example: what is left of the first is
+    # not of the second. Each rank counts for itself, since all of them make the same groups.
+    life = store.add(f"shm/lives/{rank}", 1)
     extension, file, segment, problem = None, -1, None, ""
     nonce = secrets.randbits(63)
     shape = {
@@ -93,7 +101,8 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
         problem = str(error)
     process_files: list[int] = []
     try:
-        cards = _exchange(store, "card", rank, size, _Card(_place(), os.getpid(), problem, file, nonce))
+        own = _Card(_place(), os.getpid(), problem, file, nonce)
+        cards = _exchange(store, f"{life}/card", rank, global_ranks, own, wait_at_most=wait_at_most)
         _refuse(cards, global_ranks)
         problem = ""
         try:
@@ -103,7 +112,8 @@ def attach(store: Store, rank: int, global_ranks: Sequence[int]) -> Attached:
                 segment = _open(extension, cards[0], shape)
         except (RuntimeError, OSError) as error:
             problem = f"rank {global_ranks[rank]} cannot reach the segment of rank {global_ranks[0]}: {error}"
-        problems = _exchange(store, "attached", rank, size, _Card("", 0, problem))
+        own = _Card("", 0, problem)
+        problems = _exchange(store, f"{life}/attached", rank, global_ranks, own, wait_at_most=wait_at_most)
         _refuse(problems, None)
     except BaseException:
         for each in process_files:
@@ -124,9 +134,26 @@ def _open(extension: Any, card: _Card, shape: dict[str, int]) -> Any:
         os.close(file)
 
 
-def _exchange(store: Store, name: str, rank: int, size: int, card: _Card) -> list[_Card]:
+def _exchange(
+    store: Store,
+    name: str,
+    rank: int,
+    global_ranks: Sequence[int],
+    card: _Card,
+    *,
+    wait_at_most: datetime.timedelta | None,
+) -> list[_Card]:
     store.set(f"shm/{name}/{rank}", json.dumps(dataclasses.asdict(card)))
-    return [_Card(**json.loads(store.get(f"shm/{name}/{peer}"))) for peer in range(size)]
+    cards = []
+    for peer, global_rank in enumerate(global_ranks):
+        key = f"shm/{name}/{peer}"
+        try:
+            if wait_at_most is not None:
+                store.wait([key], wait_at_most)
+            cards.append(_Card(**json.loads(store.get(key))))
+        except RuntimeError as error:
+            raise type(error)(f"rank {global_rank} did not come to a group of {len(global_ranks)}: {error}") from error
+    return cards
 
 
 def _refuse(cards: Sequence[_Card], global_ranks: Sequence[int] | None) -> None:

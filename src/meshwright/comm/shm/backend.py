@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright._torch_private import ProcessGroupGloo
+from meshwright._torch_private import ProcessGroupGloo, offer_monitored_barrier
 from meshwright.comm.shm.attach import CannotAttachError, attach
 from meshwright.comm.shm.build import loaded_extension
 from meshwright.host import usable_cores
@@ -30,6 +30,7 @@ def register_shm() -> None:
     """
     if not hasattr(dist.Backend, "SHM"):
         dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+        offer_monitored_barrier("shm")
         atexit.register(_leave_all)
 
 
@@ -45,21 +46,36 @@ def _leave_all() -> None:
 
 def _create(given: Any, _options: Any) -> Any:
     """Return the backend for one group; torch.distributed calls this on every rank of it."""
-    timeout = (
-        given.timeout if isinstance(given.timeout, datetime.timedelta) else datetime.timedelta(seconds=given.timeout)
-    )
+    timeout = given.timeout
+    timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
     global_ranks = list(given.global_ranks_in_group) or list(range(given.group_size))
+    return make_backend(given.store, given.group_rank, global_ranks, timeout_s)
+
+
+def make_backend(
+    store: Any, rank: int, global_ranks: list[int], timeout_s: float, *, comes_within_timeout: bool = False
+) -> Any:
+    """Return the backend for one group, gloo's where its ranks cannot share memory; the extension calls this for a split.
+
+    Args:
+        store: The group's store.
+        rank: This process's rank in the group.
+        global_ranks: Global ranks by group rank.
+        timeout_s: How long an operation may wait [s].
+        comes_within_timeout: Every rank makes the group within that time, too; otherwise within the store's.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        attached = attach(given.store, given.group_rank, global_ranks)
+        attached = attach(store, rank, global_ranks, timeout if comes_within_timeout else None)
     except CannotAttachError as error:
-        _tell(error, given.group_rank)
-        return ProcessGroupGloo(given.store, given.group_rank, given.group_size, timeout=timeout)
+        _tell(error, rank)
+        return ProcessGroupGloo(store, rank, len(global_ranks), timeout=timeout)
     return attached.extension.ShmBackend(
         segment=attached.segment,
         global_ranks=global_ranks,
         process_files=attached.process_files,
-        timeout_ms=max(1, round(timeout.total_seconds() * 1000)),
-        crowded=_num_ranks_here(given.group_size) > usable_cores(),
+        timeout_ms=max(1, round(timeout_s * 1000)),
+        crowded=_num_ranks_here(len(global_ranks)) > usable_cores(),
     )
 
 

@@ -41,23 +41,27 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
       waiter_(*segment_, settings.process_files, settings.global_ranks),
       collectives_(*segment_, waiter_),
       messages_(*segment_, waiter_),
-      lane_(std::make_unique<Lane>(caller_, background_)),
-      server_(std::make_unique<Server>()) {
+      lane_(std::make_shared<Lane>(caller_, background_)),
+      server_(std::make_shared<Server>()) {
   std::lock_guard<std::mutex> held(all().lock);
   all().backends.insert(this);
 }
 
 ShmBackend::~ShmBackend() {
+  release_resources();
+  if (is_forked()) {
+    // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
+    new std::shared_ptr<Lane>(std::move(lane_));
+    new std::shared_ptr<Server>(std::move(server_));
+  }
+}
+
+void ShmBackend::release_resources() {
   {
     std::lock_guard<std::mutex> held(all().lock);
     all().backends.erase(this);
   }
   shutdown();
-  if (is_forked()) {
-    // The parent's threads wait on these, for ever as far as this process can see; to destroy them would wait for that.
-    (void)lane_.release();
-    (void)server_.release();
-  }
 }
 
 void ShmBackend::abort() {
@@ -66,15 +70,18 @@ void ShmBackend::abort() {
 
 void ShmBackend::shutdown() {
   if (is_forked()) return;  // the parent has not left
+  if (left_.exchange(true)) return;
   const WithoutGil without_gil;
   waiter_.stop(kLeft, rank_);
   lane_->stop();
+  std::thread ending;
   {
     std::lock_guard<std::mutex> held(server_->lock);
     server_->stopping = true;
+    ending.swap(server_->thread);
   }
   server_->wanted.notify_all();
-  if (server_->thread.joinable()) server_->thread.join();
+  join_or_detach(ending);
   messages_.abandon(LostPeer("this rank has left the group", rank_));
 }
 
@@ -83,17 +90,23 @@ void ShmBackend::leave_all() {
     ShmBackend* next = nullptr;
     {
       std::lock_guard<std::mutex> held(all().lock);
-      if (all().backends.empty()) return;
+      if (all().backends.empty()) break;
       next = *all().backends.begin();
       all().backends.erase(next);
     }
     next->shutdown();  // without the lock: callbacks run here
   }
+  const WithoutGil without_gil;
+  wait_for_detached();
 }
 
 void ShmBackend::tell_raised(uint64_t call) {
   std::lock_guard<std::mutex> held(all().lock);
   for (ShmBackend* backend : all().backends) backend->waiter_.tell_raised(call);
+}
+
+c10::weak_intrusive_ptr<ShmBackend> ShmBackend::weak() {
+  return c10::weak_intrusive_ptr<ShmBackend>(Ref<ShmBackend>::unsafe_reclaim_from_nonowning(this));
 }
 
 Deadline ShmBackend::deadline_after(milliseconds timeout) const {
@@ -127,10 +140,10 @@ LostPeer ShmBackend::fail(const LostPeer& error) {
   return reason();
 }
 
-Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList outputs, milliseconds timeout, bool async,
-                             Body body) {
+Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, const TensorList& inputs, TensorList outputs,
+                             milliseconds timeout, bool async, Body body) {
   refuse_if_lost();
-  auto work = c10::make_intrusive<ShmWork>(rank_, type, title, std::move(outputs));
+  auto work = c10::make_intrusive<ShmWork>(rank_, type, title, inputs, std::move(outputs));
   work->sequence_ = ++sequence_;
   work->body_ = [this, timeout, body = std::move(body)](Patience patience) {
     refuse_if_lost();
@@ -141,7 +154,9 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
     }
   };
   if (async) {
-    work->help_ = [this, raw = work.get()] {
+    work->help_ = [this, weak = weak(), raw = work.get()] {
+      const auto alive = weak.lock();  // a callback may drop the group while this thread is in it
+      if (!alive) return;              // it ended every work
       refuse_if_forked();
       lane_->help(*raw);
     };
@@ -155,6 +170,7 @@ Ref<Work> ShmBackend::submit(c10d::OpType type, const char* title, TensorList ou
 
 Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) {
   check_one(tensors, "all_reduce");
+  if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   c10d::AllreduceCoalescedOptions same;
   static_cast<c10d::AllreduceOptions&>(same) = options;
   return allreduce_coalesced(tensors, same);
@@ -162,6 +178,7 @@ Ref<Work> ShmBackend::allreduce(TensorList& tensors, const c10d::AllreduceOption
 
 // Tensors of one dtype travel as one, whatever memory each of them has.
 Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   auto dense = make_dense(tensors, true);
   premultiply(dense, options.reduceOp);
   std::map<std::pair<Kind, Reduction>, std::vector<Part>> parts;
@@ -171,7 +188,7 @@ Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::Allre
   }
   std::vector<std::tuple<Kind, Reduction, Pieces>> batches;
   for (auto& [key, members] : parts) batches.emplace_back(key.first, key.second, Pieces(std::move(members)));
-  return submit(c10d::OpType::ALLREDUCE, "shm:all_reduce", tensors, options.timeout, options.asyncOp,
+  return submit(c10d::OpType::ALLREDUCE, "shm:all_reduce", tensors, tensors, options.timeout, options.asyncOp,
                 [this, dense = std::move(dense), batches = std::move(batches)](const Terms& terms) {
                   for (const auto& [kind, reduction, pieces] : batches) collectives_.all_reduce(pieces, kind, reduction, terms);
                   give_back(dense);
@@ -180,11 +197,12 @@ Ref<Work> ShmBackend::allreduce_coalesced(TensorList& tensors, const c10d::Allre
 
 Ref<Work> ShmBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& options) {
   check_one(tensors, "reduce");
+  check_root("reduce", options.rootRank, options.rootTensor, size_);
   const Reduction reduction = reduction_of(options.reduceOp, tensors[0]);
   auto dense = make_dense(tensors, true);
   premultiply(dense, options.reduceOp);
   const int root = static_cast<int>(options.rootRank);
-  return submit(c10d::OpType::REDUCE, "shm:reduce", tensors, options.timeout, options.asyncOp,
+  return submit(c10d::OpType::REDUCE, "shm:reduce", tensors, tensors, options.timeout, options.asyncOp,
                 [this, dense = std::move(dense), reduction, root](const Terms& terms) {
                   const Elements elements = elements_of(dense[0].dense());
                   collectives_.reduce(dense[0].data(), elements.count, elements.kind, reduction, root, terms);
@@ -194,9 +212,10 @@ Ref<Work> ShmBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& opt
 
 Ref<Work> ShmBackend::broadcast(TensorList& tensors, const c10d::BroadcastOptions& options) {
   check_one(tensors, "broadcast");
+  check_root("broadcast", options.rootRank, options.rootTensor, size_);
   const int root = static_cast<int>(options.rootRank);
   auto dense = make_dense(tensors, rank_ == root);
-  return submit(c10d::OpType::BROADCAST, "shm:broadcast", tensors, options.timeout, options.asyncOp,
+  return submit(c10d::OpType::BROADCAST, "shm:broadcast", tensors, tensors, options.timeout, options.asyncOp,
                 [this, dense = std::move(dense), root](const Terms& terms) {
                   collectives_.broadcast(dense[0].part(), root, terms);
                   if (rank_ != root) give_back(dense);
@@ -208,12 +227,14 @@ Ref<Work> ShmBackend::gather_all(TensorList outputs, std::vector<TensorList> par
                                  const c10d::AllgatherOptions& options) {
   TORCH_CHECK(parts.size() == inputs.size(), "all_gather: ", inputs.size(), " inputs for ", parts.size(), " outputs");
   std::vector<std::vector<Dense>> targets;
-  for (const TensorList& part : parts) {
-    TORCH_CHECK(static_cast<int>(part.size()) == size_, "all_gather: ", part.size(), " outputs for ", size_, " ranks");
-    targets.push_back(make_dense(part, false));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const TensorList input{inputs[i]};
+    TORCH_CHECK(static_cast<int>(parts[i].size()) == size_, "all_gather: ", parts[i].size(), " outputs for ", size_, " ranks");
+    check_dtypes("all_gather", {&input, &parts[i]});
+    targets.push_back(make_dense(parts[i], false));
   }
   auto sources = make_dense(inputs, true);
-  return submit(type, "shm:all_gather", std::move(outputs), options.timeout, options.asyncOp,
+  return submit(type, "shm:all_gather", inputs, std::move(outputs), options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
                   for (size_t i = 0; i < sources.size(); ++i) {
                     collectives_.all_gather(sources[i].const_part(), parts_of(targets[i]), terms);
@@ -229,7 +250,16 @@ Ref<Work> ShmBackend::allgather(std::vector<TensorList>& outputs, TensorList& in
 
 Ref<Work> ShmBackend::allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
                                           const c10d::AllgatherOptions& options) {
-  return gather_all(joined(outputs), outputs, inputs, c10d::OpType::ALLGATHER_COALESCED, options);
+  // Given as outputs[rank][i], where all_gather has outputs[i][rank].
+  TORCH_CHECK(static_cast<int>(outputs.size()) == size_, "all_gather_coalesced: ", outputs.size(), " lists of outputs for ",
+              size_, " ranks");
+  std::vector<TensorList> parts(inputs.size());
+  for (const TensorList& of_rank : outputs) {
+    TORCH_CHECK(of_rank.size() == inputs.size(), "all_gather_coalesced: ", of_rank.size(), " outputs of a rank for ",
+                inputs.size(), " inputs");
+    for (size_t i = 0; i < inputs.size(); ++i) parts[i].push_back(of_rank[i]);
+  }
+  return gather_all(joined(outputs), std::move(parts), inputs, c10d::OpType::ALLGATHER_COALESCED, options);
 }
 
 Ref<Work> ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
@@ -240,13 +270,14 @@ Ref<Work> ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input, con
 Ref<Work> ShmBackend::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                       const c10d::AllgatherOptions& options) {
   TORCH_CHECK(outputs.size() == inputs.size(), "all_gather: ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+  check_pairs("all_gather", inputs, outputs);
   auto targets = make_dense(outputs, false);
   auto sources = make_dense(inputs, true);
   for (size_t i = 0; i < sources.size(); ++i) {
     TORCH_CHECK(targets[i].bytes() == sources[i].bytes() * size_, "all_gather: an output of ", targets[i].bytes(),
                 " bytes for ", size_, " inputs of ", sources[i].bytes());
   }
-  return submit(c10d::OpType::_ALLGATHER_BASE, "shm:all_gather", outputs, options.timeout, options.asyncOp,
+  return submit(c10d::OpType::_ALLGATHER_BASE, "shm:all_gather", inputs, outputs, options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
                   for (size_t i = 0; i < sources.size(); ++i) {
                     std::vector<Part> parts;
@@ -263,11 +294,12 @@ Ref<Work> ShmBackend::reduce_scatter(TensorList& outputs, std::vector<TensorList
                                      const c10d::ReduceScatterOptions& options) {
   check_one(outputs, "reduce_scatter");
   TORCH_CHECK(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_, "reduce_scatter: it takes ", size_, " inputs");
+  check_dtypes("reduce_scatter", {&inputs[0], &outputs});
   const Reduction reduction = reduction_of(options.reduceOp, outputs[0]);
   auto targets = make_dense(outputs, false);
   auto sources = make_dense(inputs[0], true);
   premultiply(sources, options.reduceOp);
-  return submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", outputs, options.timeout, options.asyncOp,
+  return submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", inputs[0], outputs, options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources), reduction](const Terms& terms) {
                   collectives_.reduce_scatter(const_parts_of(sources), targets[0].part(), elements_of(targets[0].dense()).kind,
                                               reduction, terms);
@@ -283,6 +315,7 @@ Ref<Work> ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input
 Ref<Work> ShmBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                       const c10d::ReduceScatterOptions& options) {
   TORCH_CHECK(outputs.size() == inputs.size(), "reduce_scatter: ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+  check_pairs("reduce_scatter", inputs, outputs);
   std::vector<Reduction> reductions;
   for (const at::Tensor& output : outputs) reductions.push_back(reduction_of(options.reduceOp, output));
   auto targets = make_dense(outputs, false);
@@ -292,7 +325,7 @@ Ref<Work> ShmBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, Tenso
     TORCH_CHECK(sources[i].bytes() == targets[i].bytes() * size_, "reduce_scatter: an input of ", sources[i].bytes(),
                 " bytes for ", size_, " outputs of ", targets[i].bytes());
   }
-  return submit(c10d::OpType::_REDUCE_SCATTER_BASE, "shm:reduce_scatter", outputs, options.timeout, options.asyncOp,
+  return submit(c10d::OpType::_REDUCE_SCATTER_BASE, "shm:reduce_scatter", inputs, outputs, options.timeout, options.asyncOp,
                 [this, targets = std::move(targets), sources = std::move(sources),
                  reductions = std::move(reductions)](const Terms& terms) {
                   for (size_t i = 0; i < sources.size(); ++i) {
@@ -318,81 +351,8 @@ void ShmBackend::reduce_slices(const TensorList& tensors, const std::vector<int6
   std::vector<size_t> byte_ends;
   for (const int64_t end : ends) byte_ends.push_back(static_cast<size_t>(end) * size_of(kind));
   const Pieces pieces(std::move(parts));
-  submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", tensors, c10d::kUnsetTimeout, false,
+  submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", tensors, tensors, c10d::kUnsetTimeout, false,
          [&](const Terms& terms) { collectives_.reduce_slices(pieces, byte_ends, kind, Reduction::kSum, terms); });
-}
-
-Ref<Work> ShmBackend::gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& options) {
-  check_one(inputs, "gather");
-  const int root = static_cast<int>(options.rootRank);
-  auto targets = make_dense(rank_ == root ? joined(outputs) : TensorList{}, false);
-  TORCH_CHECK(rank_ != root || static_cast<int>(targets.size()) == size_, "gather: ", targets.size(), " outputs for ", size_,
-              " ranks");
-  auto source = make_dense(inputs, true);
-  for (const Dense& target : targets) {
-    TORCH_CHECK(target.bytes() == source[0].bytes(), "gather: an output of ", target.bytes(), " bytes for an input of ",
-                source[0].bytes());
-  }
-  return submit(c10d::OpType::GATHER, "shm:gather", joined(outputs), options.timeout, options.asyncOp,
-                [this, targets = std::move(targets), source = std::move(source), root](const Terms& terms) {
-                  collectives_.gather(source[0].const_part(), parts_of(targets), root, terms);
-                  give_back(targets);
-                });
-}
-
-Ref<Work> ShmBackend::scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& options) {
-  check_one(outputs, "scatter");
-  const int root = static_cast<int>(options.rootRank);
-  auto sources = make_dense(rank_ == root ? joined(inputs) : TensorList{}, true);
-  TORCH_CHECK(rank_ != root || static_cast<int>(sources.size()) == size_, "scatter: ", sources.size(), " inputs for ", size_,
-              " ranks");
-  auto target = make_dense(outputs, false);
-  for (const Dense& source : sources) {
-    TORCH_CHECK(source.bytes() == target[0].bytes(), "scatter: an input of ", source.bytes(), " bytes for an output of ",
-                target[0].bytes());
-  }
-  return submit(c10d::OpType::SCATTER, "shm:scatter", outputs, options.timeout, options.asyncOp,
-                [this, target = std::move(target), sources = std::move(sources), root](const Terms& terms) {
-                  collectives_.scatter(const_parts_of(sources), target[0].part(), root, terms);
-                  give_back(target);
-                });
-}
-
-Ref<Work> ShmBackend::alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) {
-  TORCH_CHECK(static_cast<int>(outputs.size()) == size_ && static_cast<int>(inputs.size()) == size_, "all_to_all: it takes ",
-              size_, " inputs and outputs");
-  auto targets = make_dense(outputs, false);
-  auto sources = make_dense(inputs, true);
-  return submit(c10d::OpType::ALLTOALL, "shm:all_to_all", outputs, options.timeout, options.asyncOp,
-                [this, targets = std::move(targets), sources = std::move(sources)](const Terms& terms) {
-                  collectives_.all_to_all(const_parts_of(sources), parts_of(targets), terms);
-                  give_back(targets);
-                });
-}
-
-Ref<Work> ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                                    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  auto targets = make_dense({output}, false);
-  auto sources = make_dense({input}, true);
-  auto outputs = cut(targets[0], output_splits, size_, "all_to_all");
-  auto inputs = const_cut(sources[0], input_splits, size_, "all_to_all");
-  return submit(c10d::OpType::ALLTOALL_BASE, "shm:all_to_all", {output}, options.timeout, options.asyncOp,
-                [this, targets = std::move(targets), sources = std::move(sources), outputs = std::move(outputs),
-                 inputs = std::move(inputs)](const Terms& terms) {
-                  collectives_.all_to_all(inputs, outputs, terms);
-                  give_back(targets);
-                });
-}
-
-Ref<Work> ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return submit(c10d::OpType::BARRIER, "shm:barrier", {}, options.timeout, options.asyncOp,
-                [this](const Terms& terms) { collectives_.barrier(terms); });
-}
-
-// A barrier that names who is missing; so does every barrier here, and all of them.
-void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) {
-  submit(c10d::OpType::BARRIER, "shm:monitored_barrier", {}, options.timeout, false,
-         [this](const Terms& terms) { collectives_.barrier(terms); });
 }
 
 }  // namespace meshwright

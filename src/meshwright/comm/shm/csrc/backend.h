@@ -34,6 +34,8 @@ class ShmBackend : public c10d::Backend {
  public:
   ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings);
   ~ShmBackend() override;
+  // The group's end comes with its last owner; works may still keep this object's memory.
+  void release_resources() override;
 
   const std::string getBackendName() const override { return "shm"; }
   Ref<Options> getBackendOptions() override { return options_; }
@@ -69,6 +71,8 @@ class ShmBackend : public c10d::Backend {
   Ref<Work> alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& options) override;
   Ref<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  bool supportsSplitting() const override { return true; }
+  Ref<Backend> split(const Ref<c10d::Store>& store, const std::vector<int>& ranks, const Ref<Options>& options) override;
   Ref<Work> barrier(const c10d::BarrierOptions& options) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
   Ref<Work> send(TensorList& tensors, int target, int tag) override;
@@ -79,13 +83,19 @@ class ShmBackend : public c10d::Backend {
   using Body = std::function<void(const Terms&)>;
 
   // Run a collective in the lane: at once where the caller waits anyway, else when its turn comes.
-  Ref<Work> submit(c10d::OpType type, const char* title, TensorList outputs, std::chrono::milliseconds timeout, bool async,
-                   Body body);
+  // `inputs` are what a profiler shows, `outputs` what the work results in.
+  Ref<Work> submit(c10d::OpType type, const char* title, const TensorList& inputs, TensorList outputs,
+                   std::chrono::milliseconds timeout, bool async, Body body);
   Ref<Work> gather_all(TensorList outputs, std::vector<TensorList> parts, TensorList inputs, c10d::OpType type,
                        const c10d::AllgatherOptions& options);
   Ref<Work> scatter_sums(TensorList outputs, std::vector<TensorList> inputs, c10d::OpType type,
                          const c10d::ReduceScatterOptions& options);
+  // The sum of sparse tensors, coalesced, as gloo has it.
+  Ref<Work> allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& options);
+  at::Tensor sum_sparse(const at::Tensor& own, const Terms& terms);
   Ref<Work> exchange(TensorList& tensors, bool is_send, int peer, int tag);
+  // For what may outlive the group: works, and the threads that run callbacks, which may destroy it.
+  c10::weak_intrusive_ptr<ShmBackend> weak();
   Deadline deadline_after(std::chrono::milliseconds timeout) const;
   // A forked child has this object, but none of its threads, and the rank's words in the segment are its parent's.
   bool is_forked() const { return num_forks() != forks_at_birth_; }
@@ -94,7 +104,7 @@ class ShmBackend : public c10d::Backend {
   LostPeer reason() const;
   // End everything; returns why the group is lost, which is the first reason that anybody gave.
   LostPeer fail(const LostPeer& error);
-  void serve_messages();
+  void serve_messages(const c10::weak_intrusive_ptr<ShmBackend>& weak);
 
   std::shared_ptr<Segment> segment_;
   Ref<Options> options_;
@@ -103,8 +113,9 @@ class ShmBackend : public c10d::Backend {
   Waiter waiter_;
   Collectives collectives_;
   Messages messages_;
-  std::unique_ptr<Lane> lane_;
+  std::shared_ptr<Lane> lane_;  // its threads hold it, too
   std::atomic<uint64_t> sequence_{0};
+  std::atomic<bool> left_{false};
 
   mutable std::mutex failure_lock_;
   std::optional<LostPeer> failure_;  // why the group is lost
@@ -117,7 +128,7 @@ class ShmBackend : public c10d::Backend {
     int num_helpers = 0;  // threads that wait for a message, and move all others meanwhile
     bool stopping = false;
   };
-  std::unique_ptr<Server> server_;
+  std::shared_ptr<Server> server_;  // its thread holds it, too
 };
 
 }  // namespace meshwright

@@ -23,6 +23,8 @@ size_t room_of(size_t bytes) { return round_up(bytes, kLine); }
 // Published in pieces, so that the reader copies one while the writer lays out the next.
 constexpr size_t kPieceBytes = 64 * 1024;
 
+uint64_t key_of(int source, int32_t tag) { return static_cast<uint64_t>(source + 1) << 32 | static_cast<uint32_t>(tag); }
+
 void write_ring(Ring& ring, size_t capacity, uint64_t at, const char* data, size_t bytes) {
   const size_t start = at % capacity, first = std::min(bytes, capacity - start);
   std::memcpy(ring.data + start, data, first);
@@ -42,6 +44,7 @@ Messages::Messages(Segment& segment, Waiter& waiter)
       waiter_(waiter),
       sends_(segment.num_ranks()),
       current_(segment.num_ranks()),
+      num_receives_(segment.num_ranks() + 1),
       kept_(segment.num_ranks()) {}
 
 void Messages::post(const MessageRef& message) {
@@ -50,7 +53,7 @@ void Messages::post(const MessageRef& message) {
     if (message->is_send) {
       sends_[message->peer].push_back(message);
     } else if (!claim_kept(message)) {
-      receives_.push_back(message);
+      add_receive(message);
     }
     tell_ended(held);
   }
@@ -104,8 +107,11 @@ void Messages::abandon(const LostPeer& lost) {
     for (const MessageRef& message : sends) end(message, error);
     sends.clear();
   }
-  for (const MessageRef& message : receives_) end(message, error);
+  for (const auto& [key, receives] : receives_) {
+    for (const Receive& each : receives) end(each.message, error);
+  }
   receives_.clear();
+  std::fill(num_receives_.begin(), num_receives_.end(), 0);
   for (auto& arrival : current_) {
     if (arrival && arrival->receiver) {
       end(arrival->receiver, error);
@@ -202,21 +208,32 @@ bool Messages::pull(int source) {
   if (arrival.receiver) {
     end(arrival.receiver, arrival.receiver->error);
   } else {
-    kept_[source].push_back(std::move(current_[source]));
+    kept_[source][arrival.tag].push_back(std::move(current_[source]));
   }
   current_[source].reset();
   return true;
 }
 
+void Messages::add_receive(const MessageRef& message) {
+  const int source = message->peer;
+  receives_[key_of(source, message->tag)].push_back({num_posted_++, message});
+  ++num_receives_[source == kAnySource ? segment_.num_ranks() : source];
+}
+
+// Of a receive from this source and one from any the one that was posted first.
 MessageRef Messages::find_receiver(int source, int32_t tag) {
-  for (auto each = receives_.begin(); each != receives_.end(); ++each) {
-    if ((*each)->tag == tag && ((*each)->peer == source || (*each)->peer == kAnySource)) {
-      MessageRef found = *each;
-      receives_.erase(each);
-      return found;
-    }
+  auto found = receives_.find(key_of(source, tag));
+  const auto any = receives_.find(key_of(kAnySource, tag));
+  if (found == receives_.end() ||
+      (any != receives_.end() && any->second.front().number < found->second.front().number)) {
+    found = any;
   }
-  return nullptr;
+  if (found == receives_.end()) return nullptr;
+  MessageRef message = std::move(found->second.front().message);
+  --num_receives_[message->peer == kAnySource ? segment_.num_ranks() : static_cast<int>(message->peer)];
+  found->second.pop_front();
+  if (found->second.empty()) receives_.erase(found);
+  return message;
 }
 
 // Give a new receive what already came for it: a whole message, or one that is still coming.
@@ -224,10 +241,11 @@ bool Messages::claim_kept(const MessageRef& receiver) {
   for (int source = 0; source < segment_.num_ranks(); ++source) {
     if (receiver->peer != kAnySource && receiver->peer != source) continue;
     auto& kept = kept_[source];
-    const auto found = std::find_if(kept.begin(), kept.end(), [&](const auto& each) { return each->tag == receiver->tag; });
+    const auto found = kept.find(receiver->tag);
     if (found != kept.end()) {
-      hand_over(receiver, source, **found);
-      kept.erase(found);
+      hand_over(receiver, source, *found->second.front());
+      found->second.pop_front();
+      if (found->second.empty()) kept.erase(found);
       end(receiver, receiver->error);
       return true;
     }
@@ -255,8 +273,7 @@ void Messages::hand_over(const MessageRef& receiver, int source, Arrival& arriva
 }
 
 bool Messages::wants(int source) const {
-  return std::any_of(receives_.begin(), receives_.end(),
-                     [&](const MessageRef& each) { return each->peer == source || each->peer == kAnySource; });
+  return num_receives_[source] != 0 || num_receives_.back() != 0;
 }
 
 bool Messages::needs(const Message& message, int rank) const {
@@ -290,7 +307,10 @@ void Messages::tell_ended(std::unique_lock<std::mutex>& held) {
 
 std::vector<MessageRef> Messages::open_messages() {
   std::lock_guard<std::mutex> held(lock_);
-  std::vector<MessageRef> open(receives_.begin(), receives_.end());
+  std::vector<MessageRef> open;
+  for (const auto& [key, receives] : receives_) {
+    for (const Receive& each : receives) open.push_back(each.message);
+  }
   for (const auto& sends : sends_) open.insert(open.end(), sends.begin(), sends.end());
   for (const auto& arrival : current_) {
     if (arrival && arrival->receiver) open.push_back(arrival->receiver);

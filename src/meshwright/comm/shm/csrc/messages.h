@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "segment.h"
@@ -70,6 +71,13 @@ class Messages {
     MessageRef receiver;           // or who has
   };
 
+  // A receive that waits for its message.
+  struct Receive {
+    uint64_t number;  // in the order of posting
+    MessageRef message;
+  };
+
+  void add_receive(const MessageRef& message);
   bool push_all(int target);
   bool push(int target, Message& message);
   bool pull_all(int source);
@@ -89,9 +97,12 @@ class Messages {
   Waiter& waiter_;
   std::mutex lock_;
   std::vector<std::deque<MessageRef>> sends_;              // by target, in order
-  std::list<MessageRef> receives_;                         // in the order in which they were posted
+  std::unordered_map<uint64_t, std::list<Receive>> receives_;  // by source and tag, in the order of posting
+  std::vector<size_t> num_receives_;                       // by source, and last those from any source
+  uint64_t num_posted_ = 0;
   std::vector<std::unique_ptr<Arrival>> current_;          // by source: the one at the ring's end
-  std::vector<std::list<std::unique_ptr<Arrival>>> kept_;  // by source: whole, unclaimed, in the order of sending
+  // By source and tag: whole, unclaimed, in the order of sending.
+  std::vector<std::unordered_map<int32_t, std::list<std::unique_ptr<Arrival>>>> kept_;
   std::vector<MessageRef> ended_;                          // to be told so once the lock is free
 };
 

@@ -60,6 +60,7 @@ PYBIND11_MODULE(MESHWRIGHT_MODULE, m) {
              return c10::make_intrusive<ShmBackend>(std::move(segment), settings);
            }),
            py::arg("segment"), py::arg("global_ranks"), py::arg("process_files"), py::arg("timeout_ms"), py::arg("crowded"))
+      .def_property_readonly("options", &ShmBackend::getBackendOptions)
       .def("reduce_slices", &ShmBackend::reduce_slices, py::arg("tensors"), py::arg("ends"),
            py::call_guard<py::gil_scoped_release>());
 }

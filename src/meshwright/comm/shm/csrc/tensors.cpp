@@ -50,6 +50,9 @@ template <class P, class T>
 std::vector<P> cut_as(const Dense& tensor, const std::vector<int64_t>& splits, int size, const char* name) {
   const int64_t rows = tensor.dense().dim() == 0 ? 1 : tensor.dense().size(0);
   const int64_t row_bytes = rows == 0 ? 0 : static_cast<int64_t>(tensor.bytes()) / rows;
+  for (const int64_t split : splits) {
+    TORCH_CHECK(split >= 0, name, ": a split of ", split, " rows in ", c10::str(splits), " (rule: at least 0)");
+  }
   const int64_t given = std::accumulate(splits.begin(), splits.end(), int64_t{0});
   TORCH_CHECK(splits.empty() ? rows % size == 0 : static_cast<int>(splits.size()) == size && given == rows, name,
               ": dim 0 of ", rows, " rows cannot be split over ", size, " ranks as ",
@@ -126,6 +129,32 @@ void give_back(const std::vector<Dense>& tensors) {
 
 void check_one(const TensorList& tensors, const char* name) {
   TORCH_CHECK(tensors.size() == 1, name, " takes one tensor, not ", tensors.size());
+}
+
+void check_dtypes(const char* name, std::initializer_list<const TensorList*> lists) {
+  const at::Tensor* first = nullptr;
+  for (const TensorList* list : lists) {
+    for (const at::Tensor& tensor : *list) {
+      if (!tensor.defined()) continue;  // refused elsewhere
+      if (first == nullptr) first = &tensor;
+      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(), name, ": tensors of ", first->scalar_type(), " and of ",
+                  tensor.scalar_type(), " in one call (rule: inputs and outputs of one dtype)");
+    }
+  }
+}
+
+void check_pairs(const char* name, const TensorList& inputs, const TensorList& outputs) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    TORCH_CHECK(!inputs[i].defined() || !outputs[i].defined() || inputs[i].scalar_type() == outputs[i].scalar_type(), name,
+                ": an input of ", inputs[i].scalar_type(), " for an output of ", outputs[i].scalar_type(),
+                " (rule: inputs and outputs of one dtype)");
+  }
+}
+
+void check_root(const char* name, int64_t root, int64_t root_tensor, int size) {
+  TORCH_CHECK(root >= 0 && root < size, name, ": invalid root rank: ", root, " (rule: 0 to ", size - 1, ", in a group of ", size,
+              ")");
+  TORCH_CHECK(root_tensor == 0, name, ": invalid root tensor: ", root_tensor, " (rule: 0, since a rank gives one tensor)");
 }
 
 TensorList joined(const std::vector<TensorList>& lists) {

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <initializer_list>
 #include <vector>
 
 #include "collectives.h"
@@ -48,6 +49,12 @@ Reduction reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor);
 // PREMUL_SUM: every rank's values are multiplied by its factor first.
 void premultiply(std::vector<Dense>& tensors, const c10d::ReduceOp& op);
 void check_one(const TensorList& tensors, const char* name);
+// Throws where this rank's own tensors have several dtypes: sizes in bytes may agree all the same.
+void check_dtypes(const char* name, std::initializer_list<const TensorList*> lists);
+// The same for tensors i of both lists; tensors of other calls that travel with them may differ.
+void check_pairs(const char* name, const TensorList& inputs, const TensorList& outputs);
+// Throws where a group of this size has no such rank, or the call names another than the one tensor of its root.
+void check_root(const char* name, int64_t root, int64_t root_tensor, int size);
 TensorList joined(const std::vector<TensorList>& lists);
 
 }  // namespace meshwright

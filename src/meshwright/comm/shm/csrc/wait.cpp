@@ -90,11 +90,11 @@ void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) 
       std::string names;
       for (int late : trouble.ranks) {
         const std::string state = state_of(segment_.line(late).pid.load(std::memory_order_relaxed));
-        names += (names.empty() ? "" : ", ") + name_of(late) + (state.empty() ? "" : ", " + state + ",");
+        names += (names.empty() ? "" : names.back() == ',' ? " " : ", ") + name_of(late) + (state.empty() ? "" : ", " + state + ",");
       }
       char seconds[32];
       std::snprintf(seconds, sizeof seconds, "%g", static_cast<double>(deadline.given.count()) / 1e3);
-      throw LostPeer(text + names + " did not come: timed out after " + seconds + " s", rank);
+      throw LostPeer(text + names + " did not come: timed out after " + seconds + " s, the timeout of this call", rank);
     }
   }
 }

@@ -108,6 +108,7 @@ class Waiter {
   void tell_raised(uint64_t call) { segment_.mine().raised_in.store(call, std::memory_order_release); }
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
   std::string name_of(int rank) const;
+  int64_t global_rank_of(int rank) const { return global_ranks_[rank]; }
 
   // Raise where a rank that `missing` names is gone, has left or failed, or the deadline has passed.
   template <class Missing>

@@ -1,12 +1,18 @@
 #include "work.h"
 
+#include "process.h"
+
 #include <ATen/core/grad_mode.h>
 #include <c10/util/thread_name.h>
 
+#include <optional>
+#include <utility>
+
 namespace meshwright {
 
-ShmWork::ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs)
-    : Work(rank, type, title, outputs), outputs_(std::move(outputs)) {}
+ShmWork::ShmWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                 std::vector<at::Tensor> outputs)
+    : Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   if (!isCompleted()) {
@@ -66,6 +72,55 @@ void ShmWork::mark_future() {
   }
 }
 
+namespace {
+
+// Threads that were detached and have not ended yet. Never destroyed: such a thread may outlive this library's own end.
+struct Detached {
+  std::mutex lock;
+  std::condition_variable ended;
+  int count = 0;
+  uint64_t forks = 0;  // a forked child has none of them
+};
+Detached& all_detached() {
+  static auto* const found = new Detached;
+  return *found;
+}
+
+// Lives in a detached thread, and goes with it.
+struct DetachedThread {
+  DetachedThread() {
+    std::lock_guard<std::mutex> held(all_detached().lock);
+    if (std::exchange(all_detached().forks, num_forks()) != num_forks()) all_detached().count = 0;
+    ++all_detached().count;
+  }
+  ~DetachedThread() {
+    std::lock_guard<std::mutex> held(all_detached().lock);
+    --all_detached().count;
+    all_detached().ended.notify_all();
+  }
+};
+thread_local std::optional<DetachedThread> this_thread_is_detached;
+
+}  // namespace
+
+void join_or_detach(std::thread& thread) {
+  if (!thread.joinable()) return;
+  if (thread.get_id() == std::this_thread::get_id()) {
+    this_thread_is_detached.emplace();
+    thread.detach();
+  } else {
+    thread.join();
+  }
+}
+
+void wait_for_detached() {
+  std::unique_lock<std::mutex> held(all_detached().lock);
+  if (all_detached().forks != num_forks()) return;
+  // A detached thread that comes here, to end the process, does not wait for itself.
+  const int own = this_thread_is_detached ? 1 : 0;
+  all_detached().ended.wait(held, [own] { return all_detached().count <= own; });
+}
+
 void Lane::run(const WorkRef& work) {
   {
     std::lock_guard<std::mutex> held(lock_);
@@ -76,8 +131,9 @@ void Lane::run(const WorkRef& work) {
 
 void Lane::post(const WorkRef& work) {
   {
-    std::lock_guard<std::mutex> held(lock_);
+    std::unique_lock<std::mutex> held(lock_);
     queue_.push_back(work);
+    if (stopping_) return end_queue(held);
     if (num_free_ == 0) start_thread();
   }
   changed_.notify_all();
@@ -95,7 +151,7 @@ void Lane::help(ShmWork& work) {
 }
 
 void Lane::execute_front(std::unique_lock<std::mutex>& held, Patience patience, bool is_server) {
-  const WorkRef work = std::move(queue_.front());
+  WorkRef work = std::move(queue_.front());
   queue_.pop_front();
   busy_ = true;
   held.unlock();
@@ -111,27 +167,23 @@ void Lane::execute_front(std::unique_lock<std::mutex>& held, Patience patience, 
   busy_ = false;
   changed_.notify_all();
   // The next exchange may begin from here on.
-  if (is_server) {
-    call_back(held, *work);
-  } else {
-    held.unlock();
-    work->mark_future();
-    held.lock();
-  }
+  call_back(held, std::move(work), is_server);
 }
 
-void Lane::call_back(std::unique_lock<std::mutex>& held, ShmWork& work) {
-  if (!work.has_future()) return;
-  if (--num_free_ == 0 && !queue_.empty() && !stopping_) start_thread();
+// Without the lock: callbacks run here, and the work's end may be that of the group, or of what the caller keeps in it.
+void Lane::call_back(std::unique_lock<std::mutex>& held, WorkRef work, bool is_server) {
+  const bool keeps_server = is_server && work->has_future();
+  if (keeps_server && --num_free_ == 0 && !queue_.empty() && !stopping_) start_thread();
   held.unlock();
-  work.mark_future();
+  work->mark_future();
+  work.reset();
   held.lock();
-  ++num_free_;
+  if (keeps_server) ++num_free_;
 }
 
 void Lane::start_thread() {
   ++num_free_;
-  threads_.emplace_back([this] { serve(); });
+  threads_.emplace_back([self = shared_from_this()] { self->serve(); });
 }
 
 void Lane::serve() {
@@ -145,16 +197,21 @@ void Lane::serve() {
 }
 
 void Lane::stop() {
+  std::vector<std::thread> ending;  // of two callers each ends other threads, so that none waits for one that waits for it
   {
     std::lock_guard<std::mutex> held(lock_);
     stopping_ = true;
+    ending.swap(threads_);
   }
   changed_.notify_all();
-  for (std::thread& thread : threads_) {
-    if (thread.joinable()) thread.join();
-  }
+  for (std::thread& thread : ending) join_or_detach(thread);
   std::unique_lock<std::mutex> held(lock_);
-  while (!queue_.empty()) execute_front(held, background_, false);  // each ends with the error that the group has ended with
+  end_queue(held);
+}
+
+// Each ends with the error that the group has ended with.
+void Lane::end_queue(std::unique_lock<std::mutex>& held) {
+  while (!queue_.empty()) execute_front(held, background_, false);
 }
 
 }  // namespace meshwright

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -16,9 +17,14 @@ namespace meshwright {
 
 class Lane;
 
+// A thread that ends what it runs in itself cannot wait for its own end.
+void join_or_detach(std::thread& thread);
+// Until the threads that were detached have ended: what they run may need the interpreter.
+void wait_for_detached();
+
 class ShmWork : public c10d::Work {
  public:
-  ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs);
+  ShmWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs);
 
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -53,7 +59,8 @@ using WorkRef = c10::intrusive_ptr<ShmWork>;
 // Collectives of one group, in the order of their issue. Whoever waits for one runs it, and all before it, itself: a
 // blocking call never changes threads. What nobody waits for yet runs in the lane's own thread, started by the first such
 // call. A future's callback may wait for a later exchange (torch's PowerSGD hook does): then another thread takes over.
-class Lane {
+// A callback may also destroy the group: the lane's threads keep it until they have left it.
+class Lane : public std::enable_shared_from_this<Lane> {
  public:
   Lane(Patience caller, Patience background) : caller_(caller), background_(background) {}
   ~Lane() { stop(); }
@@ -66,7 +73,8 @@ class Lane {
 
  private:
   void execute_front(std::unique_lock<std::mutex>& held, Patience patience, bool is_server);
-  void call_back(std::unique_lock<std::mutex>& held, ShmWork& work);
+  void call_back(std::unique_lock<std::mutex>& held, WorkRef work, bool is_server);
+  void end_queue(std::unique_lock<std::mutex>& held);
   void start_thread();
   void serve();
 
