@@ -21,6 +21,8 @@ error_transfer   exceptions as JSON and back
 joined_failures  failures of ranks that others have started
 calls            calls that all ranks make together, and exceptions in them
 world            the world of a rank
+agent            the end of ranks whose agent is gone
+listening        the socket of rank 0's store
 join             entry into a world: launch, torchrun, srun, Kubernetes
 capacity         limits of this host that refuse a launch
 environment      variables in which launchers describe a rank

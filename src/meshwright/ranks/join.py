@@ -25,9 +25,11 @@ from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.shm.backend import register_shm
 from meshwright.errors import ConfigError, LostPeerError
+from meshwright.ranks.agent import follow_agent
 from meshwright.ranks.allocator import keep_freed_memory
 from meshwright.ranks.environment import Place, choose_transport, read_join_timeout, read_place
 from meshwright.ranks.joined_failures import sharing
+from meshwright.ranks.listening import listen
 from meshwright.ranks.world import Link, World, current_world, leave_group, set_current_world
 
 __all__: list[str] = []
@@ -159,6 +161,7 @@ def _join(device: torch.device | None, *, timeout_s: float, join_timeout_s: floa
         return _world_around(None, place, device, timeout_s=timeout_s)
     if place.is_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    follow_agent(os.environ)
     store = _open_store(place, join_timeout_s)
     _await_all(store, place, join_timeout_s)
     return _make_world(place, store, device, timeout_s=timeout_s)
@@ -181,7 +184,7 @@ def _open_store(place: Place, join_timeout_s: float) -> Store:
     listener = None
     try:
         if place.rank == 0 and not place.has_agent_store:
-            listener = _listen(host, port, one_host=place.is_one_host)
+            listener = listen(host, port, one_host=place.is_one_host)
         else:
             _await_master(host, port, deadline)
         store: Store = TCPStore(
@@ -225,48 +228,6 @@ def _await_master(host: str, port: int, deadline: float) -> None:
             pause.wait(_RETRY_S)
         else:
             return
-
-
-def _listen(host: str, port: int, *, one_host: bool) -> socket.socket:
-    """Return a listening socket for the store, bound here so that a taken port is reported at once.
-
-    Raises:
-        ConfigError: Another process has the port.
-    """
-    family = socket.AF_INET if one_host or not socket.has_ipv6 else socket.AF_INET6
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("127.0.0.1" if one_host else "", port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"rank 0 cannot listen on port {port} of {host} (MASTER_PORT): {error.strerror}{_holder(port)}",
-            fix=f"choose another port, for example: export MASTER_PORT={_free_port()}",
-        ) from error
-    return listener
-
-
-def _holder(port: int) -> str:
-    """Return ", held by process 123 (python train.py)", or "" where that is not visible."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            is_it = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
-            if is_it and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
-                return f", held by process {connection.pid} ({command})"
-    return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _await_all(store: Store, place: Place, join_timeout_s: float) -> None:

@@ -1,0 +1,45 @@
+"""Ranks that torchrun's agent has started end with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final
+
+__all__: list[str] = []
+
+_LOOK_S: Final = 0.25
+_PATIENCE_S: Final = 10.0
+"""How long a rank may take to save and end once it was asked to [s]."""
+_EXIT_CODE: Final = 12
+_AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+
+
+def follow_agent(environment: Mapping[str, str], look_s: float = _LOOK_S, patience_s: float = _PATIENCE_S) -> None:
+    """Watch the process that has started this one, where that is torchrun's: an agent that was killed tells its ranks nothing.
+
+    A rank whose agent is gone gets SIGTERM from itself, as the agent would have sent it. One that does not end then is ended.
+    The kernel's own signal at a parent's death follows the thread that has forked, and not the process.
+
+    Args:
+        environment: Variables of this process.
+        look_s: Time between two looks [s].
+        patience_s: How long the rank may take to end [s].
+    """
+    parent = os.getppid()
+    if _AGENT_VARIABLE not in environment or parent <= 1:
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(look_s)
+        sys.stderr.write(f"process {parent}, which has started this rank, is gone; the rank stops\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience_s)
+        os._exit(_EXIT_CODE)
+
+    threading.Thread(target=watch, name="agent", daemon=True).start()
