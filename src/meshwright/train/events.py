@@ -24,7 +24,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from meshwright.checkpoint.durable import open_own_file, rename, told_of, write_new_file
 from meshwright.errors import ConfigError, StorageError
@@ -62,11 +62,13 @@ class RunDirectory:
             self._lock = FolderLock(path / LOCK_FILE, path)
             try:
                 _drop_unfinished_line(path / EVENTS_FILE)
-                events = open_own_file(path / EVENTS_FILE, os.O_WRONLY | os.O_APPEND)
-                self._events = os.fdopen(events, "a", encoding="utf-8")
+                self._events = self._open_events()
             except BaseException:
                 self._lock.close()
                 raise
+
+    def _open_events(self) -> TextIO:
+        return os.fdopen(open_own_file(self.path / EVENTS_FILE, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Append an event and flush it; numbers that are not finite become null.
@@ -154,12 +156,29 @@ class RunDirectory:
         Raises:
             StorageError: It cannot be renamed.
         """
-        if not self.has_checkpoints:
-            return None
+        return self._set_aside(CHECKPOINTS, "") if self.has_checkpoints else None
+
+    def set_events_aside(self) -> Path | None:
+        """Give the events of a former run another name, and return that; None where there are none.
+
+        Raises:
+            StorageError: They cannot be renamed, or no new file can be opened.
+        """
+        with told_of(self.path / EVENTS_FILE, "rename"):
+            if not (self.path / EVENTS_FILE).stat().st_size:
+                return None
+            self._events.close()
+            aside = self._set_aside(*EVENTS_FILE.split("."))
+            self._events = self._open_events()
+        return aside
+
+    def _set_aside(self, name: str, suffix: str) -> Path:
+        """Rename what a former run has left to the first free name of the kind name.1.suffix, and return that."""
+        end = f".{suffix}" if suffix else ""
         number = 1
-        while (aside := self.path / f"{CHECKPOINTS}.{number}").exists():
+        while (aside := self.path / f"{name}.{number}{end}").exists():
             number += 1
-        rename(self.checkpoints, aside)
+        rename(self.path / f"{name}{end}", aside)
         return aside
 
     def try_checkpoints(self) -> None:

@@ -177,8 +177,10 @@ class _Run:
                 )
             if not resume:
                 sys.stderr.write(f"{directory.path} has nothing to continue: the run begins anew\n")
-        elif (aside := directory.set_checkpoints_aside()) is not None:
-            sys.stderr.write(f"checkpoints of a former run are in {aside} now; --resume would have continued it\n")
+        else:
+            directory.set_events_aside()
+            if (aside := directory.set_checkpoints_aside()) is not None:
+                sys.stderr.write(f"checkpoints of a former run are in {aside} now; --resume would have continued it\n")
         if self._config.checkpoint.is_on:
             try:
                 directory.try_checkpoints()

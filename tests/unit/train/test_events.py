@@ -67,6 +67,16 @@ def test_the_folder_of_checkpoints_is_tried_and_set_aside(tmp_path):
         assert directory.has_steps
 
 
+def test_events_of_a_former_run_are_set_aside(tmp_path):
+    for number in (1, 2):
+        with RunDirectory(tmp_path) as directory:
+            assert directory.set_events_aside() == (tmp_path / "events.1.jsonl" if number == 2 else None)
+            assert directory.set_events_aside() is None
+            directory.write_event({"event": "step", "step": number})
+    assert [event["step"] for event in read_events(tmp_path)] == [2]
+    assert [event["step"] for event in read_events(tmp_path / "events.1.jsonl")] == [1]
+
+
 def test_a_folder_of_checkpoints_that_cannot_be_synced_is_a_storage_error(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(5, "Input/output error")
