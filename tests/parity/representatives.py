@@ -2,7 +2,7 @@
 
 A transport sees flat memory, whichever model it belongs to and whichever script fills it. What it can do wrong depends on which
 exchanges are made, among how many ranks, of which sizes and in which order: on the plan, the setting and the number of ranks.
-So each of these is met once in all files together. Files whose subject is an exchange itself run one cell of every test.
+So each of these that files about exchanges have is met once. Those files run one cell of every test besides.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXCHANGES = (
 
 
 def choose(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one item of each test of an exchange, and as few more as hold every plan and setting, in their order.
+    """Return one item of each test of an exchange, and as few more as hold every plan and setting of those tests, in order.
 
     Args:
         items: The items of all tests.
