@@ -9,8 +9,9 @@ from tests.scopes import FULL_GRID
 
 import meshwright as mw
 from meshwright.errors import ConfigError
+from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.measure.probe_listing import show_cluster
-from meshwright.measure.probe_ranks import STAGES
+from meshwright.measure.probe_sizes import COLLECTIVE_BYTES, STAGES
 
 
 def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
@@ -22,11 +23,16 @@ def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
     assert cluster.efficiency is not None
     assert cluster.device.peak("fp32") > 1e8
     assert all("measured 20" in text and "spread" in text for text in cluster.device.sources.values())
+    assert set(cluster.efficiency.exchanges) == set(EXCHANGES)
+    for rows in cluster.efficiency.exchanges.values():
+        assert [row[:2] for row in rows] == [(2, size) for size in sorted(COLLECTIVE_BYTES)]
+        assert rows[-1][2] > rows[0][2] > 0  # 16 MiB take longer than 1 KiB
     path = tmp_path / "host.json"
     path.write_text(cluster.to_json(indent=2), encoding="utf-8")
     read = mw.load_cluster(path)
     assert read == cluster
     assert "2 x cpu" in show_cluster(read)
+    assert "reduce-scatter" in show_cluster(read)
     spec = mw.ModelSpec.transformer(layers=4, hidden=128, heads=4, vocab=256, sequence=64)
     plans = mw.make_plans(spec, read, mw.TrainSpec(global_batch_size=8), top=3)
     assert all(plan.num_devices == 2 and plan.prediction is not None for plan in plans)

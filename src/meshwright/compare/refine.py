@@ -149,6 +149,10 @@ def scaled(cluster: ClusterSpec, scalars: Scalars) -> ClusterSpec:
     changes = {name: getattr(efficiency, name) * compute for name in by_compute}
     changes |= {name: getattr(efficiency, name) * exchange for name in by_exchange}
     changes["runtime"] = {kind: [compute * one for one in seconds] for kind, seconds in efficiency.runtime.items()}
+    changes["exchanges"] = {
+        kind: [(ranks, size, exchange * seconds) for ranks, size, seconds in rows]
+        for kind, rows in efficiency.exchanges.items()
+    }
     return dataclasses.replace(cluster, device=device, link=link, efficiency=dataclasses.replace(efficiency, **changes))
 
 

@@ -5,6 +5,7 @@ Every number in the table has a source; a device without one is not in it.
 cluster     devices, links, clusters
 mixed       clusters of several kinds of hosts
 efficiency  shares of a device's peaks that steps reach, read from `efficiency.toml`
+exchanges   times of collectives and messages that a probe measured
 table       the table of known devices, read from `devices.toml`
 
 To add a device, add a row in `devices.toml`, with its source, and one in `efficiency.toml`.

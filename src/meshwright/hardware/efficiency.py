@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, ClassVar, Final
 
+from meshwright.hardware.exchanges import problems_of
 from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
@@ -66,6 +67,8 @@ class Efficiency(Value):
             "step" and its layers; "zero", which exchanges each parameter, and its tensors; "recompute" of a micro-batch and its
             layers; "stage" of a pipeline, for a micro-batch and all layers of the model; "half", gradients of weights that a
             stage puts off, and its own layers.
+        exchanges: Kind of exchange inside a host -> rows of (ranks, bytes, seconds), ascending; where a kind is not there, the
+            link's latency and bandwidth say it.
         process_bytes: Memory of a process before it has a model: Python, torch, the transport; 0 where devices have memory of
             their own [bytes].
 
@@ -108,6 +111,9 @@ class Efficiency(Value):
     recurrence_backward: float = 1.0
     held: float = 1.0
     runtime: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
+    exchanges: Mapping[str, tuple[tuple[float, ...], ...]] = dataclasses.field(
+        default_factory=FrozenMap[tuple[tuple[float, ...], ...]]
+    )
     process_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -135,6 +141,9 @@ class Efficiency(Value):
             problems.require(kind in _RUNTIME, f"runtime['{kind}'] (rule: one of {', '.join(_RUNTIME)})")
             is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
             problems.require(is_pair, f"runtime['{kind}']={list(numbers)} (rule: two numbers, not negative)")
+        for kind, rows in self.exchanges.items():
+            for text in problems_of(kind, rows):
+                problems.add(text)
         for function, ratios in self.functions.items():
             is_pair = len(ratios) == 2 and all(ratio >= 0 for ratio in ratios)
             problems.require(is_pair, f"functions['{function}']={list(ratios)} (rule: two ratios, not negative)")

@@ -10,6 +10,7 @@ resolution       resolution of the model's own arithmetic
 outputs          the first module whose output differs
 probe            this machine as a cluster
 probe_ranks      its measurements, on ranks
+probe_exchanges  collectives and messages, by size and number of ranks
 probe_functions  elementwise functions that it times
 probe_runtime    what plans add to a model's operators
 probe_sizes      sizes of what it measures

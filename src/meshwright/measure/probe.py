@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
+from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.host import memory_group, usable_cores
-from meshwright.measure.probe_sizes import PRODUCT, STAGES, attention_rates
+from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, PRODUCT, STAGES, attention_rates, exchange_name
 from meshwright.ranks.launch import launch
 
 __all__: list[str] = []
@@ -23,13 +25,14 @@ def probe_cluster(
     num_devices: int | None = None,
     *,
     threads_per_device: int | None = None,
-    budget_s: float = 0.3,
+    budget_s: float = BUDGET_S,
     on_stage: Callable[[str, int, int], None] | None = None,
 ) -> ClusterSpec:
     """Measure this host, and return it as a cluster for `make_plans`.
 
     Ranks are started as a training starts them, and measure at the same time: a process's memory, the rate of products in fp32
-    and bf16 and by size, memory's bandwidth by size, small operators, attention, an LSTM, AdamW, and all-reduces of four sizes.
+    and bf16 and by size, memory's bandwidth by size, small operators, attention, an LSTM, AdamW, and exchanges: all-reduce,
+    all-gather, reduce-scatter and a message, of four sizes, among 2, 4, ... and all ranks.
 
     Args:
         num_devices: Ranks, one for each device; None means the visible GPUs, or one for each core [count].
@@ -52,7 +55,7 @@ def probe_cluster(
             f"threads_per_device={threads_per_device} (rule: it is at least 1)", fix="threads_per_device=1"
         )
     if not budget_s > 0:
-        raise ConfigError(f"budget_s={budget_s} (rule: it is above 0)", fix="budget_s=0.3")
+        raise ConfigError(f"budget_s={budget_s} (rule: it is above 0)", fix=f"budget_s={BUDGET_S}")
 
     def tell(rank: int, event: dict[str, Any]) -> None:
         if on_stage is not None and rank == 0 and "probe" in event:
@@ -148,6 +151,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             step_s=median("step"),
             tensor_s=median("tensor"),
             runtime=_runtime_of(ranks),
+            exchanges=_exchanges_of(ranks),
         ),
     )
     return _with_functions(cluster, ranks)
@@ -184,6 +188,20 @@ def _runtime_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
     }
 
 
+def _exchanges_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """Return rows of (ranks, bytes, seconds) for each kind of exchange."""
+    found: dict[str, tuple[tuple[float, ...], ...]] = {}
+    for kind in EXCHANGES:
+        places = itertools.product(range(2, len(ranks) + 1), sorted(COLLECTIVE_BYTES))
+        named = [(count, size, exchange_name(kind, count, size)) for count, size in places]
+        times = [(count, size, [rank[name][0] for rank in ranks if name in rank]) for count, size, name in named]
+        rows = tuple(
+            (float(count), float(size), statistics.median(seconds)) for count, size, seconds in times if seconds
+        )
+        found |= {kind: rows} if rows else {}
+    return found
+
+
 def _curve(
     prefix: str, ranks: list[dict[str, Any]], whole: float, at_whole: tuple[float, ...] = ()
 ) -> tuple[tuple[float, ...], ...]:
@@ -195,8 +213,8 @@ def _curve(
 
 def _link_of(ranks: list[dict[str, Any]], source: Callable[[str], str]) -> LinkSpec:
     """Return latency and bandwidth of all-reduces: the time of the smallest, and what the largest adds for its bytes."""
-    sizes = sorted(int(name.removeprefix("all_reduce_")) for name in ranks[0] if name.startswith("all_reduce_"))
-    small, large = f"all_reduce_{sizes[0]}", f"all_reduce_{sizes[-1]}"
+    sizes = sorted(COLLECTIVE_BYTES)
+    small, large = (exchange_name("all_reduce", len(ranks), size) for size in (sizes[0], sizes[-1]))
     latency = statistics.median(rank[small][0] for rank in ranks)
     seconds = statistics.median(rank[large][0] for rank in ranks)
     sent = 2 * (len(ranks) - 1) / len(ranks) * (sizes[-1] - sizes[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshwright.errors import StorageError
 from meshwright.hardware.cluster import ClusterSpec
+from meshwright.hardware.exchanges import Rows
 from meshwright.units import format_bandwidth, format_bytes, format_seconds
 
 __all__: list[str] = []
@@ -55,4 +56,15 @@ def show_cluster(cluster: ClusterSpec) -> str:
         link = cluster.link
         lines.append(f"{'all-reduce':18}{format_bandwidth(link.bytes_per_s):16}{link.sources.get('bytes_per_s', '')}")
         lines.append(f"{'':18}{format_seconds(link.latency_s or 0.0):16}{link.sources.get('latency_s', '')}")
+    if efficiency is not None:
+        lines += [_show_exchange(kind, rows) for kind, rows in efficiency.exchanges.items()]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _show_exchange(kind: str, rows: Rows) -> str:
+    """Return the times of the smallest and the largest size among most ranks."""
+    most = [row for row in rows if row[0] == rows[-1][0]]
+    times = ", ".join(
+        f"{format_seconds(seconds)} for {format_bytes(int(size))}" for _, size, seconds in (most[0], most[-1])
+    )
+    return f"{kind.replace('_', '-'):18}{times}, {most[0][0]:.0f} ranks"

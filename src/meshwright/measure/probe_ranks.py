@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.host import peak_resident_bytes
+from meshwright.measure.probe_exchanges import measure_exchanges
 from meshwright.measure.probe_functions import FUNCTIONS, moved_bytes
 from meshwright.measure.probe_runtime import measure_runtime
 from meshwright.measure.probe_sizes import (
     ADAM_ELEMENTS,
     AT_LEAST,
     ATTENTION,
-    COLLECTIVE_BYTES,
     CURVE_SHARE,
     FUNCTION_SHAPE,
     FUNCTION_SHARE,
@@ -184,11 +184,12 @@ class _Probe:
             found[f"traffic_of_{num_bytes}"] = (num_bytes / max(seconds - idle, 0.2 * seconds), spread)
         return found
 
-    def _not_cached(self, make: Callable[[], tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _not_cached(self, make: Callable[[], tuple[torch.Tensor, ...]]) -> Iterator[Sequence[torch.Tensor]]:
         """Return tensors in turn, so many that none is in the cache when its turn comes, as in a pass over a model."""
         first = make()
         num_bytes = sum(tensor.nbytes for tensor in first)
-        return itertools.cycle([first, *(make() for _ in range(min(MOST_SETS, SET_BYTES // num_bytes)))])
+        copies = ([one.detach().clone().requires_grad_(one.requires_grad) for one in first] for _ in range(MOST_SETS))
+        return itertools.cycle([first, *itertools.islice(copies, SET_BYTES // num_bytes)])
 
     def functions(self) -> dict[str, Any]:
         """Elementwise functions: seconds of forward and of backward, and the bytes that forward moves."""
@@ -275,27 +276,11 @@ class _Probe:
     def collectives(self) -> dict[str, Any]:
         if self._world.world_size == 1:
             return {}
-        found: dict[str, Any] = {}
-        for num_bytes in COLLECTIVE_BYTES:
-            tensor = torch.zeros(num_bytes // 4, device=self._device)
-            found[f"all_reduce_{num_bytes}"] = self._exchange(tensor)
-        return found
+        return {name: _quartile(times) for name, times in measure_exchanges(self._world, self._wait).items()}
 
     def steps_of_plans(self) -> dict[str, Any]:
         """What the runtime adds; on a GPU the host runs ahead of the kernels."""
-        return {} if self._device.type == "cuda" else measure_runtime(self._world)
-
-    def _exchange(self, tensor: torch.Tensor) -> tuple[float, float]:
-        # Every rank repeats as often: a time that ended the loop would end it at different rounds.
-        samples: list[float] = []
-        for round_index in range(22):
-            self._wait()
-            start = time.perf_counter()
-            self._world.default_group.all_reduce(tensor).wait()
-            self._wait()
-            if round_index >= 2:
-                samples.append(time.perf_counter() - start)
-        return _quartile(samples)
+        return {} if self._device.type == "cuda" else measure_runtime(self._world, self._budget_s)
 
 
 class _SmallBlock(nn.Module):

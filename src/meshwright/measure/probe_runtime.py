@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.measure.probe_sizes import FEW_LAYERS, MANY_LAYERS, RUNTIME_MICRO_BATCHES, RUNTIME_STEPS
+from meshwright.measure.probe_sizes import (
+    AT_LEAST,
+    BUDGET_S,
+    FEW_LAYERS,
+    MANY_LAYERS,
+    RUNTIME_MICRO_BATCHES,
+    RUNTIME_STEPS,
+)
 from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
 
@@ -28,34 +35,40 @@ _TENSORS = 2
 """Parameters of a layer [count]."""
 
 
-def measure_runtime(world: World) -> dict[str, Any]:
+def measure_runtime(world: World, budget_s: float) -> dict[str, Any]:
     """Return, for each kind of work, what it takes in any case and for each layer or parameter, and 0 as the spread [s].
 
-    Every rank of the world calls it. The kinds are those of `Efficiency.runtime`.
+    Every rank of the world calls it, with the same budget. The kinds are those of `Efficiency.runtime`.
     """
+    num_steps = max(AT_LEAST, round(RUNTIME_STEPS * min(1.0, budget_s / BUDGET_S)))
     ranks = world.world_size
-    plain = _Times(*(_plain(world, size) for size in (FEW_LAYERS, MANY_LAYERS)))
+    plain = _Times(*(_plain(world, size, num_steps) for size in (FEW_LAYERS, MANY_LAYERS)))
     forward, passes, optimizer = plain.each()
     found: dict[str, tuple[float, float]] = {}
-    step = _of_plan(f"dp={ranks}" if ranks > 1 else "single")
+    of_plan = functools.partial(_of_plan, num_steps)
+    step = of_plan(f"dp={ranks}" if ranks > 1 else "single")
     whole = [one + other for one, other in zip(passes, optimizer, strict=True)]
     found["step"] = _line(_less(step, whole))
-    again = _of_plan(f"dp={ranks},recompute=full")
+    again = of_plan(f"dp={ranks},recompute=full")
     found["recompute"] = _line(_less(again, step, forward))
     if ranks > 1:
-        sharded = _of_plan(f"dp={ranks},zero=3")
+        sharded = of_plan(f"dp={ranks},zero=3")
         found["zero"] = _line(_less(sharded, step), each=_TENSORS)
-        found |= _of_pipeline(ranks, passes, optimizer, found["step"])
+        found |= _of_pipeline(of_plan, ranks, passes, optimizer, found["step"])
     return {f"runtime_{kind}": (list(numbers), 0.0) for kind, numbers in found.items()}
 
 
 def _of_pipeline(
-    ranks: int, passes: list[float], optimizer: list[float], step: tuple[float, float]
+    of_plan: Callable[..., list[float]],
+    ranks: int,
+    passes: list[float],
+    optimizer: list[float],
+    step: tuple[float, float],
 ) -> dict[str, tuple[float, float]]:
     """Return what a stage adds for each micro-batch, by layers of the whole model; and gradients in halves, by its own layers."""
     count = RUNTIME_MICRO_BATCHES * ranks
-    plain = _of_plan(f"pp={ranks},micro_batches={count}", rows=count)
-    halves = _of_plan(f"pp={ranks},schedule=zb-h1,micro_batches={count}", rows=count)
+    plain = of_plan(f"pp={ranks},micro_batches={count}", rows=count)
+    halves = of_plan(f"pp={ranks},schedule=zb-h1,micro_batches={count}", rows=count)
     rounds = count + ranks - 1  # the last rank waits for its first micro-batch
     once = [step[0] + one / ranks for one in optimizer]
     stage = [(one - at_end) / rounds - own / ranks for one, at_end, own in zip(plain, once, passes, strict=True)]
@@ -86,13 +99,13 @@ class _Times:
         return forward, passes, optimizer
 
 
-def _plain(world: World, num_layers: int) -> tuple[float, float, float]:
+def _plain(world: World, num_layers: int, num_steps: int) -> tuple[float, float, float]:
     model = _build(num_layers)
     optimizer = _make_optimizer(model.parameters())
     batch = _batch(_ROWS)
     marks: list[tuple[float, float, float]] = []
     world.default_group.barrier()
-    for _ in range(_WARM_UP + RUNTIME_STEPS):
+    for _ in range(_WARM_UP + num_steps):
         start = time.perf_counter()
         loss = _loss(model(batch[0]), batch)
         middle = time.perf_counter()
@@ -105,20 +118,20 @@ def _plain(world: World, num_layers: int) -> tuple[float, float, float]:
     return forward, passes, update
 
 
-def _of_plan(plan: str, rows: int = 1) -> list[float]:
+def _of_plan(num_steps: int, plan: str, rows: int = 1) -> list[float]:
     """Return the time of a step under a plan, of few and of many layers, each rank with as many rows for a micro-batch [s]."""
     found: list[float] = []
     for size in (FEW_LAYERS, MANY_LAYERS):
         build = functools.partial(_build, size)
         with apply_plan(build, plan, loss_fn=_loss, optimizer=_make_optimizer) as model:
             batch = _batch(_ROWS * rows)
-            found.append(_time_steps(lambda model=model, batch=batch: model.step(batch)))
+            found.append(_time_steps(lambda model=model, batch=batch: model.step(batch), num_steps))
     return found
 
 
-def _time_steps(step: Callable[[], object]) -> float:
+def _time_steps(step: Callable[[], object], num_steps: int) -> float:
     samples: list[float] = []
-    for _ in range(_WARM_UP + RUNTIME_STEPS):
+    for _ in range(_WARM_UP + num_steps):
         start = time.perf_counter()
         step()
         samples.append(time.perf_counter() - start)

@@ -26,6 +26,9 @@ STAGES: Final = (
 FEW_LAYERS: Final = 4
 MANY_LAYERS: Final = 20
 RUNTIME_STEPS: Final = 25
+"""Of each plan, within the usual budget [count]."""
+BUDGET_S: Final = 0.3
+"""How long a measurement is usually repeated [s]."""
 RUNTIME_MICRO_BATCHES: Final = 2
 """For each stage of a pipeline [count]."""
 
@@ -41,6 +44,7 @@ HEAD_SIZES: Final = (32, 128)
 ADAM_ELEMENTS: Final = 4 * 2**20
 MORE_TENSORS: Final = 31
 COLLECTIVE_BYTES: Final = (1024, 64 * 1024, 2**20, 16 * 2**20)
+EXCHANGE_ROUNDS: Final = 20
 PRODUCT_SIZES: Final = (16, 32, 64, 128, 256)
 TRAFFIC_ELEMENTS: Final = (2**12, 2**15, 2**18, 2**21, 2**23)
 FUNCTION_SHAPE: Final = (16, 32, 32, 32)
@@ -54,6 +58,11 @@ AT_LEAST: Final = 5
 """Repetitions, however long they take [count]."""
 CURVE_SHARE: Final = 0.4
 """Of the budget, for each point of a curve [ratio]."""
+
+
+def exchange_name(kind: str, ranks: int, num_bytes: int) -> str:
+    """Return under which name a rank tells the time of an exchange."""
+    return f"exchange_{kind}_{ranks}_{num_bytes}"
 
 
 def attention_rates(rank: dict[str, Any], name: str) -> tuple[float, float]:

@@ -16,6 +16,7 @@ import meshwright as mw
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.exchanges import EXCHANGES, exchange_s
 from meshwright.measure.probe_functions import FUNCTIONS
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
@@ -105,8 +106,74 @@ def test_what_the_runtime_adds_is_two_times_of_a_known_kind(runtime: dict[str, t
 
 def test_measured_numbers_survive_their_file() -> None:
     curves = {"product_curve": ((1e3, 0.1), (1e6, 0.9)), "traffic_curve": ((1e3, 0.5), (1e6, 1.0))}
-    cluster = host(**curves, runtime={"stage": (1e-3, 1e-5)}, process_bytes=1e8, held=1.2, recurrence_forward=0.4)
+    exchanges = {"message": ((2.0, 1e3, 1e-5), (2.0, 1e6, 1e-3))}
+    measured = {"runtime": {"stage": (1e-3, 1e-5)}, "exchanges": exchanges, "process_bytes": 1e8, "held": 1.2}
+    cluster = host(**curves, **measured, recurrence_forward=0.4)
     assert ClusterSpec.from_json(cluster.to_json()) == cluster
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+ROWS = ((2.0, 1e3, 1e-5), (2.0, 1e6, 1e-3), (8.0, 1e3, 3e-5), (8.0, 1e6, 4e-3))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "ranks", "seconds"),
+    [
+        (10.0, 2, 1e-5),  # the latency
+        (1e3, 2, 1e-5),
+        (1e6, 2, 1e-3),
+        ((1e3 + 1e6) / 2, 2, (1e-5 + 1e-3) / 2),
+        (2e6, 2, 1e-3 + 1e6 * (1e-3 - 1e-5) / (1e6 - 1e3)),  # the bandwidth of the last two
+        (1e6, 8, 4e-3),
+        (1e6, 4, 2.5e-3),  # half of the way from two to eight
+        (1e6, 16, 4e-3),  # the nearest that was measured
+    ],
+)
+def test_an_exchange_takes_what_was_measured(num_bytes: float, ranks: int, seconds: float) -> None:
+    assert exchange_s(ROWS, num_bytes, ranks) == pytest.approx(seconds)
+
+
+def test_noise_makes_no_exchange_faster_than_a_smaller_one_without_end() -> None:
+    noisy = ((2.0, 1e6, 1e-3), (2.0, 2e6, 0.9e-3))
+    assert exchange_s(noisy, 1e9, 2) > 20 * exchange_s(noisy, 2e6, 2)
+    assert exchange_s(((2.0, 1e6, 1e-3),), 4e6, 2) == pytest.approx(4e-3)
+
+
+def test_measured_exchanges_stand_for_the_link() -> None:
+    rows = {"all_reduce": ROWS, "message": ((2.0, 1e6, 5e-4),)}
+    machine = Machine(host(), dataclasses.replace(EFFICIENCY, exchanges=rows))
+    assert machine.collective_s("all_reduce", 1e6, 8, 1) == pytest.approx(4e-3)
+    assert machine.message_s(1e6, inside=True) == pytest.approx(5e-4)
+    plain = Machine(host(), EFFICIENCY)
+    assert machine.collective_s("all_gather", 1e6, 8, 1) == plain.collective_s("all_gather", 1e6, 8, 1)
+
+
+def test_slower_exchanges_make_every_plan_that_uses_them_slower() -> None:
+    def seconds(plan: str, **kinds: float) -> float:
+        sizes, fixed = (1e2, 1e9), 1e-6
+        rows = {kind: tuple((2.0, size, fixed + size * each) for size in sizes) for kind, each in kinds.items()}
+        return mw.predict_plan(MODEL, host(exchanges=rows), TRAIN, mw.Plan.parse(plan)).step_s
+
+    fast = dict.fromkeys(EXCHANGES, 1e-10)
+    for plan, kinds in {
+        "dp=2": ["all_reduce"],
+        "dp=2,zero=3": ["all_gather", "reduce_scatter"],
+        "tp=2,sequence_parallel=off": ["all_reduce"],
+        "pp=2,micro_batches=2": ["message"],
+    }.items():
+        for kind in EXCHANGES:
+            slower = seconds(plan, **fast | {kind: 1e-8}) > seconds(plan, **fast)
+            assert slower == (kind in kinds), (plan, kind)
+
+
+@pytest.mark.parametrize(
+    "exchanges",
+    [{"gather": ROWS}, {"message": ((2.0, 1e3),)}, {"message": ((2.0, 0.0, 1.0),)}, {"message": (ROWS[1], ROWS[0])}],
+)
+def test_rows_of_exchanges_are_of_a_known_kind_positive_and_in_order(exchanges: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="rule"):
+        dataclasses.replace(EFFICIENCY, exchanges=exchanges)  # type: ignore[arg-type]
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------

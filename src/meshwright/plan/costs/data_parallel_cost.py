@@ -73,13 +73,13 @@ def exchange(
     # What overlaps, and what is gathered where it is needed, goes in pieces.
     pieces = max(1.0, depth * setup.calls_per_layer) if setup.overlap or setup.zero == 3 else 1.0
 
-    def seconds(num_bytes: float, ranks: int, hosts: int, rounds: int) -> float:
-        return pieces * machine.collective_s(num_bytes / pieces, ranks, hosts, rounds=rounds)
+    def seconds(kind: str, num_bytes: float, ranks: int, hosts: int) -> float:
+        return pieces * machine.collective_s(kind, num_bytes / pieces, ranks, hosts)
 
-    gather_s = seconds(gathered, shard, in_shard, 1)
+    gather_s = seconds("all_gather", gathered, shard, in_shard)
     # ZeRO scatters sums over its shards, and copies of a shard are then summed.
-    scatter_s = seconds(reduced, shard, in_shard, 1)
-    sum_s = seconds(across_copies / shard, group // shard, min(across, group // shard), 2)
+    scatter_s = seconds("reduce_scatter", reduced, shard, in_shard)
+    sum_s = seconds("all_reduce", across_copies / shard, group // shard, min(across, group // shard))
     if setup.zero >= 3 and not setup.per_step:
         calls = setup.micro_batches  # each gathers in forward and in backward, and scatters its gradients
         before = _Hidden(calls * gather_s, forward_s)

@@ -248,20 +248,16 @@ def _plain(dtype: str) -> str:
 def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Machine, *, forward: bool) -> None:
     num_bytes = elements * setup.micro_batch_size / setup.cp * setup.element_bytes
     spread = -(-setup.tp // machine.cluster.devices_per_host)
-    if (
-        setup.sequence_parallel
-    ):  # gather and scatter: the sum of an all-reduce's bytes, but for backward, which gathers again
-        rounds, calls = 1, 2
-    else:
-        rounds, calls = 2, 1
-    seconds = calls * machine.collective_s(num_bytes, setup.tp, spread, rounds=rounds)
+    # Gather and scatter have the sum of an all-reduce's bytes.
+    kinds = ("all_gather", "reduce_scatter") if setup.sequence_parallel else ("all_reduce",)
+    seconds = sum(machine.collective_s(kind, num_bytes, setup.tp, spread) for kind in kinds)
     if setup.overlaps_tp and setup.sequence_parallel:
         seconds *= 1 - machine.efficiency.tp_overlap
     if forward:
         times.forward_comm_s += seconds
     else:
         times.backward_comm_s += seconds
-    times.num_collectives += calls
+    times.num_collectives += len(kinds)
     times.sent_bytes += 2 * (setup.tp - 1) / setup.tp * num_bytes
 
 
@@ -275,7 +271,7 @@ def _add_ending(times: LayerTimes, column: OperatorSpec, setup: Setup, machine: 
         return
     num_bytes = rows * column.columns * setup.element_bytes
     spread = -(-setup.tp // machine.cluster.devices_per_host)
-    times.forward_comm_s += machine.collective_s(num_bytes, setup.tp, spread, rounds=1)
+    times.forward_comm_s += machine.collective_s("all_gather", num_bytes, setup.tp, spread)
     times.num_collectives += 1
     times.sent_bytes += others * num_bytes
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.efficiency import Efficiency, share_at
+from meshwright.hardware.exchanges import exchange_s
 from meshwright.values import Problems
 
 __all__: list[str] = []
@@ -24,6 +25,9 @@ BigScience's rows with heads of 108 and 150 elements."""
 _NETWORK_HOPS: Final = 3
 """Steps inside a host that one over the network takes as long as. An estimate after the latencies in NCCL's src/graph/tuning.cc,
 read 2026-11-24 [count]."""
+
+_ROUNDS: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""How often the tensor goes round, but for one rank's part of it [count]."""
 
 _REAL_KINDS: Final = {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp4"}
 
@@ -87,18 +91,20 @@ class Machine:
         factor = 1.0 if aligned or units == 1 else _MISALIGNED
         return max(arithmetic * factor, moved / self.memory_bytes_per_s, self.efficiency.kernel_s)
 
-    def collective_s(self, num_bytes: float, group: int, spread: int, *, rounds: int) -> float:
+    def collective_s(self, kind: str, num_bytes: float, group: int, spread: int) -> float:
         """Return the time of a collective of a tensor [s].
 
         Args:
+            kind: "all_reduce", "all_gather" or "reduce_scatter".
             num_bytes: The whole tensor [bytes].
             group: Devices that take part [count].
             spread: Hosts that they are on [count].
-            rounds: 2 for an all-reduce, 1 for an all-gather or a reduce-scatter.
         """
         if group <= 1:
             return 0.0
-        share = (group - 1) / group * num_bytes
+        if spread <= 1 and (rows := self.efficiency.exchanges.get(kind)):
+            return exchange_s(rows, num_bytes, group)
+        rounds, share = _ROUNDS[kind], (group - 1) / group * num_bytes
         if spread <= 1:
             hops = rounds * math.log2(group)
             return (
@@ -114,6 +120,8 @@ class Machine:
 
     def message_s(self, num_bytes: float, *, inside: bool) -> float:
         """Return the time of a message to a neighbour, in the same host or in another one [s]."""
+        if inside and (rows := self.efficiency.exchanges.get("message")):
+            return exchange_s(rows, num_bytes, 2)
         if inside:
             return num_bytes / self.link_bytes_per_s + self.efficiency.link_latency_s
         return num_bytes / self.network_bytes_per_s + self.efficiency.network_latency_s
