@@ -44,13 +44,15 @@ try:
             distributed=torch.distributed.is_initialized(), launched=world.is_launched)
         if sys.argv[1] == f"raise {world.rank}":
             raise ValueError("mine")
+        if sys.argv[1] == f"die {world.rank}":
+            os.kill(os.getpid(), 9)
         world.default_group.barrier()
 except Exception as error:
-    say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - start)
+    say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - start, peer=getattr(error, "peer", None))
     sys.exit(exit_code_of(error))
 """
 
-CLEAN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "SLURM_PROCID")
+CLEAN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 
 
 @pytest.fixture
@@ -143,6 +145,21 @@ def test_the_guilty_ranks_error_reaches_the_others(zygote: Zygote, program: str,
     assert f"rank {guilty} of 2 raised ValueError: mine" in last[1 - guilty]["text"]
     assert done[guilty][0] == 10
     assert done[1 - guilty][0] == 12
+
+
+def test_a_rank_that_was_killed_is_the_peer_in_the_others_error(zygote: Zygote, program: str) -> None:
+    port = free_port()
+    (code, lines), _ = run_ranks(zygote, program, "die 1", [env_of(rank, 2, port) for rank in (0, 1)])
+    assert code == 12
+    assert (lines[-1]["error"], lines[-1]["peer"]) == ("LostPeerError", 1), lines
+
+
+def test_ranks_of_one_host_meet_on_loopback_whatever_the_masters_address_is(zygote: Zygote, program: str) -> None:
+    # As where a node's name means its address in the network: there nobody listens.
+    port = free_port()
+    own = {"MASTER_ADDR": "127.0.0.2", "LOCAL_WORLD_SIZE": "2"}
+    done = run_ranks(zygote, program, "ok", [env_of(rank, 2, port) | own for rank in (0, 1)], timeout_s=5)
+    assert [code for code, _ in done] == [0, 0], done
 
 
 def test_a_taken_port_names_its_holder(zygote: Zygote, program: str) -> None:

@@ -43,6 +43,7 @@ def check_survivors(ranks: Ranks, victim: int, killed_at: float, word: str = "is
     for rank, first in zip(survivors, firsts, strict=True):
         assert first["kind"] in ("PeerGoneError", "DistBackendError"), first
         assert name in first["text"], first
+        assert first["peer"] == (victim if first["kind"] == "PeerGoneError" else None), first
         assert first["at"] - killed_at < LIMIT_S, first
         for again in ("again", "posted", "barrier", "send"):
             check_again(ranks.hear(rank, again), name)

@@ -38,9 +38,18 @@ def test_a_stopped_peer_is_named_when_the_time_is_over(zygote: Zygote) -> None:
                 first = ranks.hear(rank, "first")
                 assert first["kind"] in ("PeerGoneError", "DistBackendError"), first
                 assert f"{name}, stopped, did not come: timed out after 2 s" in first["text"], first
+                # Of an error in a future torch keeps the text alone.
+                assert first["peer"] == (1 if first["kind"] == "PeerGoneError" else None), first
                 assert TIMEOUT_S <= first["at"] - first["began"] < TIMEOUT_S + LATE_S, first
                 for again in ("again", "posted", "barrier", "send"):
                     check_again(ranks.hear(rank, again), name)
+
+
+def test_of_two_late_peers_none_is_the_one_to_blame(zygote: Zygote) -> None:
+    with zygote.ranks("wait_alone", 3, timeout_s=TIMEOUT_S) as ranks:
+        first = ranks.hear(0, "first")
+        assert all(f"rank {rank} (process {ranks.pid(rank)})" in first["text"] for rank in (1, 2)), first
+        assert first["peer"] == -1, first
 
 
 def test_a_stopped_peer_that_goes_on_finds_that_the_others_gave_up(zygote: Zygote) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -338,6 +339,11 @@ def noted(error, note):
             "FATAL run=my_run rank=1 step=3 phase=load cause=LostPeerError: rank 0 has waited 300 s",
         ),
         (
+            LostPeerError("connection closed", rank=1),  # which of the others it was, gloo does not say
+            12,
+            "FATAL run=my_run rank=unknown step=3 phase=load cause=LostPeerError: connection closed",
+        ),
+        (
             LostPeerError("all_reduce failed"),
             12,
             "FATAL run=my_run rank=unknown step=1 phase=run cause=LostPeerError: all_reduce failed",
@@ -380,6 +386,37 @@ def test_a_joined_rank_says_in_which_step_and_phase_it_failed(in_tmp, monkeypatc
     monkeypatch.setattr(session, "train", train)
     assert launcher.run_training(load_config(EXAMPLE)) == 10
     assert "rank=1 step=4 phase=load cause=OSError: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_joined_rank_that_has_failed_reports_though_the_agent_ends_it(in_tmp, monkeypatch, capsys, rank):
+    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}.items():
+        monkeypatch.setenv(name, value)
+
+    @contextlib.contextmanager
+    def sharing_failures():
+        try:
+            yield
+        finally:  # another rank, which was told, has ended meanwhile
+            signal.raise_signal(signal.SIGTERM)
+
+    def train(_config, _world, *, resume):
+        raise OSError("no such file")
+
+    world = SimpleNamespace(rank=int(rank), world_size=2, sharing_failures=sharing_failures)
+    monkeypatch.setattr(join, "join_world", lambda **_: world)
+    monkeypatch.setattr(session, "train", train)
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+    try:
+        assert launcher.run_training(load_config(EXAMPLE)) == 10
+        assert not heard
+        signal.raise_signal(signal.SIGTERM)
+        assert heard  # afterwards it does what it did before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert f"rank={rank} step=0 phase=run cause=OSError: no such file" in capsys.readouterr().err
 
 
 def test_a_plan_that_does_not_fit_the_job_is_refused(in_tmp, monkeypatch):

@@ -139,20 +139,22 @@ class Communicator:
             if is_lost_peer(error):
                 text = (str(error).strip().splitlines() or ["no reason given"])[0]
                 raise self._explained(
-                    f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}"
+                    f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}",
+                    error.group_rank if isinstance(error, PeerGoneError) else -1,
                 ) from error
             raise
         finally:
             if self.on_exit is not None:
                 self.on_exit()
 
-    def _explained(self, text: str) -> MeshwrightError:
+    def _explained(self, text: str, peer: int) -> MeshwrightError:
         """Return the error of the rank that raised while this one waits for it, or this rank's own account."""
         told = None
         if self.calls is not None:
             self.calls.has_given_up = True
             told = self.calls.others_error()
-        return told or LostPeerError(text, rank=self.rank)
+        # It may be this rank itself: it was stopped, and the others have given it up.
+        return told or LostPeerError(text, rank=self.rank, peer=self.ranks[peer] if 0 <= peer < self.size else None)
 
     def wait_for(self, work: Any) -> None:
         """Wait for the end of an exchange; with gloo, also end where a rank has raised and will not come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,10 +14,14 @@ from typing import Final
 __all__: list[str] = []
 
 _LOOK_S: Final = 0.25
-_PATIENCE_S: Final = 10.0
-"""How long a rank may take to save and end once it was asked to [s]."""
+_PATIENCE_S: Final = 30.0
+"""How long a rank may take to save and end once it was asked to: as long as torchrun's agent itself would wait [s].
+
+Source: `SubprocessContext._close` of torch/distributed/elastic/multiprocessing/api.py, 2026-11-25.
+"""
 _EXIT_CODE: Final = 12
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+_THREAD: Final = "meshwright-agent"
 
 
 def follow_agent(environment: Mapping[str, str], look_s: float = _LOOK_S, patience_s: float = _PATIENCE_S) -> None:
@@ -33,13 +38,23 @@ def follow_agent(environment: Mapping[str, str], look_s: float = _LOOK_S, patien
     parent = os.getppid()
     if _AGENT_VARIABLE not in environment or parent <= 1:
         return
+    if any(thread.name == _THREAD for thread in threading.enumerate()):  # of a join that failed before
+        return
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(look_s)
-        sys.stderr.write(f"process {parent}, which has started this rank, is gone; the rank stops\n")
+        # Whoever reads the stream may have ended with the agent, or read no more: this thread must not fail or wait there.
+        teller = threading.Thread(target=_tell, args=(parent,), daemon=True)
+        teller.start()
+        teller.join(look_s)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(patience_s)
         os._exit(_EXIT_CODE)
 
-    threading.Thread(target=watch, name="agent", daemon=True).start()
+    threading.Thread(target=watch, name=_THREAD, daemon=True).start()
+
+
+def _tell(parent: int) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # broken, closed, or None
+        sys.stderr.write(f"process {parent}, which has started this rank, is gone; the rank stops\n")

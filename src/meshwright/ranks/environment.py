@@ -187,7 +187,7 @@ def _host(environment: Mapping[str, str]) -> str:
         raise ConfigError(
             f"MASTER_ADDR is {_shortened(host)}, which is not a host's name or address", fix="MASTER_ADDR=127.0.0.1"
         )
-    return host
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host  # as in an address with a port
 
 
 def _port(environment: Mapping[str, str]) -> int:

@@ -21,7 +21,9 @@ _OWN_THREADS = ("worker", "watchdog")
 STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
-def hang_error(ranks: list[RankProcess], board: Board, number: int, now: float, timeout_s: float) -> LostPeerError:
+def hang_error(
+    ranks: list[RankProcess], board: Board, number: int, now: float, timeout_s: float, *, goes_on: bool = False
+) -> LostPeerError:
     """Return the error for a rank that has waited beyond the limit.
 
     Args:
@@ -30,10 +32,12 @@ def hang_error(ranks: list[RankProcess], board: Board, number: int, now: float, 
         number: The rank that has waited longest.
         now: The time, `time.monotonic()` [s].
         timeout_s: The limit [s].
+        goes_on: Whether the ranks live on: then only their main threads are asked. To write down the stacks of others, which
+            run meanwhile, may end the process (SIGSEGV), since faulthandler holds no lock.
     """
     beats = [board.read(rank.rank) for rank in ranks]
     beat = beats[number]
-    doing = _doing(ranks, board)
+    doing = _doing(ranks, board, others=not goes_on)
     absent = [other for other, its in enumerate(beats) if not its.is_waiting]
     lines = [
         f"rank {number} of {len(beats)} has waited {now - beat.waiting_since:.1f} s in {beat.collective} "
@@ -83,8 +87,8 @@ def _lines_about(ranks: list[RankProcess], board: Board) -> list[str]:
     return [f"  rank {rank.rank}, {board.read(rank.rank).where()}; {doing[rank.rank]}" for rank in ranks]
 
 
-def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
-    """Return where each rank's threads stand, for ranks that answer within a second."""
+def _doing(ranks: list[RankProcess], board: Board, *, others: bool = True) -> dict[int, str]:
+    """Return where each rank's main thread stands, and its `others`, for ranks that answer within a second."""
     texts: dict[int, str] = {}
     asked: dict[int, int] = {}
     for rank in ranks:
@@ -108,7 +112,7 @@ def _doing(ranks: list[RankProcess], board: Board) -> dict[int, str]:
                 continue
             dumps[rank.rank] = dumps.get(rank.rank, "") + rank.read_stack() + "\n"
             sizes[rank.rank] = 0
-            if asked[rank.rank] == STACK_SIGNAL:
+            if others and asked[rank.rank] == STACK_SIGNAL:
                 asked[rank.rank] = STACK_SIGNAL + 1
                 _ask(rank, STACK_SIGNAL + 1)
             else:

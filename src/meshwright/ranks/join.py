@@ -180,6 +180,8 @@ def _place_of_default_group() -> Place:
 def _open_store(place: Place, join_timeout_s: float) -> Store:
     """Open the store at the master's address; rank 0 hosts it unless torchrun's agent does."""
     host, port = place.address or ("", 0)
+    if place.is_one_host and not place.has_agent_store:
+        host = "127.0.0.1"  # where rank 0 listens, whatever address the master's name means here
     deadline = time.monotonic() + join_timeout_s
     listener = None
     try:
@@ -188,7 +190,7 @@ def _open_store(place: Place, join_timeout_s: float) -> Store:
         else:
             _await_master(host, port, deadline)
         store: Store = TCPStore(
-            "127.0.0.1" if listener is not None and place.is_one_host else host,
+            host,
             port,
             place.world_size,
             is_master=listener is not None,

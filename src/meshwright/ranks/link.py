@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,8 @@ class RankLink:
             ConfigError: It is no plain data.
         """
         try:
+            if (key := _other_key(event)) is not None:  # JSON would make text of it
+                raise TypeError(f"{key} is the key of an entry")
             text = json.dumps(event)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
@@ -55,3 +58,15 @@ class RankLink:
         """Record a stop signal. Nothing is sent here, since the handler may have interrupted a send."""
         self.stop = True
         self.signal_name = signal.Signals(number).name
+
+
+def _other_key(value: object) -> str | None:
+    """Return a key that is not text, of a dict anywhere inside; None where there is none."""
+    if isinstance(value, dict):
+        entries: dict[object, object] = value
+        other = next((repr(key) for key in entries if not isinstance(key, str)), None)
+        return other or next(filter(None, map(_other_key, entries.values())), None)
+    if isinstance(value, (list, tuple)):
+        several: Sequence[object] = value
+        return next(filter(None, map(_other_key, several)), None)
+    return None

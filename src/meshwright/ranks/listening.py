@@ -35,7 +35,7 @@ def listen(host: str, port: int, *, one_host: bool) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-        return _bound(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, "", port)
+        return _bound_to_all(port)
     except OSError as error:
         raise ConfigError(
             f"rank 0 cannot listen on port {port} of {host} (MASTER_PORT): {error.strerror}{_holder(port)}",
@@ -50,6 +50,16 @@ def _address_in(host: str) -> str:
         if not (address.is_loopback or address.is_unspecified or address.is_link_local):
             return host
     return ""
+
+
+def _bound_to_all(port: int) -> socket.socket:
+    if socket.has_ipv6:  # as Python was built; the kernel may have been started without it
+        try:
+            return _bound(socket.AF_INET6, "", port)
+        except OSError as error:
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                raise
+    return _bound(socket.AF_INET, "", port)
 
 
 def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:

@@ -116,6 +116,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.is_accounted = False
         self._stop_deadline = None
+        self._pace = Pace(self.num_ranks)  # another call may take other steps
         packed = pack(("call", payload, main, self._stop_told is not None))
         try:
             with self.signals:
@@ -379,7 +380,7 @@ class Supervisor:
         self._pace.note(beats, now)
         since, number = min((beat.waiting_since or float("inf"), number) for number, beat in enumerate(beats))
         if self._pace.is_late(since, now):
-            late = hang_error(self._ranks, self._board, number, now, self._timeout_s)
+            late = hang_error(self._ranks, self._board, number, now, self._timeout_s, goes_on=True)
             _log.warning("slower than %d of its steps: %s", TIMES_A_STEP, late.message)
         if now - since > self._timeout_s:
             error = hang_error(self._ranks, self._board, number, now, self._timeout_s)

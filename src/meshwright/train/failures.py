@@ -16,14 +16,14 @@ __all__: list[str] = []
 
 
 def guilty_rank(error: BaseException) -> int | None:
-    """Return the rank that a failure came from: of a lost peer the peer, where it is known, and not who waited for it.
+    """Return the rank that a failure came from: of a lost peer the peer, and not who waited for it; None where it is not known.
 
     >>> guilty_rank(LostPeerError("rank 0 has waited 30 s for rank 1", rank=0, peer=1))
     1
+    >>> guilty_rank(LostPeerError("connection closed", rank=0)) is None
+    True
     """
-    if isinstance(error, LostPeerError) and error.peer is not None:
-        return error.peer
-    return rank_of(error)
+    return error.peer if isinstance(error, LostPeerError) else rank_of(error)
 
 
 def report_failure(
@@ -43,7 +43,8 @@ def report_failure(
         The exit code.
     """
     rank = guilty_rank(error)
-    told = failures.get(rank, {}) if rank is not None else {}
+    teller = rank_of(error) if rank is None else rank
+    told = failures.get(teller, {}) if teller is not None else {}
     is_ours = isinstance(error, MeshwrightError)
     trace = told.get("traceback") or getattr(error, "traceback_text", "")
     # Nobody who pressed Ctrl-C twice wants to know where.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from meshwright.host import usable_cores
 from meshwright.ranks.capacity import check_devices
 from meshwright.ranks.environment import read_place, read_restart_count
 from meshwright.ranks.launch import launch
+from meshwright.ranks.signals import StopSignals
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import HeldTensor, Measurement, RunRecord
 from meshwright.texts import clean
@@ -64,15 +66,17 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> int:
                 f"the plan '{plan}' has {plan.num_ranks} ranks, this job ({place.source}) has {place.world_size}",
                 fix=f"--plan dp={place.world_size}, or start {plan.num_ranks} ranks",
             )
-        if place.rank != 0:
-            return _train_beside(config)
-        return _Run(config).execute(joined=True, resume=resume)
+        with contextlib.ExitStack() as end:
+            if place.rank != 0:
+                return _train_beside(config, end)
+            return _Run(config, end).execute(joined=True, resume=resume)
     check_devices(plan.num_devices, str(plan))
-    return _Run(config).execute(joined=False, resume=resume)
+    with contextlib.ExitStack() as end:
+        return _Run(config, end).execute(joined=False, resume=resume)
 
 
-def _train_beside(config: TrainConfig) -> int:
-    """Train on a rank that is not the job's first: that one writes the folder and draws."""
+def _train_beside(config: TrainConfig, end: contextlib.ExitStack) -> int:
+    """Train on a rank that is not the job's first: that one writes the folder and draws. `end`: see `_join`."""
     failures: dict[int, dict[str, Any]] = {}
 
     def on_event(rank: int, event: dict[str, Any]) -> None:
@@ -80,14 +84,24 @@ def _train_beside(config: TrainConfig) -> int:
             failures[rank] = event
 
     try:
-        summary = _join(config, on_event, resume=False)  # rank 0's word counts
+        summary = _join(config, on_event, end, resume=False)  # rank 0's word counts
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
         return report_failure(config, error, failures)
     return StoppedOnRequest.exit_code if summary["stopped"] else 0
 
 
-def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None], *, resume: bool) -> dict[str, Any]:
-    """Train in this process, which belongs to a job; return what this rank did."""
+def _join(
+    config: TrainConfig,
+    on_event: Callable[[int, dict[str, Any]], None],
+    end: contextlib.ExitStack,
+    *,
+    resume: bool,
+) -> dict[str, Any]:
+    """Train in this process, which belongs to a job; return what this rank did.
+
+    torchrun's agent sends SIGTERM to all as soon as one rank has ended. Whoever has more to tell then tells it: from the end of
+    training to that of the context `end` stop signals are noted, and do nothing.
+    """
     from meshwright.ranks.join import join_world
     from meshwright.train.session import train
 
@@ -95,7 +109,10 @@ def _join(config: TrainConfig, on_event: Callable[[int, dict[str, Any]], None], 
     world.on_event = on_event
     try:
         with world.sharing_failures():
-            return train(config, world, resume=resume)
+            try:
+                return train(config, world, resume=resume)
+            finally:
+                end.enter_context(StopSignals())
     except Exception as error:
         if rank_of(error) is None:
             error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
@@ -112,8 +129,9 @@ def train_on_rank(config_json: str, resume: bool = False) -> dict[str, Any]:
 class _Run:
     """One run as its folder and its viewer see it."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, end: contextlib.ExitStack) -> None:
         self._config = config
+        self._end = end
         self._plan = config.plan
         self._failures: dict[int, dict[str, Any]] = {}
         self._steps: list[dict[str, Any]] = []
@@ -214,7 +232,9 @@ class _Run:
     def _train(self, *, joined: bool, resume: bool) -> list[dict[str, Any]]:
         self._failures.clear()
         self._num_new_steps = 0
-        return [_join(self._config, self._on_event, resume=resume)] if joined else self._launch(resume=resume)
+        if joined:
+            return [_join(self._config, self._on_event, self._end, resume=resume)]
+        return self._launch(resume=resume)
 
     def _tell_restart(self, error: BaseException, restarts: Restarts, pause_s: float) -> None:
         self._on_event(

@@ -113,7 +113,8 @@ def attempt(name: str, body: Callable[[], Any]) -> None:
     try:
         result = body()
     except Exception as error:
-        say(**{name: {"kind": type(error).__name__, "text": str(error)[:1000], "at": time.monotonic(), "began": begin}})
+        told = {"kind": type(error).__name__, "text": str(error)[:1000], "peer": getattr(error, "group_rank", None)}
+        say(**{name: {**told, "at": time.monotonic(), "began": begin}})
     else:
         result = result if isinstance(result, int | float | str | list | bool | None) else None
         say(**{name: {"kind": None, "result": result, "at": time.monotonic(), "began": begin}})
@@ -139,6 +140,15 @@ def wait_for_peers_death(me: Me, kind: str, count: int, form: str, victim: int) 
     say(entering=True)
     attempt("first", lambda: finish(start(kind, data, root=victim, async_op=form != "sync"), form))
     attempt_others(victim)
+
+
+def wait_alone(me: Me) -> None:
+    """Rank 0 goes into a barrier to which no other comes."""
+    join(me)
+    dist.barrier()
+    if me.rank != 0:
+        signal.pause()
+    attempt("first", dist.barrier)
 
 
 class HalfMapping:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 
@@ -45,15 +47,34 @@ def end_of_a_rank(rank: Callable[[int], None]) -> bytes:
     return text
 
 
-def stay(writing: int, variables: dict[str, str], *, heeds: bool) -> None:
+def unwritable(kind: str) -> TextIO | None:
+    """A standard error as a rank may have it whose agent is gone."""
+    if kind == "none":
+        return None
+    reading, writing = os.pipe()
+    if kind == "broken":
+        os.close(reading)
+    else:  # full, and nobody reads
+        os.set_blocking(writing, False)
+        try:
+            while True:
+                os.write(writing, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(writing, True)
+    return os.fdopen(writing, "w", buffering=1)
+
+
+def stay(writing: int, variables: dict[str, str], *, heeds: bool, errors: str = "none") -> None:
     def stop(number: int, _frame: object) -> None:
         os.write(writing, f"signal {number};".encode())
         if heeds:
             os._exit(0)
 
     os.close(2)
+    sys.stderr = unwritable(errors)
     signal.signal(signal.SIGTERM, stop)
-    follow_agent(variables, look_s=0.01, patience_s=0.05)
+    for _ in range(2):  # the second is of no use, and asks for nothing more
+        follow_agent(variables, look_s=0.01, patience_s=0.05)
     os.write(writing, b"watching;")
     threading.Event().wait(LIMIT_S if variables else 0.3)  # many times as long as two looks
     os.write(writing, b"stayed;")
@@ -62,6 +83,13 @@ def stay(writing: int, variables: dict[str, str], *, heeds: bool) -> None:
 @pytest.mark.parametrize("heeds", [True, False])
 def test_a_rank_stops_when_its_agent_was_killed(heeds: bool) -> None:
     found = end_of_a_rank(lambda writing: stay(writing, {"TORCHELASTIC_RUN_ID": "none"}, heeds=heeds))
+    assert found == b"watching;signal 15;"
+
+
+@pytest.mark.parametrize("errors", ["broken", "full"])
+def test_a_rank_stops_though_nobody_reads_its_errors(errors: str) -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "none"}
+    found = end_of_a_rank(lambda writing: stay(writing, variables, heeds=False, errors=errors))
     assert found == b"watching;signal 15;"
 
 

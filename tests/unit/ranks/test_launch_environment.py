@@ -92,6 +92,10 @@ def test_srun() -> None:
     assert not place.is_one_host
 
 
+def test_an_address_in_brackets_is_the_address() -> None:
+    assert read_place({**COMPLETE, "MASTER_ADDR": "[fd00::2]"}).address == ("fd00::2", 29500)
+
+
 def test_srun_with_an_address_of_the_users_own() -> None:
     place = read_place({**SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "1234"})
     assert place.address == ("other", 1234)

@@ -243,3 +243,5 @@ def test_an_event_crosses_as_plain_data(ends: tuple[ParentEnd, RankEnd]) -> None
     assert receive_all(parent, 1) == [("event", json.dumps({"torch": str(torch.__version__), "loss": 0.5}))]
     with pytest.raises(ConfigError, match="plain data"):
         link.emit({"loss": torch.zeros(())})
+    with pytest.raises(ConfigError, match="1 is the key of an entry"):  # it would arrive as text
+        link.emit({"losses": [{"0": 0.5}, {1: 0.5}]})

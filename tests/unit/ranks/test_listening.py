@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
 
 from meshwright.errors import ConfigError
+from meshwright.ranks import listening
 from meshwright.ranks.listening import listen
 
 
@@ -34,6 +36,18 @@ def test_this_hosts_own_address() -> None:
         own = probe.getsockname()[0]
     with listen(own, 0, one_host=False) as listener:
         assert listener.getsockname()[0] == own
+
+
+def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return whole(family, address, port)
+
+    whole = listening._bound
+    monkeypatch.setattr(listening, "_bound", bound)
+    with listen("a-service", 0, one_host=False) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
 
 
 def test_a_port_that_is_taken() -> None:

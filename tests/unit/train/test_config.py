@@ -135,6 +135,7 @@ def test_config_is_frozen(folder):
         ("checkpoints.keep=3", ["unknown key 'checkpoints'", "did you mean 'checkpoint'"]),
         ("checkpoint.keep=-1", ["'checkpoint.keep' = -1"]),
         ("checkpoint.every_minutes=inf", ["'checkpoint.every_minutes'", "finite"]),
+        ("train.timeout_s=1e10", ["'train.timeout_s'", "604800"]),
         ("checkpoint.on_error=ignore", ["'checkpoint.on_error'", "'stop' or 'warn'"]),
         ("checkpoint.best=true", ["train.eval_every = 0", "fix: --set train.eval_every=100"]),
     ],

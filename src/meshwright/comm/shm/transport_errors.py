@@ -10,7 +10,19 @@ class TransportError(RuntimeError):
 
 
 class PeerGoneError(TransportError):
-    """Another rank is gone, late, has raised, or this one has left the group."""
+    """Another rank is gone, late, has raised, or this one has left the group.
+
+    Args:
+        text: What is shown.
+        group_rank: The rank of the group that it is about; -1 where that is not known, or not one.
+    """
+
+    def __init__(self, text: str, group_rank: int = -1) -> None:
+        super().__init__(text)
+        self.group_rank = group_rank
+
+    def __reduce__(self) -> tuple[type[PeerGoneError], tuple[str, int]]:
+        return type(self), (str(self), self.group_rank)
 
 
 class DisagreementError(TransportError):

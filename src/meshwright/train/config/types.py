@@ -160,7 +160,7 @@ class TrainSection(_Section):
     """Stop after this long [s]; counts as done."""
     max_restarts: NonNegativeInt = 0
     """How often ranks that were killed or lost are started again, from the newest checkpoint [count]."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 300.0
     """How long a rank may wait for the others in one exchange before the one that it waits for is named, and the run ends [s]."""
     name: str | None = None
     """The run's folder; None: the configuration file's name."""

@@ -2,12 +2,16 @@
 
 One thread runs at a time, from one barrier to the next. Threads that ran side by side would wait for the interpreter's lock at
 each operation, since torch gives it up there: several times the processor time, and another order in each run.
+
+Each thread has the process's switches for itself: code that sets one for a while (`sdpa_kernel`, a default dtype) may exchange
+inside, and the threads' ends would then restore each other's settings.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
@@ -25,12 +29,58 @@ _TIMEOUT_S: Final = 600.0
 """How long a thread waits for its turn."""
 
 
+def _backends() -> tuple[Any, Any]:
+    return torch.backends.cuda, torch.backends.cudnn
+
+
+def _switches() -> tuple[Any, ...]:
+    """Return the settings of the whole process that code on the way of a forward may set for a while."""
+    attention, cudnn = _backends()
+    return (
+        torch.get_default_dtype(),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
+        (attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
+    )
+
+
+def _switch(wanted: tuple[Any, ...]) -> None:
+    if wanted == _switches():
+        return
+    attention, cudnn = _backends()
+    dtype, (is_deterministic, warns), cudnn_flags, (flash, efficient), (math, of_cudnn) = wanted
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = cudnn_flags
+    attention.enable_flash_sdp(flash)
+    attention.enable_mem_efficient_sdp(efficient)
+    attention.enable_math_sdp(math)
+    attention.enable_cudnn_sdp(of_cudnn)
+
+
+@contextlib.contextmanager
+def _kept_filters() -> Iterator[None]:
+    """Restore the filters of warnings where the threads have left others; where they have not, no warning is shown again."""
+    names = vars(warnings).keys() & {"filters", "showwarning", "_showwarnmsg_impl"}
+    before = {name: vars(warnings)[name] for name in names}
+    try:
+        yield
+    finally:
+        if any(vars(warnings)[name] is not value for name, value in before.items()):
+            for name, value in before.items():
+                setattr(warnings, name, value)
+            with warnings.catch_warnings():  # its end makes the interpreter read them anew
+                pass
+
+
 class Meeting:
     """The turns and the memory through which the threads exchange."""
 
     def __init__(self, size: int) -> None:
         self.given: list[Any] = [None] * size
         self._is_broken = False
+        self._callers = _switches()
         self._turns = [threading.Lock() for _ in range(size)]
         for turn in self._turns[1:]:
             turn.acquire()
@@ -40,6 +90,7 @@ class Meeting:
         """Run a thread's code in its turns; where it raises, the others do at their next turn."""
         try:
             self._take(part)
+            _switch(self._callers)
             yield
         except BaseException:
             self.abort()
@@ -52,8 +103,14 @@ class Meeting:
         Raises:
             threading.BrokenBarrierError: Another thread has failed.
         """
+        own = _switches()
         self._pass(part)
         self._take(part)
+        _switch(own)
+
+    def close(self) -> None:
+        """Leave the process as it was, when all threads have ended."""
+        _switch(self._callers)
 
     def abort(self) -> None:
         """Let every thread that waits raise, now and later."""
@@ -94,10 +151,12 @@ def run_as_ranks(size: int, work: Callable[[Any], Result]) -> tuple[list[Result 
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(part,), daemon=True) for part in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _kept_filters():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    meeting.close()
     return found, errors
 
 

@@ -135,7 +135,7 @@ LostPeer ShmBackend::fail(const LostPeer& error) {
     std::lock_guard<std::mutex> held(failure_lock_);
     if (!failure_) failure_.emplace(error);
   }
-  waiter_.stop(kFailed, error.rank);
+  waiter_.stop(kFailed, error.known_rank());
   messages_.abandon(reason());
   return reason();
 }

@@ -25,7 +25,7 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /* w
         (rank_ != 0 ? own + " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
          : at_once  ? own + " timed out in monitoredBarrier after 0 ms"
                     : "Rank " + std::to_string(lost.rank) + " failed to pass monitoredBarrier") + ": " + lost.what(),
-        lost.rank);
+        lost.rank, lost.is_known);
   }
 }
 

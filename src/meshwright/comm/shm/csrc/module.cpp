@@ -28,7 +28,7 @@ void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
   } catch (const meshwright::LostPeer& lost) {
-    raise(kinds().lost_peer, lost.what());
+    raise(kinds().lost_peer, lost.what(), py::make_tuple(lost.known_rank()));
   } catch (const meshwright::Mismatch& mismatch) {
     raise(kinds().mismatch, mismatch.what());
   } catch (const meshwright::WrongLength& wrong) {

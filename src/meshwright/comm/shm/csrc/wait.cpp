@@ -83,8 +83,8 @@ void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) 
     case Trouble::kFailed: {
       const int blamed = segment_.line(rank).blames.load(std::memory_order_relaxed);
       const bool other = blamed >= 0 && blamed < segment_.num_ranks() && blamed != rank;
-      throw LostPeer(text + name_of(rank) + " gave up" + (other ? ": it lost " + name_of(blamed) : ""),
-                     other ? blamed : rank);
+      throw LostPeer(text + name_of(rank) + " gave up" + (other ? ": it lost " + name_of(blamed) : ""), other ? blamed : rank,
+                     blamed >= 0);
     }
     default: {
       std::string names;
@@ -94,7 +94,8 @@ void Waiter::raise(const char* what, const Trouble& trouble, Deadline deadline) 
       }
       char seconds[32];
       std::snprintf(seconds, sizeof seconds, "%g", static_cast<double>(deadline.given.count()) / 1e3);
-      throw LostPeer(text + names + " did not come: timed out after " + seconds + " s, the timeout of this call", rank);
+      throw LostPeer(text + names + " did not come: timed out after " + seconds + " s, the timeout of this call", rank,
+                     trouble.ranks.size() == 1);
     }
   }
 }

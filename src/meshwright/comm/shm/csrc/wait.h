@@ -34,10 +34,12 @@ struct Deadline {
   std::chrono::milliseconds given;
 };
 
-// Raised where a peer is gone, left, failed or late; `rank` is the group rank to blame.
+// Raised where a peer is gone, left, failed or late; `rank` is the group rank to blame, where that is one: not of several late ones.
 struct LostPeer : std::runtime_error {
-  LostPeer(const std::string& text, int rank) : std::runtime_error(text), rank(rank) {}
+  LostPeer(const std::string& text, int rank, bool is_known = true) : std::runtime_error(text), rank(rank), is_known(is_known) {}
+  int known_rank() const { return is_known ? rank : -1; }
   int rank;
+  bool is_known;
 };
 
 // What this process is in the middle of: a number that its peers have for the same call of theirs; 0 outside of any. Where
