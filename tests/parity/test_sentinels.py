@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 from tests.parity.jobs import sentinel_jobs as jobs
 
+import meshwright as mw
 from meshwright import testing
 
 PLANS = {
@@ -236,3 +238,39 @@ def test_steps_between_two_sentinels_exchange_no_more_than_without() -> None:
         for number, (many, few) in enumerate(zip(with_sentinels, without, strict=True)):
             assert (many > few) == (number in due)
             assert many == few or number in due
+
+
+class _Texts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def _warnings_of_shares(plan: str, cuts: bool) -> list[str]:
+    """Train two steps on shares, or on the whole batch on every rank; return what was warned of shares on this rank."""
+    texts = _Texts()
+    log = logging.getLogger("meshwright")
+    log.addHandler(texts)
+    try:
+        with mw.apply_plan(jobs.build_net, plan, optimizer=jobs.SGD, loss_fn=jobs.losses.cross_entropy) as model:
+            for number in range(2):
+                batch = jobs.language(8, number)
+                model.step(mw.split_batch(batch, model) if cuts else batch)
+    finally:
+        log.removeHandler(texts)
+    return [text for text in texts.found if "same batch" in text]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("dp=2", ["[0, 1]", ""]), ("dp=2,tp=2", ["[0, 2]", "[1, 3]", "", ""]), ("tp=2", ["", ""])]
+)
+def test_ranks_that_train_on_the_same_batch_hear_of_it_once(plan: str, ranks: list[str]) -> None:
+    assert not any(testing.run_ranks(_warnings_of_shares, len(ranks), plan, True))
+    told = testing.run_ranks(_warnings_of_shares, len(ranks), plan, False)
+    assert [len(texts) for texts in told] == [int(bool(named)) for named in ranks]
+    assert all(
+        f"ranks {named} train on the same batch" in texts[0] for texts, named in zip(told, ranks, strict=True) if named
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -40,9 +41,34 @@ def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call_model(module: nn.Module, batch: Any) -> Any:
-    """Return the module's outputs for a batch of either form."""
+    """Return the module's outputs for a batch of either form.
+
+    Raises:
+        ApplyError: The batch is a mapping with entries that the module's forward does not take.
+    """
     args, kwargs = model_inputs(batch)
-    return module(*args, **kwargs)
+    try:
+        return module(*args, **kwargs)
+    except TypeError as error:
+        if strange := _not_taken(module, kwargs):
+            inputs = ", ".join(f"{name!r}: ..." for name in kwargs if name not in strange)
+            raise ApplyError(
+                f"the batch is a mapping, and {type(module).__name__}.forward takes no {' and no '.join(map(repr, strange))} "
+                "(rule: all entries of a mapping are keywords of the model)",
+                fix=f"a pair of inputs and targets: ({{{inputs}}}, batch[{strange[0]!r}])",
+            ) from error
+        raise
+
+
+def _not_taken(module: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the keywords that a module's forward does not take."""
+    try:
+        known = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # of no function of Python's
+        return []
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        return []
+    return [name for name in kwargs if name not in known]
 
 
 def count_tokens(batch: Any, num_samples: int) -> int:

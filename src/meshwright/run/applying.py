@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -42,6 +43,7 @@ from meshwright.spec.supported import refuse_unbuilt
 
 __all__: list[str] = []
 
+_LOG = logging.getLogger("meshwright")
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -111,6 +113,8 @@ def apply_plan(
         build_model = with_pretrained(build_model, pretrained)
     pages = PagedBuild()
     module = build_module(build_model, seed, plan, world, pages)
+    if world.rank == 0:
+        _tell_what_does_nothing(plan, module)
     splitter = BatchSplitter(split)
     if plan.num_devices > 1 or plan.micro_batches > 1 or plan.micro_batch_size or plan.recompute != "none":
         refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
@@ -162,3 +166,19 @@ def apply_plan(
         engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
     return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, pages=pages, seed=seed)
+
+
+def _tell_what_does_nothing(plan: Plan, module: nn.Module) -> None:
+    """Warn of words of a plan that are valid, and change nothing for this model."""
+    if plan.zero and plan.dp == 1 and plan.offload == "none":
+        _LOG.warning(
+            "plan '%s': zero=%d shards over dp ranks, and dp=1: nothing is sharded. Fix: dp=2,zero=%d, or leave zero out",
+            *(plan, plan.zero, plan.zero),
+        )
+    floats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if _AUTOCAST[plan.precision] is not None and floats == {torch.float64}:
+        _LOG.warning(
+            "plan '%s': precision=%s casts float32, and this model is float64: nothing is cast. Fix: a model in float32, "
+            "or leave precision out",
+            *(plan, plan.precision),
+        )

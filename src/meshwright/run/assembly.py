@@ -306,12 +306,19 @@ def build_optimizer(
         built: Any = optimizer.build_named(list(module.named_parameters()))
     elif isinstance(optimizer, torch.optim.Optimizer):
         built = optimizer
-    else:
+    elif callable(optimizer):
         built = optimizer(list(module.parameters()))
+    else:
+        built = optimizer
+    if isinstance(built, torch.optim.LBFGS):
+        raise ApplyError(
+            "torch.optim.LBFGS computes the loss several times in a step (rule: a step has one forward and one backward)",
+            fix="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
+        )
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ApplyError(
-            f"optimizer= must give a torch.optim.Optimizer, it gave a {type(built).__name__}",
-            fix="pass for example functools.partial(torch.optim.AdamW, lr=3e-4)",
+            f"optimizer= must be or give a torch.optim.Optimizer, it is or gives {type(built).__name__}",
+            fix="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
         )
     live = {id(parameter) for parameter in module.parameters()}
     held = [parameter for group in built.param_groups for parameter in group["params"]]

@@ -43,12 +43,21 @@ def test_it_is_built_once(cache: Path, commands: list[list[str]]) -> None:
     path = build_extension()
     assert path.parent == cache
     assert cache.stat().st_mode & 0o777 == 0o700
-    assert len(commands) == len(list(build._SOURCES.glob("*.cpp"))) + 1
+    assert len(commands) == min(4, host.usable_cores()) + 1
     assert build_extension() == path
     assert sorted(each.name for each in cache.iterdir()) == sorted([path.name, "build.lock"])
     commands.clear()
     assert build_extension() == path
     assert commands == []
+
+
+@pytest.mark.parametrize("cores", [1, 3, 64])
+def test_each_source_is_in_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: cores)
+    units = build._write_units(tmp_path)
+    assert len(units) == min(4, cores)
+    lines = [line for unit in units for line in unit.read_text().splitlines()]
+    assert sorted(lines) == sorted(f'#include "{source.name}"' for source in build._SOURCES.glob("*.cpp"))
 
 
 def test_a_binary_outlives_its_compiler(

@@ -274,3 +274,14 @@ def test_default_collate_makes_batches_of_pairs():
     assert targets.tolist() == [0, 1, 2]
     batch = next(iter(make_loader(dataset, fake_model(), shuffle=False, global_batch_size=2, collate_fn=list)))
     assert isinstance(batch, list)
+
+
+def test_a_batch_larger_than_the_dataset_is_told_once(caplog):
+    for rank in range(2):
+        make_loader(Numbers(8), fake_model(rank, 2), global_batch_size=8)
+    assert not caplog.records
+    for rank in range(2):
+        make_loader(Numbers(8), fake_model(rank, 2), global_batch_size=9)
+    assert [record.getMessage() for record in caplog.records] == [
+        "make_loader: global_batch_size=9 of a dataset of 8 samples: every step has 8. Fix: global_batch_size=8"
+    ]

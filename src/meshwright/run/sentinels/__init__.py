@@ -7,7 +7,7 @@ circles       ranks that must have the same values
 digest        64-bit digests of tensors
 settings      settings that must be equal
 code_digest   digests of functions and classes
-batch_check   different batches on ranks that share layers
+batch_check   different batches on ranks that share layers, equal ones on ranks that do not
 copies_check  copies compared bit by bit
 imprint       sums that detect a changed entry
 writes        writes between steps

@@ -1,7 +1,8 @@
-"""Check of batches on ranks that share layers, which must be equal; the error names the ranks and the difference."""
+"""Check of batches: equal on ranks that share layers, and no rank's share another one's; texts name ranks and difference."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,11 +11,30 @@ from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.mesh import MeshSpec
 from meshwright.run.sentinels.circles import circles_of
-from meshwright.run.sentinels.digest import digest_rows, digest_tensor, named_tensors
+from meshwright.run.sentinels.digest import digest_batch, digest_rows, digest_tensor, named_tensors
 
 __all__: list[str] = []
 
+_LOG = logging.getLogger("meshwright")
 _MOST_ROWS = 10_000
+
+
+def warn_of_equal_shares(group: Communicator, mesh: MeshSpec, batch: Any, device: torch.device) -> None:
+    """Warn where a rank's share of the first batch is another one's, value for value; every rank calls it.
+
+    A loop over a plain DataLoader gives every rank the whole data set: nothing fails, and each sample counts several times.
+    """
+    digests = group.all_gather_json(digest_batch(batch, whole=True), device=device)
+    for circle in circles_of(mesh, "dp", "cp"):
+        mine = [digests[rank] for rank in circle.ranks]
+        same = [rank for rank, digest in zip(circle.ranks, mine, strict=True) if digest and mine.count(digest) > 1]
+        if same and group.rank == same[0]:
+            _LOG.warning(
+                "ranks %s train on the same batch, value for value (rule: each rank has its own share of the global batch): "
+                "every sample counts several times. Fix: take batches from mw.make_loader(dataset, model), or step on "
+                "mw.split_batch(batch, model)",
+                same,
+            )
 
 
 def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, device: torch.device) -> None:

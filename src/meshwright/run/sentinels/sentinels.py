@@ -32,7 +32,7 @@ from meshwright.mesh import MeshSpec
 from meshwright.run.agreement import Saying
 from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
-from meshwright.run.sentinels.batch_check import raise_different_batches
+from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
 from meshwright.run.sentinels.digest import digest_batch, digest_rng, digest_text
@@ -222,6 +222,8 @@ class Sentinels:
         if not self.is_due:
             return
         engine = self._engine
+        if self._step == 0:
+            warn_of_equal_shares(engine.everyone, self._mesh, self._batch, engine.device)
         settings.require_equal_settings(engine.everyone, self._rows(), engine.device)
         self._report(
             [*compare_copies(engine, self._optimizer), *self._watch.compare_imprint(engine.everyone, self._mesh)]

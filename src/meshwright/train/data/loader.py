@@ -9,6 +9,7 @@ Tensor and pipeline parallel ranks of one dp coordinate get the same share.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from meshwright.train.data.order import epoch_order, num_batches, rank_shares
 from meshwright.train.data.streams import StreamLoader
 
 __all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
 
 DEFAULT_MICRO_BATCH_SIZE = 8
 STATE_VERSION = 1
@@ -134,6 +137,11 @@ class IndexedLoader:
                 f"make_loader: a dataset of {len(dataset)} samples gives no batch of {self.global_batch_size} "
                 f"(drop_last={options.drop_last}; rule: an epoch has at least one batch)",
                 fix="drop_last=False, or a smaller global_batch_size" if len(dataset) else None,
+            )
+        if self.global_batch_size > len(dataset) and model.dp_rank == 0:
+            _LOG.warning(
+                "make_loader: global_batch_size=%d of a dataset of %d samples: every step has %d. Fix: global_batch_size=%d",
+                *(self.global_batch_size, *[len(dataset)] * 3),
             )
 
     def __len__(self) -> int:

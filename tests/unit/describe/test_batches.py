@@ -1,0 +1,44 @@
+"""Batches that are mappings, whose entries are keywords of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x * mask)
+
+
+def _loss(outputs: Tensor, batch: Any) -> Tensor:
+    return (outputs.squeeze(-1) - (batch["y"] if isinstance(batch, dict) else batch[1])).square().mean()
+
+
+def test_an_entry_that_the_model_does_not_take_is_named_and_the_fix_works() -> None:
+    x, mask, y = torch.ones(4, 3), torch.ones(4, 3), torch.zeros(4)
+    with mw.apply_plan(_Masked, "single", loss_fn=_loss) as model:
+        with pytest.raises(mw.ApplyError) as error:
+            model.step({"x": x, "mask": mask, "y": y})
+        assert "_Masked.forward takes no 'y'" in error.value.message
+        assert error.value.fix == "a pair of inputs and targets: ({'x': ..., 'mask': ...}, batch['y'])"
+    with mw.apply_plan(_Masked, "single", loss_fn=_loss) as model:
+        assert model.step(({"x": x, "mask": mask}, y)).loss > 0
+
+
+def test_a_type_error_of_the_models_own_stays_what_it_is() -> None:
+    class Raises(_Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            raise TypeError("mine")
+
+    with mw.apply_plan(Raises, "single", loss_fn=_loss) as model, pytest.raises(TypeError, match="mine"):
+        model.step({"x": torch.ones(4, 3), "mask": torch.ones(4, 3)})
