@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.errors import LostPeerError, RankNote, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
+from meshwright.ranks.joined_watch import Missing
 from meshwright.ranks.world import leave_group
 
 if TYPE_CHECKING:
@@ -41,10 +42,43 @@ def sharing(world: World) -> Iterator[None]:
         if not description["secondary"]:
             _publish(world, world.store, description)
             raise
-        news = _news(world.store)
-        if news is None:
-            raise
-        raise _explained(world, error, news) from error
+        news, missing = _cause(world, world.store)
+        if news is not None:
+            raise _explained(world, error, news) from error
+        if missing is not None:
+            raise _named(world, error, missing) from error
+        raise
+
+
+def _cause(world: World, store: Store) -> tuple[dict[str, Any] | None, Missing | None]:
+    """Return the error that a rank has published, or which ranks are missing; both None where neither is known."""
+    missing = None if world.watch is None else world.watch.store_is_lost()
+    if missing is not None:
+        return None, missing
+    if (news := _news(store, 0.0)) is None and world.watch is not None:
+        missing = world.watch.find_missing()
+    if news is None:  # a rank that tells nothing will publish nothing
+        news = _news(store, 0.0 if missing is not None and missing.ranks else _NEWS_PATIENCE_S)
+    return news, missing
+
+
+def _named(world: World, error: Exception, missing: Missing) -> LostPeerError:
+    """Return an exchange's error with what the watch has found."""
+    what = str(error).splitlines()[0] if is_lost_peer(error) else type(error).__name__
+    names = ", ".join(map(str, missing.ranks))
+    who = (
+        f"rank{'s' if len(missing.ranks) > 1 else ''} {names} of {world.world_size} left an exchange waiting"
+        if names
+        else what
+    )
+    named = LostPeerError(
+        f"{who} (rank {world.rank} noticed by: {what})\n{missing.text}" if names else f"{what}\n{missing.text}",
+        rank=world.rank,
+        peer=missing.peer,
+    )
+    if world.watch is not None:
+        world.watch.stop(f"has left, since rank {names or 'another'} is missing", missing.peer)
+    return named
 
 
 def _publish(world: World, store: Store, description: dict[str, Any]) -> None:
@@ -78,10 +112,13 @@ def _linger(store: Store, num_readers: int) -> None:
         store.wait(done, datetime.timedelta(seconds=_NEWS_PATIENCE_S))
 
 
-def _news(store: Store) -> dict[str, Any] | None:
+def _news(store: Store, patience_s: float) -> dict[str, Any] | None:
     """Return the failing rank's error; None if none is published in time."""
     try:
-        store.wait([_KEY], datetime.timedelta(seconds=_NEWS_PATIENCE_S))
+        if patience_s:
+            store.wait([_KEY], datetime.timedelta(seconds=patience_s))
+        elif not store.check([_KEY]):
+            return None
         news = json.loads(store.get(_KEY))
         store.set(f"{_READERS_KEY} {store.add(_READERS_KEY, 1)}", "read")
     except (RuntimeError, ValueError):

@@ -1,0 +1,111 @@
+"""Faults of every kind, under launch, `meshwright train`, torchrun and on two hosts: is the rank named, how soon, what is left?
+
+    sudo python -m benchmarks.faults.campaign --count 1000 --entries launch command --out benchmarks/faults/results/campaign.jsonl
+
+A line of the file is an event. Events that the file has are not run again, so that a campaign that was stopped goes on. A case is
+its entry and its seed: `--entries launch --first-seed 7 --count 1` repeats the eighth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.faults import events, in_process, jobs  # noqa: E402
+from benchmarks.faults.campaign_table import judge, table  # noqa: E402
+
+from surroundings import environment  # noqa: E402
+
+ENTRIES = ("launch", "command", "torchrun", "hosts")
+
+
+def run_one(event: dict[str, Any]) -> dict[str, Any]:
+    """Run one event; return it with what came of it."""
+    folder = Path(tempfile.mkdtemp(prefix="event-"))
+    began = time.monotonic()
+    try:
+        if event["entry"] in ("launch", "command"):
+            row = in_process.run_in_process(event, folder)
+        elif event["entry"] == "torchrun":
+            row = jobs.run_job(event, folder, None, timeout_s=events.limit_s(event["kind"]), warm_steps=25)
+        else:
+            with jobs.new_hosts() as hosts:
+                row = jobs.run_job(event, folder, hosts, timeout_s=events.limit_s(event["kind"]), warm_steps=25)
+    finally:
+        output = (folder / "output").read_text(errors="replace") if (folder / "output").exists() else ""
+        shutil.rmtree(folder, ignore_errors=True)
+    whole = event | row | {"took_s": round(time.monotonic() - began, 2), "load": round(os.getloadavg()[0], 1)}
+    whole["wrong"] = judge(whole)
+    if whole["wrong"]:
+        whole["output"] = output[-3000:]
+    return whole
+
+
+def known_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file: of each event the last one, since defects are mended between two runs."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        row = json.loads(line)
+        if "entry" in row:
+            found[row["entry"], row["seed"]] = row
+    return list(found.values())
+
+
+def prepare() -> None:
+    """Start what ranks are forked from, once for all events."""
+    from meshwright.ranks.processes import rank_environment
+    from meshwright.testing import pool
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    pool.keep_templates(rank_environment("", None, None), ("torch._dynamo", "meshwright.train.session"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=ENTRIES)
+    parser.add_argument("--only", default="", help="only events whose kind has this text")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
+    parser.add_argument("--again", action="store_true", help="run what was wrong once more")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", action="store_true", help="only print the table of a file")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table(known_rows(arguments.out)))
+        return 0
+    known = {(row["entry"], row["seed"]) for row in known_rows(arguments.out) if not (arguments.again and row["wrong"])}
+    if {"launch", "command"} & set(arguments.entries):
+        prepare()
+    began, num_wrong = time.monotonic(), 0
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"environment": environment(), "command": sys.argv[1:]}) + "\n")
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.count):
+            for entry in arguments.entries:
+                event = events.draw(seed, entry)
+                if (entry, seed) in known or arguments.only not in event["kind"]:
+                    continue
+                if time.monotonic() - began > arguments.seconds:
+                    return 1 if num_wrong else 0
+                row = run_one(event)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                num_wrong += bool(row["wrong"])
+                shown = f"{entry} {seed} {row['plan']} {row['kind']} rank {row['rank']}: {row.get('seconds')} s"
+                print("WRONG" if row["wrong"] else "ok", shown, row["wrong"] or "", flush=True)
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Program of a rank on one of several hosts: ``python -m tests.faults.jobs.host_ranks WHAT ...``; prints JSON lines.
+
+plans PLAN ...            trains under each plan beside one process in float64, and says which groups share memory
+start INDEX COUNT SOURCE ...   starts a host's ranks with a job's variables, as a shell script or srun would
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+WIDTH = 16
+SAMPLES = 7
+NUM_STEPS = 2
+
+
+def say(**line: Any) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")  # in one piece: ranks share the stream
+    sys.stdout.flush()
+
+
+def build() -> Any:
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = (
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.Linear(4 * WIDTH, WIDTH),
+            )
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    return nn.Sequential(nn.Linear(5, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 3)).double()
+
+
+def loss_fn(outputs: Any, batch: Any) -> Any:
+    return (outputs - batch[1]).square().mean()
+
+
+def batch_of(step: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    sizes = torch.arange(1, SAMPLES + 1, dtype=torch.float64).unsqueeze(1)  # a missing term cannot look right
+    return (
+        torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64) * sizes,
+        torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def compare_plans(plans: Sequence[str]) -> int:
+    """Train under each plan; say whether it equals one process, and what its groups exchange through."""
+    import meshwright as mw
+    from meshwright import testing
+    from meshwright.ranks.join import join_world
+
+    world = join_world(timeout_s=60.0)
+    batches = [batch_of(step) for step in range(NUM_STEPS)]
+    expected = testing.oracle_steps(build, batches, loss_fn)
+    for text in plans:
+        plan, began = mw.Plan.parse(text), time.monotonic()
+        before = {key: entry.num_calls for key, entry in world.ledger.entries.items()}
+        problem = ""
+        try:
+            tolerance = (
+                1e-11 if plan.compress == "none" else 0.1
+            )  # int8 gradients are other numbers, and not other ones by much
+            testing.assert_parity(testing.plan_steps(build, plan, batches, loss_fn), expected, tolerance)
+        except AssertionError as error:
+            problem = str(error)
+        axes = {key[1] for key, entry in world.ledger.entries.items() if entry.num_calls > before.get(key, 0)}
+        say(
+            plan=text,
+            rank=world.rank,
+            equal=not problem,
+            problem=problem,
+            tp=plan.mesh.group("tp", rank=world.rank) if plan.tp > 1 else (),
+            axes=sorted(axes),
+            seconds=round(time.monotonic() - began, 2),
+        )
+    groups = [(group.ranks, group.shares_memory) for group in world.subgroups.values() if group.size > 1]
+    with open("/proc/self/maps") as maps:
+        num_segments = len({line.split()[4] for line in maps if "memfd:meshwright" in line})
+    say(rank=world.rank, groups=groups, world_shares_memory=world.default_group.shares_memory, segments=num_segments)
+    return 0
+
+
+def start(index: int, count: int, source: str, arguments: Sequence[str]) -> int:
+    """Start ranks of one of two hosts with variables as Kubernetes ("env") or srun ("srun") sets them; wait for them."""
+    ranks = []
+    for local in range(count):
+        rank = index * count + local
+        if source == "env":
+            place = {"RANK": rank, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+        else:
+            place = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2 * count, "SLURM_LOCALID": local}
+            place |= {"SLURM_NODELIST": "host[0-1]", "SLURM_JOB_ID": 4242, "SLURM_STEP_TASKS_PER_NODE": f"{count}(x2)"}
+        variables = os.environ | {name: str(value) for name, value in place.items()}
+        ranks.append(subprocess.Popen([sys.executable, *arguments], env=variables))
+    codes = [rank.wait() for rank in ranks]
+    say(host=index, codes=codes)
+    return max(abs(code) for code in codes)
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    sys.exit(compare_plans(rest) if what == "plans" else start(int(rest[0]), int(rest[1]), rest[2], rest[3:]))
