@@ -73,7 +73,7 @@ def seconds_of(row: dict[str, Any]) -> float | None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of the README."""
     lines = [
-        "| entry | event | events | right rank, code and rest | something left | seconds to the end: median, 95th percentile, largest |",
+        "| entry | event | events | right | something left | seconds: median, 95th percentile, largest |",
         "|---|---|---|---|---|---|",
     ]
     for entry in ("launch", "command", "torchrun", "hosts"):

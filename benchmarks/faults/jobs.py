@@ -25,7 +25,15 @@ CONFIG = """
 model = {{ target = "tests.faults.jobs.harmed:{build}" }}
 data = {{ source = "tests.faults.jobs.harmed:data", prefetch = 0, num_workers = {workers} }}
 optimizer = {{ lr = 0.001 }}
-train = {{ steps = 1000000, global_batch_size = 8, loss = "cross_entropy", name = "run", plan = "{plan}", timeout_s = {timeout_s}, print_every = 0 }}
+
+[train]
+steps = 1000000
+global_batch_size = 8
+loss = "cross_entropy"
+name = "run"
+plan = "{plan}"
+timeout_s = {timeout_s}
+print_every = 0
 """
 FATAL = re.compile(r"^FATAL run=\S+ rank=(\w+) step=(\d+) phase=(\w+) cause=(.*)$", re.MULTILINE)
 

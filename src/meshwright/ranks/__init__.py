@@ -15,10 +15,12 @@ watchdog         the thread of a rank that watches its main thread
 signals          SIGINT, SIGTERM and their handlers
 reaper           the process that ends ranks whose supervisor has died
 pace             the time that steps take, and waits that are longer
+waits            waits of launched ranks: told, and ended
 blame            choice of the rank at fault
 hang_report      stacks of ranks that wait
 error_transfer   exceptions as JSON and back
 joined_failures  failures of ranks that others have started
+joined_watch     which of such ranks an exchange lacks
 calls            calls that all ranks make together, and exceptions in them
 world            the world of a rank
 agent            the end of ranks whose agent is gone

@@ -17,6 +17,8 @@ from typing import Any
 WIDTH = 16
 SAMPLES = 7
 NUM_STEPS = 2
+LOST_S = 3.0
+"""How long an exchange of forked ranks may wait [s]."""
 
 
 def say(**line: Any) -> None:
@@ -95,6 +97,47 @@ def compare_plans(plans: Sequence[str]) -> int:
     return 0
 
 
+def train_until_lost(plan: str) -> int:
+    """Train until an exchange fails; say which rank was missing, and who has told it."""
+    import itertools
+
+    import meshwright as mw
+    from meshwright.ranks.join import join_world
+
+    world = join_world(timeout_s=60.0)
+    try:
+        with world.sharing_failures(), mw.apply_plan(build, plan, loss_fn=loss_fn, seed=0) as model:
+            for step in itertools.count():
+                model.step(mw.split_batch(batch_of(step), model))
+                if step == 3:
+                    say(rank=world.rank, trains=True)
+    except Exception as error:
+        say(rank=world.rank, error=type(error).__name__, peer=getattr(error, "peer", None), text=str(error))
+        return 12
+    return 0
+
+
+def forked(index: int, count: int, plan: str) -> int:
+    """Fork the ranks of one of two hosts from this process, which has imported torch for all of them."""
+    import meshwright.run.applying  # noqa: F401
+    from meshwright.ranks.join import join_world
+
+    children = []
+    for local in range(count):
+        if child := os.fork():
+            children.append(child)
+            continue
+        place = {"RANK": index * count + local, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        code = 1
+        try:
+            join_world(timeout_s=LOST_S)
+            code = compare_plans([plan]) or train_until_lost(plan)
+        finally:
+            os._exit(code)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
 def start(index: int, count: int, source: str, arguments: Sequence[str]) -> int:
     """Start ranks of one of two hosts with variables as Kubernetes ("env") or srun ("srun") sets them; wait for them."""
     ranks = []
@@ -112,6 +155,14 @@ def start(index: int, count: int, source: str, arguments: Sequence[str]) -> int:
     return max(abs(code) for code in codes)
 
 
-if __name__ == "__main__":
+def main() -> int:
     what, *rest = sys.argv[1:]
-    sys.exit(compare_plans(rest) if what == "plans" else start(int(rest[0]), int(rest[1]), rest[2], rest[3:]))
+    if what == "plans":
+        return compare_plans(rest)
+    if what == "forked":
+        return forked(int(rest[0]), int(rest[1]), rest[2])
+    return start(int(rest[0]), int(rest[1]), rest[2], rest[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
