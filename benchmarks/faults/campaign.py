@@ -23,10 +23,11 @@ sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.faults import events, in_process, jobs  # noqa: E402
 from benchmarks.faults.campaign_table import judge, table  # noqa: E402
+from tests.faults.hosts import network  # noqa: E402
 
 from surroundings import environment  # noqa: E402
 
-ENTRIES = ("launch", "command", "torchrun", "hosts")
+ENTRIES = ("launch", "command", "own", "torchrun", "hosts")
 
 
 def run_one(event: dict[str, Any]) -> dict[str, Any]:
@@ -36,10 +37,10 @@ def run_one(event: dict[str, Any]) -> dict[str, Any]:
     try:
         if event["entry"] in ("launch", "command"):
             row = in_process.run_in_process(event, folder)
-        elif event["entry"] == "torchrun":
+        elif event["entry"] in ("own", "torchrun"):
             row = jobs.run_job(event, folder, None, timeout_s=events.limit_s(event["kind"]), warm_steps=25)
         else:
-            with jobs.new_hosts() as hosts:
+            with network() as hosts:
                 row = jobs.run_job(event, folder, hosts, timeout_s=events.limit_s(event["kind"]), warm_steps=25)
     finally:
         output = (folder / "output").read_text(errors="replace") if (folder / "output").exists() else ""

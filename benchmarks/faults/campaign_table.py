@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.faults.events import ERRORS, codes, guilty, is_death, is_hang, is_stop
 
 LIMIT_S = 3.0
-GROUPS = ("deaths", "exceptions", "hangs", "stops", "wires", "agents", "limits")
+GROUPS = ("deaths", "exceptions", "hangs", "stops", "wires", "agents", "launchers", "limits")
 
 
 def group_of(kind: str) -> str:
     """Return the row of the table that a kind of event belongs to."""
-    if kind.startswith(("wire", "agent")):
+    if kind.startswith(("wire", "agent")) or kind == "launcher SIGKILL":
         return f"{kind.partition(' ')[0]}s"
     if is_stop(kind):
         return "stops"
@@ -30,6 +30,9 @@ def judge(row: dict[str, Any]) -> list[str]:
     wrong = [f"left: {row['left']}"] if row["left"] else []
     if row["entry"] in ("launch", "command"):
         return wrong + _judge_launched(row)
+    if row["entry"] == "own":
+        named = [int(line["rank"]) if line["rank"].isdigit() else line["rank"] for line in row["fatal"]]
+        return wrong + _judge_launched(row | {"code": row["codes"][0], "named": named})
     return wrong + _judge_job(row)
 
 
@@ -76,7 +79,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "| entry | event | events | right | something left | seconds: median, 95th percentile, largest |",
         "|---|---|---|---|---|---|",
     ]
-    for entry in ("launch", "command", "torchrun", "hosts"):
+    for entry in ("launch", "command", "own", "torchrun", "hosts"):
         for group in GROUPS:
             chosen = [row for row in rows if row["entry"] == entry and group_of(row["kind"]) == group]
             if not chosen:

@@ -29,6 +29,14 @@ JOB_KINDS = {
     "agent SIGKILL": 4,
     "agent SIGTERM": 3,
 }
+OWN_KINDS = {
+    "launcher SIGKILL": 6,
+    "SIGKILL": 4,
+    "raise ValueError": 2,
+    "os._exit(0)": 2,
+    "SIGSTOP": 1,
+    "launcher SIGTERM": 2,
+}
 WIRE_KINDS = {"wire down": 4, "wire lose": 4}
 LOCAL_PLANS = (
     "dp=2",
@@ -52,13 +60,16 @@ def draw(seed: int, entry: str) -> dict[str, Any]:
 
     Args:
         seed: Its number.
-        entry: "launch", "command", "torchrun" or "hosts".
+        entry: "launch" and "command" are called in the campaign's process, "own" is the command as a process of its own,
+            "torchrun" and "hosts" are jobs.
     """
     source = random.Random(f"{entry} {seed}")
     if entry in ("launch", "command"):
         plan = source.choice(LOCAL_PLANS)
         kinds = LOCAL_KINDS if entry == "launch" else COMMAND_KINDS
         launcher = entry
+    elif entry == "own":
+        plan, kinds, launcher = source.choice(LOCAL_PLANS), OWN_KINDS, "own"
     elif entry == "torchrun":
         plan, kinds, launcher = source.choice(("dp=2", "dp=3", "tp=2", "dp=2,zero=3")), JOB_KINDS, "torchrun"
     else:
@@ -119,6 +130,8 @@ def limit_s(kind: str) -> float:
 
 def codes(kind: str) -> tuple[int, ...]:
     """Return with what `meshwright train` may end after an event."""
+    if kind == "launcher SIGKILL":
+        return (-9,)
     if is_stop(kind):
         return (130, 75) if kind == "launcher SIGINT twice" else (75,)
     if is_hang(kind):
@@ -131,6 +144,6 @@ def codes(kind: str) -> tuple[int, ...]:
 def guilty(event: dict[str, Any]) -> tuple[int, ...]:
     """Return which ranks may be named; () where none is at fault."""
     kind = event["kind"]
-    if is_stop(kind) or kind in ("full disk", "no descriptors"):
+    if is_stop(kind) or kind in ("full disk", "no descriptors", "launcher SIGKILL"):
         return ()
     return (event["rank"], event["second"]) if kind == "two SIGKILL" else (event["rank"],)

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts.two_hosts import COUNT, start
 from tests.faults import leaks
-from tests.faults.hosts import Host, Network, network
+from tests.faults.hosts import Network
+from tests.faults.killer import is_rank
 from tests.faults.test_joined import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,14 @@ def rank_pids(pids: list[int]) -> dict[int, int]:
     return found
 
 
+def launched_pids(watch: leaks.Watch, num_ranks: int) -> dict[int, int]:
+    """Return the processes of ranks that `meshwright train` has started: rank -> process."""
+    commands = {pid: command.strip() for pid, command in watch.processes().items()}
+    return {
+        rank: pid for rank in range(num_ranks) for pid, command in commands.items() if is_rank(rank, num_ranks)(command)
+    }
+
+
 def agents(pids: list[int]) -> list[int]:
     """Return which of these processes are agents of torchrun."""
     found = []
@@ -116,13 +125,6 @@ def agents(pids: list[int]) -> list[int]:
             if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
-
-
-def own_process(pids: list[int], is_it: Callable[[bytes], bool]) -> Iterator[int]:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if is_it(Path(f"/proc/{pid}/cmdline").read_bytes()):
-                yield pid
 
 
 def harm_job(kind: str, rank: int, folder: Path, pids: dict[int, int]) -> None:
@@ -153,8 +155,11 @@ def run_job(
     os.environ[leaks.MARK_VARIABLE] = watch.mark
     words = ["train", "c.toml"]
     if hosts is None:
-        python = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(event["ranks"])]
-        command = [*python, "--master-port", str(free_port()), "-m", "meshwright", *words]
+        command = [sys.executable, "-P", "-m"]
+        if event["launcher"] == "torchrun":
+            ranks = ["--nproc-per-node", str(event["ranks"]), "--master-port", str(free_port())]
+            command += ["torch.distributed.run", *ranks, "-m"]
+        command += ["meshwright", *words]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         processes = [subprocess.Popen(command, cwd=folder, env=variables, **streams)]
@@ -167,10 +172,13 @@ def run_job(
             row["trouble"] = "no steps"
             return row
         everyone = [pid for host in hosts.hosts for pid in host.processes()] if hosts else list(watch.processes())
-        pids = rank_pids(everyone)
+        pids = rank_pids(everyone) if event["launcher"] != "own" else launched_pids(watch, event["ranks"])
         time.sleep(event.get("delay_s", 0.0))
         began = time.monotonic()
-        _begin(event, folder, hosts, pids, everyone)
+        if event["kind"].startswith("launcher "):
+            os.kill(processes[0].pid, signal.Signals[event["kind"].removeprefix("launcher ")])
+        else:
+            _begin(event, folder, hosts, pids, everyone)
         in_time = output.read_until(lambda: False, LIMIT_S + timeout_s)
         row["seconds"] = [None if at is None else round(at - began, 3) for at in output.ended_at]
         row["in_time"] = in_time
@@ -207,19 +215,9 @@ def _what_is_left(hosts: Network | None, watch: leaks.Watch) -> dict[str, Any]:
             return {"processes": watch.processes()} if watch.processes() else {}
         found: dict[str, Any] = {}
         for host in hosts.hosts:
-            found |= {f"{host.name} {name}": what for name, what in _without_waiting(host).items()}
+            found |= {f"{host.name} {name}": what for name, what in host.left().items()}
         return found
 
     while (left := look()) and time.monotonic() < until:
         time.sleep(0.02)
     return {"left": left}
-
-
-def _without_waiting(host: Host) -> dict[str, object]:
-    return host.left()
-
-
-@contextlib.contextmanager
-def new_hosts() -> Iterator[Network]:
-    with network() as hosts:
-        yield hosts

@@ -23,7 +23,7 @@ joined_failures  failures of ranks that others have started
 joined_watch     which of such ranks an exchange lacks
 calls            calls that all ranks make together, and exceptions in them
 world            the world of a rank
-agent            the end of ranks whose agent is gone
+agent            the end of ranks whose agent, or whose peers, are gone
 listening        the socket of rank 0's store
 join             entry into a world: launch, torchrun, srun, Kubernetes
 capacity         limits of this host that refuse a launch

@@ -77,7 +77,7 @@ def _named(world: World, error: Exception, missing: Missing) -> LostPeerError:
         peer=missing.peer,
     )
     if world.watch is not None:
-        world.watch.stop(f"has left, since rank {names or 'another'} is missing", missing.peer)
+        world.watch.stop(f"has left, since rank {names or 'another'} is missing", missing.ranks)
     return named
 
 

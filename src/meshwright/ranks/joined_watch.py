@@ -15,8 +15,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshwright.ranks.agent import end_this_rank
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import scratch_file
@@ -98,12 +100,12 @@ class JoinedWatch:
         """Begin to tell."""
         self._thread.start()
 
-    def stop(self, end: str = "it has left", peer: int | None = None) -> None:
+    def stop(self, end: str = "has left", missing: Sequence[int] = ()) -> None:
         """Tell for the last time, and end.
 
         Args:
             end: Why nothing more comes.
-            peer: The rank at fault, where this one has found it.
+            missing: Ranks that this one has found missing. Those that live are ended: nobody waits for them any more.
         """
         if self._is_over.is_set():
             return
@@ -111,12 +113,15 @@ class JoinedWatch:
         self._thread.join(2 * self.period_s)
         if not self._thread.is_alive():  # else it waits for a store that is out of reach
             with contextlib.suppress(RuntimeError):
-                self._tell(end, peer)
+                self._tell(end, missing[0] if missing else None)
+                for rank in missing:
+                    self._store.set(f"given up/{rank}", str(self._rank))
 
     def find_missing(self) -> Missing:
         """Return which ranks an exchange that has failed here lacks. Takes a second at most, longer where there is no store.
 
-        Ranks that tell nothing more come first; where all do, those that are in no exchange.
+        Ranks that tell nothing more come first; then those that others have found, those that have left without a reason, and
+        those that are in no exchange.
         """
         if (lost := self.store_is_lost()) is not None:
             return lost
@@ -126,11 +131,13 @@ class JoinedWatch:
             after = self._read_all()
         except (RuntimeError, ValueError, TypeError, KeyError):
             return self._no_store()
-        silent, working, lines = [], [], []
+        silent, left, working, lines = [], [], [], []
         for rank, told in after.items():
             was = before.get(rank)
             if told.end:
                 state = told.end
+                if told.peer is None:
+                    left.append(rank)
             elif was is not None and was.count == told.count:
                 state = "gives no sign of life: it was killed or stopped, or its host cannot be reached"
                 silent.append(rank)
@@ -140,7 +147,7 @@ class JoinedWatch:
             else:
                 state = f"waits in {told.exchange} for {told.waiting_s:.1f} s"
             lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {_where(told)}")
-        found = silent or self._found_by_others(after) or working
+        found = silent or self._found_by_others(after) or left or working
         return Missing(tuple(found), "\n".join(lines))
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -148,19 +155,25 @@ class JoinedWatch:
     def _run(self) -> None:
         while not self._is_over.wait(self.period_s):
             try:
-                self._tell()
+                if self._tell():
+                    break
             except RuntimeError:
                 return  # the store is gone, or its connection was lost: it answers no more
             self._warn_if_late(time.monotonic())
+        else:
+            return
+        end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left")
 
-    def _tell(self, end: str = "", peer: int | None = None) -> None:
+    def _tell(self, end: str = "", peer: int | None = None) -> bool:
+        """Tell what this rank does; return whether others have given it up."""
         beat = self._board.read(0)
         self._count += 1
         waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
         told = _Told(self._count, beat.step, beat.phase, beat.collective, waiting_s, end, peer)
         self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
-        self._store.check([f"told/{self._rank}"])  # an answer, which `set` does not wait for
+        is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
         self._answered_at = time.monotonic()
+        return is_given_up
 
     def _warn_if_late(self, now: float) -> None:
         beat = self._board.read(0)

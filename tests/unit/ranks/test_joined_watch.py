@@ -58,10 +58,24 @@ def test_a_rank_that_works_is_missing_where_all_live(watches: list[JoinedWatch])
     assert watches[0].find_missing().ranks == (2,)
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(joined_watch, "end_this_rank", told.append)
+    return told
+
+
+def test_a_rank_that_others_have_given_up_ends(watches: list[JoinedWatch], ended: list[str]) -> None:
+    watches[0].stop("has left, since rank 2 is missing", (2,))
+    watches[2]._thread.join(10)
+    assert ended == ["another rank has waited for rank 2 in vain, and has left"]
+
+
+@pytest.mark.usefixtures("ended")
 def test_whoever_has_left_because_of_a_rank_is_not_missing(watches: list[JoinedWatch]) -> None:
     for watch in watches:
         watch.pulse.enter("all_reduce")
-    watches[1].stop("has left, since rank 2 is missing", 2)
+    watches[1].stop("has left, since rank 2 is missing", (2,))
     missing = watches[0].find_missing()
     assert missing.ranks == (2,)
     assert "rank 1 on host0 has left, since rank 2 is missing" in missing.text
