@@ -9,6 +9,7 @@ its entry and its seed: `--entries launch --first-seed 7 --count 1` repeats the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -16,13 +17,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.faults import events, in_process, jobs  # noqa: E402
 from benchmarks.faults.campaign_table import judge, table  # noqa: E402
+from benchmarks.faults.served import Servers, run_served, serving  # noqa: E402
 from tests.faults.hosts import network  # noqa: E402
 
 from surroundings import environment  # noqa: E402
@@ -30,18 +32,22 @@ from surroundings import environment  # noqa: E402
 ENTRIES = ("launch", "command", "own", "torchrun", "hosts")
 
 
-def run_one(event: dict[str, Any]) -> dict[str, Any]:
+def run_one(event: dict[str, Any], servers: Servers | None) -> dict[str, Any]:
     """Run one event; return it with what came of it."""
     folder = Path(tempfile.mkdtemp(prefix="event-"))
     began = time.monotonic()
     try:
         if event["entry"] in ("launch", "command"):
             row = in_process.run_in_process(event, folder)
-        elif event["entry"] in ("own", "torchrun"):
-            row = jobs.run_job(event, folder, None, timeout_s=events.limit_s(event["kind"]), warm_steps=25)
         else:
-            with network() as hosts:
-                row = jobs.run_job(event, folder, hosts, timeout_s=events.limit_s(event["kind"]), warm_steps=25)
+            given = {"timeout_s": events.limit_s(event["kind"]), "warm_steps": 25}
+            if event["entry"] in ("own", "torchrun"):
+                row = jobs.run_job(event, folder, None, **given)
+            elif event["launcher"] != "torchrun" and servers is not None:
+                row = run_served(event, folder, servers, **given)
+            else:
+                with network() as hosts:
+                    row = jobs.run_job(event, folder, hosts, **given)
     finally:
         output = (folder / "output").read_text(errors="replace") if (folder / "output").exists() else ""
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,6 +83,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=ENTRIES)
     parser.add_argument("--only", default="", help="only events whose kind has this text")
+    parser.add_argument("--without", nargs="*", default=(), help="launchers whose events are left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
     parser.add_argument("--again", action="store_true", help="run what was wrong once more")
     parser.add_argument("--out", type=Path, required=True)
@@ -88,23 +95,32 @@ def main() -> int:
     known = {(row["entry"], row["seed"]) for row in known_rows(arguments.out) if not (arguments.again and row["wrong"])}
     if {"launch", "command"} & set(arguments.entries):
         prepare()
-    began, num_wrong = time.monotonic(), 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("a", encoding="utf-8") as file:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(arguments.out.open("a", encoding="utf-8"))
         file.write(json.dumps({"environment": environment(), "command": sys.argv[1:]}) + "\n")
-        for seed in range(arguments.first_seed, arguments.first_seed + arguments.count):
-            for entry in arguments.entries:
-                event = events.draw(seed, entry)
-                if (entry, seed) in known or arguments.only not in event["kind"]:
-                    continue
-                if time.monotonic() - began > arguments.seconds:
-                    return 1 if num_wrong else 0
-                row = run_one(event)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                num_wrong += bool(row["wrong"])
-                shown = f"{entry} {seed} {row['plan']} {row['kind']} rank {row['rank']}: {row.get('seconds')} s"
-                print("WRONG" if row["wrong"] else "ok", shown, row["wrong"] or "", flush=True)
+        servers = stack.enter_context(serving()) if "hosts" in arguments.entries else None
+        return run_all(arguments, known, file, servers)
+
+
+def run_all(arguments: argparse.Namespace, known: set[tuple[str, int]], file: TextIO, servers: Servers | None) -> int:
+    """Run the events that are not known, and write a line for each; return the exit code."""
+    began, num_wrong = time.monotonic(), 0
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.count):
+        for entry in arguments.entries:
+            event = events.draw(seed, entry)
+            if (entry, seed) in known or arguments.only not in event["kind"]:
+                continue
+            if arguments.without and event["launcher"] in arguments.without:
+                continue
+            if time.monotonic() - began > arguments.seconds:
+                return 1 if num_wrong else 0
+            row = run_one(event, servers)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            num_wrong += bool(row["wrong"])
+            shown = f"{entry} {seed} {row['launcher']} {row['plan']} {row['kind']} rank {row['rank']}: {row.get('seconds')} s"
+            print("WRONG" if row["wrong"] else "ok", shown, row["wrong"] or "", flush=True)
     return 1 if num_wrong else 0
 
 

@@ -54,8 +54,11 @@ def _judge_job(row: dict[str, Any]) -> list[str]:
     if 0 in row["codes"]:
         wrong.append(f"ended with 0: {row['codes']}")
     if kind.startswith("wire"):
-        # Each side sees the other's ranks vanish: the first of them is named.
-        expected = {"0", "1", "2", "3"}
+        # Each side sees the other's ranks vanish: the first of them is named, and rank 0 for the store.
+        other_side = {line.get("of", -1): line["rank"] for line in row["fatal"]}
+        if any((of < 2) == (int(rank) < 2) for of, rank in other_side.items() if of >= 0 and rank.isdigit()):
+            wrong.append(f"a rank of its own side is named: {other_side}")
+        expected = {"0", "2"}
     elif kind.startswith("agent"):
         expected = {str(rank) for rank in ((0, 1) if row["rank"] < 2 else (2, 3))} if row["entry"] == "hosts" else named
     if not named and not kind.startswith("agent"):

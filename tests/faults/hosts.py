@@ -69,12 +69,14 @@ class Host:
         done = subprocess.run(self.inside(*command), check=True, capture_output=True, text=True, timeout=30)
         return done.stdout
 
-    def start(self, command: Sequence[str], variables: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], cwd: Path, *, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
         """Start a command; both its streams come through one pipe."""
         return subprocess.Popen(
             self.inside("sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command),
             env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
@@ -130,6 +132,11 @@ class Network:
             self.hosts[index].run("ip", "link", "set", WIRE, "down")
         else:
             self._switch.run("ip", "link", "set", f"port{index}", "nomaster")
+
+    def mend(self, index: int) -> None:
+        """Undo all cuts."""
+        self._switch.run("ip", "link", "set", f"port{index}", "master", "switch")
+        self.hosts[index].run("ip", "link", "set", WIRE, "up")
 
 
 @contextlib.contextmanager

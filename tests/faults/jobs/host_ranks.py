@@ -6,17 +6,20 @@ start INDEX COUNT SOURCE ...   starts a host's ranks with a job's variables, as 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 WIDTH = 16
 SAMPLES = 7
 NUM_STEPS = 2
+_SET_NAME = 15  # PR_SET_NAME
 LOST_S = 3.0
 """How long an exchange of forked ranks may wait [s]."""
 
@@ -133,9 +136,61 @@ def forked(index: int, count: int, plan: str) -> int:
         try:
             join_world(timeout_s=LOST_S)
             code = compare_plans([plan]) or train_until_lost(plan)
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+def serve(index: int, count: int) -> int:
+    """Fork ranks of one of two hosts, which run `meshwright`, for each request; say with what they have ended."""
+    import torch._dynamo  # noqa: F401 - as everything that the ranks need: once for all of them
+
+    import meshwright.train.session  # noqa: F401
+
+    say(ready=index)
+    for line in sys.stdin:
+        request = json.loads(line)
+        children = []
+        for local in range(count):
+            if child := os.fork():
+                children.append(child)
+            else:
+                return _run_command(request, index * count + local, local, count)
+        say(codes=[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    return 0
+
+
+def _run_command(request: dict[str, Any], rank: int, local: int, count: int) -> int:
+    from meshwright import cli
+
+    ctypes.CDLL(None).prctl(_SET_NAME, f"rank{rank}".encode())
+    os.chdir(request["folder"])
+    said = os.open(f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
+        os.dup2(said, number)
+    place = {"RANK": rank, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+    if request["launcher"] == "srun":
+        place = _of_srun(rank, local, count)
+    os.environ.update({name: str(value) for name, value in (place | request["variables"]).items()})
+    sys.argv = ["meshwright", *request["arguments"]]
+    try:
+        cli.main()
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    return 0
+
+
+def _of_srun(rank: int, local: int, count: int) -> dict[str, Any]:
+    place = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2 * count, "SLURM_LOCALID": local}
+    return place | {
+        "SLURM_NODELIST": "host[0-1]",
+        "SLURM_JOB_ID": 4242,
+        "SLURM_STEP_TASKS_PER_NODE": f"{count}(x2)",
+    }
 
 
 def start(index: int, count: int, source: str, arguments: Sequence[str]) -> int:
@@ -146,8 +201,7 @@ def start(index: int, count: int, source: str, arguments: Sequence[str]) -> int:
         if source == "env":
             place = {"RANK": rank, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
         else:
-            place = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2 * count, "SLURM_LOCALID": local}
-            place |= {"SLURM_NODELIST": "host[0-1]", "SLURM_JOB_ID": 4242, "SLURM_STEP_TASKS_PER_NODE": f"{count}(x2)"}
+            place = _of_srun(rank, local, count)
         variables = os.environ | {name: str(value) for name, value in place.items()}
         ranks.append(subprocess.Popen([sys.executable, *arguments], env=variables))
     codes = [rank.wait() for rank in ranks]
@@ -159,6 +213,8 @@ def main() -> int:
     what, *rest = sys.argv[1:]
     if what == "plans":
         return compare_plans(rest)
+    if what == "serve":
+        return serve(int(rest[0]), int(rest[1]))
     if what == "forked":
         return forked(int(rest[0]), int(rest[1]), rest[2])
     return start(int(rest[0]), int(rest[1]), rest[2], rest[3:])
