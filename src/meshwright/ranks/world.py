@@ -163,9 +163,9 @@ class World:
     def sharing_failures(self) -> contextlib.AbstractContextManager[None]:
         """Share failures between joined ranks. Put the rank's whole work inside this context.
 
-        A rank that raises tells the others through the store. A rank that only sees a lost peer waits up to two seconds for
-        such a report, and then raises a `LostPeerError` that contains the failing rank's error. Launched ranks do not need
-        this, since their launching process sees all of them.
+        A rank that raises tells the others through the store. A rank that only sees a lost peer raises a `LostPeerError` that
+        contains the failing rank's error, or names the rank that tells nothing more: killed, stopped or cut off. That takes up
+        to three seconds. Launched ranks do not need this, since their launching process sees all of them.
         """
         return contextlib.nullcontext() if self._share is None else self._share(self)
 
