@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.faults import events, in_process, jobs  # noqa: E402
-from benchmarks.faults.campaign_table import judge, table  # noqa: E402
+from benchmarks.faults.campaign_table import GROUPS, group_of, judge, table  # noqa: E402
 from benchmarks.faults.served import Servers, run_served, serving  # noqa: E402
 from tests.faults.hosts import network  # noqa: E402
 
@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=ENTRIES)
     parser.add_argument("--only", default="", help="only events whose kind has this text")
+    parser.add_argument("--group", choices=GROUPS, help="only events of one row of the table")
     parser.add_argument("--without", nargs="*", default=(), help="launchers whose events are left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
     parser.add_argument("--again", action="store_true", help="run what was wrong once more")
@@ -111,7 +112,7 @@ def run_all(arguments: argparse.Namespace, known: set[tuple[str, int]], file: Te
             event = events.draw(seed, entry)
             if (entry, seed) in known or arguments.only not in event["kind"]:
                 continue
-            if arguments.without and event["launcher"] in arguments.without:
+            if event["launcher"] in arguments.without or arguments.group not in (None, group_of(event["kind"])):
                 continue
             if time.monotonic() - began > arguments.seconds:
                 return 1 if num_wrong else 0

@@ -88,6 +88,8 @@ def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: i
     is_first = True
     with contextlib.suppress(RuntimeError):
         is_first = store.compare_set(_KEY, "", text) == text.encode()
+    if news["type"] == _MISSING:
+        world.calls.tell_missing(news["rank"], news["text"])
     # This may wait for exchanges of other threads; since the process is about to end, it need not finish.
     breaker = threading.Thread(target=_break_connections, args=(world,), daemon=True)
     breaker.start()
