@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.faults import events, in_process, jobs  # noqa: E402
-from benchmarks.faults.campaign_table import GROUPS, group_of, judge, table  # noqa: E402
+from benchmarks.faults.campaign_table import GROUPS, brief, group_of, judge, table  # noqa: E402
 from benchmarks.faults.served import Servers, run_served, serving  # noqa: E402
 from tests.faults.hosts import network  # noqa: E402
 
@@ -58,14 +58,29 @@ def run_one(event: dict[str, Any], servers: Servers | None) -> dict[str, Any]:
     return whole
 
 
-def known_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file: of each event the last one, since defects are mended between two runs."""
+def known_rows(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return the rows of files: of each event the last one, since defects are mended between two runs."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        row = json.loads(line)
-        if "entry" in row:
-            found[row["entry"], row["seed"]] = row
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            row = json.loads(line)
+            if "entry" in row:
+                found[row["entry"], row["seed"]] = row
     return list(found.values())
+
+
+def summarise(paths: list[Path], summary: Path) -> int:
+    """Write the table and all rows to one file; return 1 where something was wrong."""
+    rows = known_rows(paths)
+    for row in rows:
+        row["wrong"] = judge(row)
+    rows.sort(key=lambda row: (ENTRIES.index(row["entry"]), row["seed"]))
+    found = table(rows)
+    lines = ",\n".join(json.dumps(brief(row)) for row in rows)
+    head = json.dumps({"environment": environment(), "table": found.splitlines()}, indent=1)[:-2]
+    summary.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    print(found)
+    return 1 if any(row["wrong"] for row in rows) else 0
 
 
 def prepare() -> None:
@@ -87,13 +102,15 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=(), help="launchers whose events are left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
     parser.add_argument("--again", action="store_true", help="run what was wrong once more")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--table", action="store_true", help="only print the table of a file")
+    parser.add_argument("--out", type=Path, required=True, help="a line for each event")
+    parser.add_argument("--summary", type=Path, help="run nothing: print the table, and write it with all rows as JSON")
+    parser.add_argument("--from", dest="sources", type=Path, nargs="*", default=(), help="further files of the summary")
     arguments = parser.parse_args()
-    if arguments.table:
-        print(table(known_rows(arguments.out)))
-        return 0
-    known = {(row["entry"], row["seed"]) for row in known_rows(arguments.out) if not (arguments.again and row["wrong"])}
+    if arguments.summary is not None:
+        return summarise([arguments.out, *arguments.sources], arguments.summary)
+    known = {
+        (row["entry"], row["seed"]) for row in known_rows([arguments.out]) if not (arguments.again and row["wrong"])
+    }
     if {"launch", "command"} & set(arguments.entries):
         prepare()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

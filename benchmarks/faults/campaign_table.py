@@ -97,3 +97,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _figures(times: list[float]) -> str:
     return f"{statistics.median(times):.2f}, {times[int(0.95 * (len(times) - 1))]:.2f}, {times[-1]:.2f}"
+
+
+def brief(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a result file keeps of an event."""
+    names = ("entry", "seed", "launcher", "plan", "transport", "kind", "rank", "delay_s", "seconds", "load", "wrong")
+    kept = {name: row[name] for name in names if name in row}
+    kept["codes"] = row.get("codes", row.get("code"))
+    kept["named"] = row.get("named", [line["rank"] for line in row.get("fatal", ())])
+    if row["kind"] == "two SIGKILL":
+        kept["second"] = row["second"]
+    return {name: value for name, value in kept.items() if value not in ([], {}, "")}
