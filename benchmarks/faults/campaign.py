@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -88,7 +89,6 @@ def prepare() -> None:
     from meshwright.ranks.processes import rank_environment
     from meshwright.testing import pool
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     pool.keep_templates(rank_environment("", None, None), ("torch._dynamo", "meshwright.train.session"))
 
 
@@ -111,6 +111,10 @@ def main() -> int:
     known = {
         (row["entry"], row["seed"]) for row in known_rows([arguments.out]) if not (arguments.again and row["wrong"])
     }
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # A shell has its background jobs ignore these, and whoever inherits that goes on ignoring them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if {"launch", "command"} & set(arguments.entries):
         prepare()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

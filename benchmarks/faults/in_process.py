@@ -55,6 +55,8 @@ class Harmer(threading.Thread):
 
     def _harm(self) -> None:
         kind, event = self._event["kind"], self._event
+        if kind == "no descriptors":  # from the start on
+            return
         if kind == "birth SIGKILL":
             pid = self._await(lambda: self._pid_of(event["rank"]))
         else:
@@ -82,8 +84,6 @@ class Harmer(threading.Thread):
             with contextlib.suppress(OSError), (self._folder / "runs" / "filler").open("wb", buffering=0) as filler:
                 while filler.write(bytes(4096)):
                     pass
-        elif kind == "no descriptors":
-            pass  # from the start
         else:
             harm_job(kind, event["rank"], self._folder, pids)
 

@@ -6,15 +6,18 @@ start INDEX COUNT SOURCE ...   starts a host's ranks with a job's variables, as 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 WIDTH = 16
 SAMPLES = 7
@@ -159,14 +162,15 @@ def serve(index: int, count: int) -> int:
             if child := os.fork():
                 children.append(child)
             else:
-                return _run_command(request, index * count + local, local, count)
+                _run_command(request, index * count + local, local, count)
         say(codes=[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
     return 0
 
 
-def _run_command(request: dict[str, Any], rank: int, local: int, count: int) -> int:
+def _run_command(request: dict[str, Any], rank: int, local: int, count: int) -> NoReturn:
     from meshwright import cli
 
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it stands, for whoever looks into a case
     ctypes.CDLL(None).prctl(_SET_NAME, f"rank{rank}".encode())
     os.chdir(request["folder"])
     said = os.open(f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -177,11 +181,19 @@ def _run_command(request: dict[str, Any], rank: int, local: int, count: int) -> 
         place = _of_srun(rank, local, count)
     os.environ.update({name: str(value) for name, value in (place | request["variables"]).items()})
     sys.argv = ["meshwright", *request["arguments"]]
+    code = 0
     try:
         cli.main()
     except SystemExit as leave:
-        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-    return 0
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 10
+    # What a process does at its end, without the collection of a heap that it shares with the server: a second of each core.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _of_srun(rank: int, local: int, count: int) -> dict[str, Any]:
