@@ -140,6 +140,14 @@ def test_a_rank_dies_in_its_first_call(rank: int, how: str, signal_name: str | N
     assert exit_code_of(error) == 11
 
 
+def test_a_rank_that_closes_its_descriptors_is_named() -> None:
+    # What it returns cannot be sent, and the launching process sees no end: a thread that reads keeps the socket alive.
+    with pytest.raises(WorkerKilledError) as caught:
+        launch(jobs.close_descriptors, 2, 1)
+    assert (caught.value.rank, caught.value.exit_status) == (1, 70)
+    assert "step 3, phase forward" in str(caught.value)
+
+
 @pytest.mark.usefixtures("own_template")
 def test_how_a_rank_died_is_known_where_the_caller_ignores_the_ends_of_children() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -15,13 +15,15 @@ watchdog         the thread of a rank that watches its main thread
 signals          SIGINT, SIGTERM and their handlers
 reaper           the process that ends ranks whose supervisor has died
 pace             the time that steps take, and waits that are longer
+waits            waits of launched ranks: told, and ended
 blame            choice of the rank at fault
 hang_report      stacks of ranks that wait
 error_transfer   exceptions as JSON and back
 joined_failures  failures of ranks that others have started
+joined_watch     which of such ranks an exchange lacks
 calls            calls that all ranks make together, and exceptions in them
 world            the world of a rank
-agent            the end of ranks whose agent is gone
+agent            the end of ranks whose agent, or whose peers, are gone
 listening        the socket of rank 0's store
 join             entry into a world: launch, torchrun, srun, Kubernetes
 capacity         limits of this host that refuse a launch

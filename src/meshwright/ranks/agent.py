@@ -1,4 +1,4 @@
-"""Ranks that torchrun's agent has started end with it, however it ends."""
+"""Ends of ranks of a job that nobody else ends: torchrun's agent is gone, or the other ranks are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 __all__: list[str] = []
 
 _LOOK_S: Final = 0.25
-_PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 30.0
 """How long a rank may take to save and end once it was asked to: as long as torchrun's agent itself would wait [s].
 
 Source: `SubprocessContext._close` of torch/distributed/elastic/multiprocessing/api.py, 2026-11-25.
@@ -24,7 +24,7 @@ _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 _THREAD: Final = "meshwright-agent"
 
 
-def follow_agent(environment: Mapping[str, str], look_s: float = _LOOK_S, patience_s: float = _PATIENCE_S) -> None:
+def follow_agent(environment: Mapping[str, str], look_s: float = _LOOK_S, patience_s: float = PATIENCE_S) -> None:
     """Watch the process that has started this one, where that is torchrun's: an agent that was killed tells its ranks nothing.
 
     A rank whose agent is gone gets SIGTERM from itself, as the agent would have sent it. One that does not end then is ended.
@@ -44,17 +44,29 @@ def follow_agent(environment: Mapping[str, str], look_s: float = _LOOK_S, patien
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(look_s)
-        # Whoever reads the stream may have ended with the agent, or read no more: this thread must not fail or wait there.
-        teller = threading.Thread(target=_tell, args=(parent,), daemon=True)
-        teller.start()
-        teller.join(look_s)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(patience_s)
-        os._exit(_EXIT_CODE)
+        end_this_rank(f"process {parent}, which has started this rank, is gone", patience_s)
 
     threading.Thread(target=watch, name=_THREAD, daemon=True).start()
 
 
-def _tell(parent: int) -> None:
+def end_this_rank(why: str, patience_s: float = PATIENCE_S) -> None:
+    """Ask this rank to stop, as its launcher would, and end it where it does not; from a thread beside its main one.
+
+    Args:
+        why: What has happened, for the standard error.
+        patience_s: How long the rank may take to end [s].
+    """
+    # Whoever reads the stream may have ended with the launcher, or read no more: this thread must not fail or wait there.
+    teller = threading.Thread(target=_tell, args=(why,), daemon=True)
+    teller.start()
+    teller.join(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(patience_s)
+    os._exit(_EXIT_CODE)
+
+
+def _tell(why: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # broken, closed, or None
-        sys.stderr.write(f"process {parent}, which has started this rank, is gone; the rank stops\n")
+        sys.stderr.write(f"{why}; the rank stops
+")
+        sys.stderr.flush()

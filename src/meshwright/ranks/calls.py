@@ -47,6 +47,7 @@ class Calls:
         self._counts: Counter[int] = Counter()
         self.current = 0
         """The call under way, by a number that is equal on all ranks; 0 outside of any."""
+        self._failed = 0
         self.num_models = 0
         """Models that plans were applied to, as far as the ranks have compared notes [count]."""
         self.has_given_up = False
@@ -64,7 +65,9 @@ class Calls:
         return _PeerCall(self, ((place + 1) << 40) + self._counts[place])
 
     def enter(self, call: int) -> None:
-        """Record the call that this rank has entered."""
+        """Record the call that this rank has entered, or come back to."""
+        if self.current == 0:
+            self._failed = 0
         self.current = call
         extension = loaded_extension()
         if extension is not None:
@@ -89,6 +92,27 @@ class Calls:
         extension = loaded_extension()
         if extension is not None:
             extension.tell_raised(call)
+
+    def tell_missing(self, rank: int, text: str) -> None:
+        """Tell the ranks that wait in the call that this one has left that another will not come.
+
+        Args:
+            rank: The rank that is missing.
+            text: What is known of it.
+        """
+        if self._store is None or self._failed == 0:
+            return
+        told = [self._rank, LostPeerError.__name__, text[:_MAX_TEXT], None, "", {"rank": self._rank, "peer": rank}]
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_key(self._failed), "", json.dumps(told))
+        extension = loaded_extension()
+        if extension is not None:
+            extension.tell_raised(self._failed)
+
+    def left_by(self, call: int, error: BaseException) -> None:
+        """Note that an exception has ended a call here, the innermost one where calls are nested, and tell the other ranks."""
+        self._failed = self._failed or call
+        self.tell(call, error)
 
     def wait_for(self, work: Any) -> None:
         """Wait for the end of an exchange, and meanwhile check whether a rank has raised.
@@ -146,7 +170,7 @@ class _PeerCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._calls.tell(self._number, error)
+            self._calls.left_by(self._number, error)
         self._calls.enter(self._outer)
 
 

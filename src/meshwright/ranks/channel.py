@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 from typing import Any
 
@@ -19,6 +21,7 @@ __all__: list[str] = []
 
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
+_CLOSED_STATUS = 70
 
 
 def pack(message: tuple[Any, ...]) -> bytes:
@@ -118,6 +121,7 @@ class RankEnd:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._file = _file_of(sock)
         self._lock = threading.Lock()
         self.muted = False
 
@@ -128,6 +132,11 @@ class RankEnd:
             Exception: Pickle's own, if the message cannot be pickled; nothing was sent then.
         """
         packed = pack(message)
+        if _file_of(self._socket) != self._file:
+            # What is sent would be lost, or go into a file of the user's that has the number now, and nobody would be told.
+            sys.stderr.write("code of this rank has closed its connection to the launching process; the rank ends\n")
+            sys.stderr.flush()
+            os._exit(_CLOSED_STATUS)
         # Without the other end this process is about to be killed, and there is nobody to tell.
         with self._lock, contextlib.suppress(OSError):
             if not self.muted:
@@ -153,3 +162,12 @@ class RankEnd:
                 return None
             view = view[count:]
         return data
+
+
+def _file_of(sock: socket.socket) -> tuple[int, int] | None:
+    """Return which file a socket's descriptor is; None where it is closed."""
+    try:
+        found = os.fstat(sock.fileno())
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

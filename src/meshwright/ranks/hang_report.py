@@ -65,7 +65,7 @@ def unheeded_stop_error(ranks: list[RankProcess], board: Board, asked_by: str, g
     late = [rank for rank in ranks if not rank.is_accounted]
     lines = [f"{asked_by} asked for a stop; all ranks were killed {grace_s:g} s later, since these had not ended:"]
     return StoppedOnRequest(
-        "\n".join(lines + _lines_about(late, board)),
+        "\n".join(lines + lines_about(late, board)),
         fix="poll world.stop_requested() in the loop, or raise stop_grace_s",
     )
 
@@ -76,14 +76,15 @@ def late_start_error(ranks: list[RankProcess], board: Board, patience_s: float) 
     names = ", ".join(str(rank.rank) for rank in late)
     lines = [f"{'ranks' if len(late) > 1 else 'rank'} {names} of {len(ranks)} did not start within {patience_s:g} s:"]
     return LostPeerError(
-        "\n".join(lines + _lines_about(late, board)),
+        "\n".join(lines + lines_about(late, board)),
         peer=late[0].rank,
         fix="raise start_timeout_s if the machine is that busy",
     )
 
 
-def _lines_about(ranks: list[RankProcess], board: Board) -> list[str]:
-    doing = _doing(ranks, board)
+def lines_about(ranks: list[RankProcess], board: Board, *, goes_on: bool = False) -> list[str]:
+    """Return a line for each of these ranks: its step and phase, and where its threads stand; of ranks that go on the main one."""
+    doing = _doing(ranks, board, others=not goes_on)
     return [f"  rank {rank.rank}, {board.read(rank.rank).where()}; {doing[rank.rank]}" for rank in ranks]
 
 

@@ -29,7 +29,8 @@ from meshwright.ranks.agent import follow_agent
 from meshwright.ranks.allocator import keep_freed_memory
 from meshwright.ranks.environment import Place, choose_transport, read_join_timeout, read_place
 from meshwright.ranks.joined_failures import sharing
-from meshwright.ranks.listening import listen
+from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch, limit_connections
+from meshwright.ranks.listening import interface_towards, listen
 from meshwright.ranks.world import Link, World, current_world, leave_group, set_current_world
 
 __all__: list[str] = []
@@ -38,6 +39,8 @@ __all__: list[str] = []
 _BEHIND_S = 30.0
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
+# A client of the store that waits for an answer looks at no other limit, and an exchange's limit waits for it.
+_STORE_PATIENCE_S = 10.0
 DEVICE_VARIABLE = "MESHWRIGHT_DEVICE"
 
 _P = ParamSpec("_P")
@@ -147,7 +150,18 @@ def _world_around(
         link=link,
         store=store,
         share=sharing,
+        watch=None
+        if store is None or link is not None or place.address is None
+        else _watch(store, place.address, place),
     )
+
+
+def _watch(store: Store, address: tuple[str, int], place: Place) -> JoinedWatch:
+    """Return the watch of a joined rank, which has begun."""
+    watch = JoinedWatch(store.clone(), place.rank, place.world_size)
+    limit_connections(*address, _STORE_PATIENCE_S)
+    watch.start()
+    return watch
 
 
 def _join(device: torch.device | None, *, timeout_s: float, join_timeout_s: float) -> World:
@@ -161,6 +175,8 @@ def _join(device: torch.device | None, *, timeout_s: float, join_timeout_s: floa
         return _world_around(None, place, device, timeout_s=timeout_s)
     if place.is_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(*place.address)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     follow_agent(os.environ)
     store = _open_store(place, join_timeout_s)
     _await_all(store, place, join_timeout_s)
@@ -238,7 +254,7 @@ def _await_all(store: Store, place: Place, join_timeout_s: float) -> None:
     Raises:
         LostPeerError: Some ranks are missing; the message has their numbers.
     """
-    keys = [f"here/{rank}" for rank in range(place.world_size)]
+    keys = [f"{HOST_KEY}/{rank}" for rank in range(place.world_size)]
     try:
         store.set(keys[place.rank], socket.gethostname())
         store.wait(keys, datetime.timedelta(seconds=join_timeout_s))

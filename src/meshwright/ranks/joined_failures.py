@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.errors import LostPeerError, RankNote, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
+from meshwright.ranks.joined_watch import Missing
 from meshwright.ranks.world import leave_group
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _KEY = "failure"
 _READERS_KEY = "failure readers"
 _NEWS_PATIENCE_S = 2.0
 _MAX_TEXT = 20_000
+_MISSING = "missing"
+"""In place of an exception's type: the rank has told nothing, and another one has found that."""
 
 
 @contextlib.contextmanager
@@ -39,32 +42,61 @@ def sharing(world: World) -> Iterator[None]:
             raise
         description = describe_error(error)
         if not description["secondary"]:
-            _publish(world, world.store, description)
+            described = {name: description[name] for name in ("type", "text", "traceback")}
+            _publish(world, world.store, {"rank": world.rank, **described}, num_readers=world.world_size - 1)
             raise
-        news = _news(world.store)
-        if news is None:
-            raise
-        raise _explained(world, error, news) from error
+        missing = None if world.watch is None else world.watch.store_is_lost()
+        if missing is None:
+            news, missing = _cause(world, world.store)
+            if news is not None:
+                raise _explained(world, error, news) from error
+        if missing is not None:
+            raise _named(world, error, missing) from error
+        raise
 
 
-def _publish(world: World, store: Store, description: dict[str, Any]) -> None:
-    """Put the error into the store, then break the connections, so that waiting ranks stop and read it."""
-    text = json.dumps(
-        {
-            "rank": world.rank,
-            "type": description["type"],
-            "text": description["text"][:_MAX_TEXT],
-            "traceback": description["traceback"][-_MAX_TEXT:],
-        }
-    )
+def _cause(world: World, store: Store) -> tuple[dict[str, Any] | None, Missing | None]:
+    """Return the error that a rank has published, or which ranks are missing, and publish that; None where nothing is known."""
+    news = _news(store, 0.0)
+    if news is not None or world.watch is None:
+        return news or _news(store, _NEWS_PATIENCE_S), None
+    missing = world.watch.find_missing()
+    if not missing.ranks:
+        return _news(store, _NEWS_PATIENCE_S), missing
+    verdict = {"rank": missing.ranks[0], "type": _MISSING, "text": missing.text, "traceback": "", "by": world.rank}
+    world.watch.stop(f"has left, since rank {', '.join(map(str, missing.ranks))} is missing", missing.ranks)
+    is_first = _publish(world, store, verdict, num_readers=world.world_size - 1 - len(missing.ranks))
+    return None if is_first else _news(store, 0.0), missing
+
+
+def _named(world: World, error: Exception, missing: Missing) -> LostPeerError:
+    """Return an exchange's error with what the watch has found."""
+    what = str(error).splitlines()[0] if is_lost_peer(error) else type(error).__name__
+    names = ", ".join(map(str, missing.ranks))
+    who = f"rank{'s' if len(missing.ranks) > 1 else ''} {names} of {world.world_size} left an exchange waiting"
+    noticed = f"{who} (rank {world.rank} noticed by: {what})" if names else what
+    return LostPeerError(f"{noticed}\n{missing.text}", rank=world.rank, peer=missing.peer)
+
+
+def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: int) -> bool:
+    """Put the cause into the store, then break the connections, so that waiting ranks stop and read it.
+
+    Returns:
+        Whether this one counts: the first does.
+    """
+    text = json.dumps({**news, "text": news["text"][:_MAX_TEXT], "traceback": news["traceback"][-_MAX_TEXT:]})
+    is_first = True
     with contextlib.suppress(RuntimeError):
-        store.compare_set(_KEY, "", text)  # the first one counts
+        is_first = store.compare_set(_KEY, "", text) == text.encode()
+    if news["type"] == _MISSING:
+        world.calls.tell_missing(news["rank"], news["text"])
     # This may wait for exchanges of other threads; since the process is about to end, it need not finish.
     breaker = threading.Thread(target=_break_connections, args=(world,), daemon=True)
     breaker.start()
     breaker.join(_NEWS_PATIENCE_S)
     if world.rank == 0:
-        _linger(store, world.world_size - 1)
+        _linger(store, num_readers)
+    return is_first
 
 
 def _break_connections(world: World) -> None:
@@ -78,10 +110,13 @@ def _linger(store: Store, num_readers: int) -> None:
         store.wait(done, datetime.timedelta(seconds=_NEWS_PATIENCE_S))
 
 
-def _news(store: Store) -> dict[str, Any] | None:
+def _news(store: Store, patience_s: float) -> dict[str, Any] | None:
     """Return the failing rank's error; None if none is published in time."""
     try:
-        store.wait([_KEY], datetime.timedelta(seconds=_NEWS_PATIENCE_S))
+        if patience_s:
+            store.wait([_KEY], datetime.timedelta(seconds=patience_s))
+        elif not store.check([_KEY]):
+            return None
         news = json.loads(store.get(_KEY))
         store.set(f"{_READERS_KEY} {store.add(_READERS_KEY, 1)}", "read")
     except (RuntimeError, ValueError):
@@ -91,12 +126,13 @@ def _news(store: Store) -> dict[str, Any] | None:
 
 def _explained(world: World, error: Exception, news: dict[str, Any]) -> LostPeerError:
     what = str(error).splitlines()[0] if is_lost_peer(error) else type(error).__name__
-    told = LostPeerError(
-        f"rank {news['rank']} of {world.world_size} raised {news['type']}: {news['text']}\n"
-        f"(rank {world.rank} noticed by: {what})",
-        rank=world.rank,
-        peer=news["rank"],
-    )
+    happened = f"rank {news['rank']} of {world.world_size} "
+    if news["type"] == _MISSING:
+        happened += f"left an exchange waiting, as rank {news.get('by')} has found:\n{news['text']}"
+    else:
+        happened += f"raised {news['type']}: {news['text']}"
+    told = LostPeerError(f"{happened}\n(rank {world.rank} noticed by: {what})", rank=world.rank, peer=news["rank"])
     told.is_told = True
-    told.add_note(RankNote(f"rank {news['rank']}; its traceback:\n{news['traceback']}", news["rank"]))
+    if news["traceback"]:
+        told.add_note(RankNote(f"rank {news['rank']}; its traceback:\n{news['traceback']}", news["rank"]))
     return told

@@ -196,6 +196,11 @@ def _check_request(num_devices: int, threads_per_rank: int | None) -> None:
             "ranks cannot start ranks: this process was itself started by a launch",
             fix='put the call under `if __name__ == "__main__":`, or call it outside the launched function',
         )
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and each of them would launch {num_devices} of its own",
+            fix="call the function itself under torchrun: its ranks join there; or start the script with python",
+        )
 
 
 def _threads(num_devices: int, threads_per_rank: int | None, env: dict[str, str] | None) -> int | None:

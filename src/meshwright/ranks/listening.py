@@ -1,4 +1,4 @@
-"""Socket on which rank 0 of a job listens for the others' first words: bound early, to as few addresses as will do."""
+"""Addresses of a job: the socket on which rank 0 listens for the others' first words, and the interface towards it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,29 @@ def listen(host: str, port: int, *, one_host: bool) -> socket.socket:
             f"rank 0 cannot listen on port {port} of {host} (MASTER_PORT): {error.strerror}{_holder(port)}",
             fix=f"choose another port, for example: export MASTER_PORT={_free_port()}",
         ) from error
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """Return the name of this host's interface from which packets to a master leave; None where it is not known.
+
+    gloo takes the interface that this host's own name leads to, which on many systems is loopback, out of other hosts' reach.
+
+    Args:
+        host: The master's address, as the ranks were given it.
+        port: Its port.
+    """
+    import psutil
+
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                own = probe.getsockname()[0]
+            if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+                return next(
+                    (name for name, its in psutil.net_if_addrs().items() if any(a.address == own for a in its)), None
+                )
+    return None
 
 
 def _address_in(host: str) -> str:

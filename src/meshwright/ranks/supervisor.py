@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import selectors
@@ -25,12 +24,12 @@ from meshwright.ranks import reaper
 from meshwright.ranks.blame import Sign, death_error, guilty, summarise, template_error
 from meshwright.ranks.channel import pack
 from meshwright.ranks.error_transfer import rebuild_error
-from meshwright.ranks.hang_report import STACK_SIGNAL, hang_error, late_start_error, unheeded_stop_error
+from meshwright.ranks.hang_report import STACK_SIGNAL, late_start_error, unheeded_stop_error
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board
-from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import RankProcess, Reaper, rank_environment, scratch_file
 from meshwright.ranks.signals import StopSignals
 from meshwright.ranks.spawning import Spawner
+from meshwright.ranks.waits import Waits
 
 __all__: list[str] = []
 
@@ -40,7 +39,6 @@ _GRACE_SECONDARY_S = 1.0
 _TICK_S = 0.2
 _QUICK_TICK_S = 0.02
 
-_log = logging.getLogger(__name__)
 _EXIT_PATIENCE_S = 10.0
 
 
@@ -62,7 +60,6 @@ class Supervisor:
         self.run_id = secrets.token_hex(16)
         self.signals = StopSignals()
         self.is_closed = False
-        self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._on_event = on_event
@@ -82,7 +79,7 @@ class Supervisor:
         self._descriptors = [scratch_file(num_ranks * RECORD_BYTES)]
         self._board = Board(self._descriptors[0], num_ranks)
         self._environment = rank_environment(self.run_id, threads, env)
-        self._pace = Pace(num_ranks)
+        self._waits = Waits(self._ranks, self._board, timeout_s)
         self._threads = threads
 
     @property
@@ -116,7 +113,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.is_accounted = False
         self._stop_deadline = None
-        self._pace = Pace(self.num_ranks)  # another call may take other steps
+        self._waits.begin_call()
         packed = pack(("call", payload, main, self._stop_told is not None))
         try:
             with self.signals:
@@ -217,7 +214,7 @@ class Supervisor:
             "store": store,
             "board": self._descriptors[0],
             "threads": self._threads,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self._waits.timeout_s,
             "start_timeout_s": self._start_timeout_s,
             "parent_pid": self._owner,
             # The kernel's parent-death signal follows the thread that started the child, not the process.
@@ -376,14 +373,9 @@ class Supervisor:
     def _find_hang(self, now: float) -> None:
         if self._signs:
             return
-        beats = [self._board.read(rank.rank) for rank in self._ranks]
-        self._pace.note(beats, now)
-        since, number = min((beat.waiting_since or float("inf"), number) for number, beat in enumerate(beats))
-        if self._pace.is_late(since, now):
-            late = hang_error(self._ranks, self._board, number, now, self._timeout_s, goes_on=True)
-            _log.warning("slower than %d of its steps: %s", TIMES_A_STEP, late.message)
-        if now - since > self._timeout_s:
-            error = hang_error(self._ranks, self._board, number, now, self._timeout_s)
+        found = self._waits.look(now)
+        if found is not None:
+            number, error = found
             self._sign(self._ranks[number], Sign(number, now, secondary=False, error=error))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from meshwright.ranks.calls import Calls
+from meshwright.ranks.joined_watch import JoinedWatch
 from meshwright.ranks.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class World:
         link: The connection to the launching process, or None.
         store: The store in which joined ranks report failures, or None.
         share: Shares failures through that store, or None.
+        watch: Tells other joined ranks what this one does, or None.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class World:
         link: Link | None = None,
         store: Store | None = None,
         share: Callable[[World], contextlib.AbstractContextManager[None]] | None = None,
+        watch: JoinedWatch | None = None,
     ) -> None:
         self.default_group = default_group
         self.rank = rank
@@ -106,6 +109,9 @@ class World:
         self.group_timeout_s = timeout_s if group_timeout_s is None else group_timeout_s
         self.store = store
         self._share = share
+        self.watch = watch
+        if watch is not None:
+            default_group.on_enter, default_group.on_exit = watch.pulse.enter, watch.pulse.leave
         self.calls = Calls(rank, store)
         """What the ranks are in the middle of; exchanges that wait look there for a rank that has raised."""
         default_group.calls = self.calls
@@ -137,6 +143,8 @@ class World:
             phase: One word, for example "forward".
         """
         self._link.progress(step, phase)
+        if self.watch is not None:
+            self.watch.pulse.progress(step, phase)
 
     def emit(self, event: dict[str, Any]) -> None:
         """Send an event to the launching process's `on_event`; events of one rank keep their order.
@@ -155,9 +163,9 @@ class World:
     def sharing_failures(self) -> contextlib.AbstractContextManager[None]:
         """Share failures between joined ranks. Put the rank's whole work inside this context.
 
-        A rank that raises tells the others through the store. A rank that only sees a lost peer waits up to two seconds for
-        such a report, and then raises a `LostPeerError` that contains the failing rank's error. Launched ranks do not need
-        this, since their launching process sees all of them.
+        A rank that raises tells the others through the store. A rank that only sees a lost peer raises a `LostPeerError` that
+        contains the failing rank's error, or names the rank that tells nothing more: killed, stopped or cut off. That takes up
+        to three seconds. Launched ranks do not need this, since their launching process sees all of them.
         """
         return contextlib.nullcontext() if self._share is None else self._share(self)
 
@@ -195,6 +203,8 @@ def set_current_world(world: World | None) -> None:
 
 def leave_group(world: World) -> None:
     """Release the default group and end it. A process that ends with a living group may abort in its teardown."""
+    if world.watch is not None:
+        world.watch.stop()
     if world.calls.has_given_up and world.default_group.looks_out:
         # Ending it would wait for an exchange that no peer enters. It is never released; the process ends with its threads.
         keep_forever(world.default_group.process_group, *(each.process_group for each in world.subgroups.values()))

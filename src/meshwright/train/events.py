@@ -59,6 +59,7 @@ class RunDirectory:
         self.path = path
         with told_of(path, "open"):
             path.mkdir(parents=True, exist_ok=True)
+            _refuse_others_link(self.checkpoints)
             self._lock = FolderLock(path / LOCK_FILE, path)
             try:
                 _drop_unfinished_line(path / EVENTS_FILE)
@@ -274,3 +275,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value if value is None or isinstance(value, str | int | bool) else str(value)
+
+
+def _refuse_others_link(path: Path) -> None:
+    """Raise StorageError where another user has put a link here; whoever runs may keep checkpoints on another disk."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.getuid(), 0):
+            raise StorageError(f"{path} is a symbolic link of another user", fix=f"look at it, then: rm {path}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.environment import ALONE, expand_nodes, read_place
+from meshwright.ranks.launch import launch
 
 COMPLETE = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -130,3 +133,11 @@ def test_what_is_written_as_a_list_expands_to_it(numbers: list[int], head: str, 
 def test_what_is_no_list_of_hosts(text: str) -> None:
     with pytest.raises(ConfigError, match="not a list of hosts"):
         expand_nodes(text)
+
+
+def test_a_launch_in_ranks_of_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each of torchrun's ranks would train everything once more, and nobody would say so.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun has started 2 ranks, and each of them would launch 3 of its own"):
+        launch(math.sqrt, 3, 4.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.errors import ApplyError, CorruptionError, MeshwrightError, NonFiniteError, rank_of
+from meshwright.errors import ApplyError, CorruptionError, LostPeerError, MeshwrightError, NonFiniteError, rank_of
 from meshwright.ranks.calls import Calls
 
 
@@ -59,3 +59,18 @@ def test_another_ranks_error_keeps_what_it_holds_beside_its_text(error: Meshwrig
 
 def test_an_error_of_the_users_own_names_its_rank() -> None:
     assert rank_of(_told(KeyError("x"))) == 0
+
+
+def test_ranks_that_wait_in_the_call_that_another_has_left_learn_who_is_missing() -> None:
+    store: Any = Store()
+    calls = Calls(0, store)
+    with pytest.raises(LostPeerError), calls.during("step"), calls.during("evaluate"):
+        raise LostPeerError("a peer is gone", rank=0)
+    waiting = Calls(1, store)
+    with waiting.during("step"), waiting.during("evaluate"):
+        assert waiting.others_error() is None  # that one is lost tells nobody why
+        calls.tell_missing(2, "rank 2 gives no sign of life")
+        told = waiting.others_error()
+    assert isinstance(told, LostPeerError)
+    assert (told.rank, told.peer) == (0, 2)
+    assert "rank 2 gives no sign of life" in told.message

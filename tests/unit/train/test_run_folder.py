@@ -38,6 +38,19 @@ def test_a_link_to_a_file_that_is_not_there_makes_none(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_a_link_in_place_of_the_checkpoints_is_followed_where_it_is_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large disk")
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.try_checkpoints()
+    if os.getuid() == 0:  # whom everybody trusts: the link is to be somebody else's
+        os.chown(tmp_path / "run" / "checkpoints", 12345, -1, follow_symlinks=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(StorageError, match="checkpoints is a symbolic link of another user"):
+        RunDirectory(tmp_path / "run")
+
+
 def test_a_folder_that_everybody_can_write_is_told_of(tmp_path):
     with RunDirectory(tmp_path / "run") as directory:
         assert not directory.doubt

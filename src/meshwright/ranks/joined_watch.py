@@ -1,0 +1,263 @@
+"""Watch of joined ranks, which no launching process sees together.
+
+Each rank tells the job's store several times a second that it lives, where it is, and what it waits for. One that waits for too
+long, or whose exchange has failed, reads what the others have told, twice, and so finds which of them is silent, and which works.
+The ranks' clocks are not compared: a rank tells how long it has waited, and counts what it tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.ranks.agent import end_this_rank
+from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
+from meshwright.ranks.pace import TIMES_A_STEP, Pace
+from meshwright.ranks.processes import scratch_file
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+__all__: list[str] = []
+
+_PERIOD_S = 0.25
+_RANKS_A_PERIOD = 64
+"""The store serves one rank after another: with more ranks, each tells less often [count]."""
+_SILENT_PERIODS = 3.0
+"""How long a rank that lives may tell nothing new, on a busy machine [periods]."""
+_UNREACHABLE_S = 3.0
+"""From when on a store that has not answered counts as out of reach [s]."""
+HOST_KEY = "here"
+"""Before the rank's number: where it says its host's name as it comes."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank has told last."""
+
+    count: int
+    step: int
+    phase: str
+    exchange: str
+    """What it waits in; "" where it does not wait."""
+    waiting_s: float
+    end: str
+    """Why it tells nothing more; "" while it does."""
+    peer: int | None
+    """Which rank it has found at fault."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Missing:
+    """Ranks that an exchange lacks."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+    @property
+    def peer(self) -> int | None:
+        """The first of them; None where none is known."""
+        return self.ranks[0] if self.ranks else None
+
+
+class JoinedWatch:
+    """The watch of one rank.
+
+    Args:
+        store: The job's store, as a client of its own: another thread's answers must not wait for this one's.
+        rank: This rank.
+        world_size: Ranks [count].
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.period_s = _PERIOD_S * max(1.0, world_size / _RANKS_A_PERIOD)
+        descriptor = scratch_file(RECORD_BYTES)
+        self._board = Board(descriptor, 1)
+        os.close(descriptor)
+        self.pulse = Pulse(self._board, 0)
+        """Where this rank notes its steps and waits."""
+        self._pace = Pace(1)
+        self._hosts: dict[int, str] = {}
+        self._count = 0
+        self._answered_at = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshwright-joined-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to tell."""
+        self._thread.start()
+
+    def stop(self, end: str = "has left", missing: Sequence[int] = ()) -> None:
+        """Tell for the last time, and end.
+
+        Args:
+            end: Why nothing more comes.
+            missing: Ranks that this one has found missing. Those that live are ended: nobody waits for them any more.
+        """
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        self._thread.join(2 * self.period_s)
+        if not self._thread.is_alive():  # else it waits for a store that is out of reach
+            with contextlib.suppress(RuntimeError):
+                self._tell(end, missing[0] if missing else None)
+                for rank in missing:
+                    self._store.set(f"given up/{rank}", str(self._rank))
+
+    def find_missing(self) -> Missing:
+        """Return which ranks an exchange that has failed here lacks. Takes a second at most, longer where there is no store.
+
+        Ranks that tell nothing more come first; then those that others have found, those that have left without a reason, and
+        those that are in no exchange.
+        """
+        if (lost := self.store_is_lost()) is not None:
+            return lost
+        try:
+            before = self._read_all()
+            self._is_over.wait(_SILENT_PERIODS * self.period_s)
+            after = self._read_all()
+        except (RuntimeError, ValueError, TypeError, KeyError):
+            return self._no_store()
+        silent, left, working, lines = [], [], [], []
+        for rank, told in after.items():
+            was = before.get(rank)
+            if told.end:
+                state = told.end
+                if told.peer is None:
+                    left.append(rank)
+            elif was is not None and was.count == told.count:
+                state = "gives no sign of life: it was killed or stopped, or its host cannot be reached"
+                silent.append(rank)
+            elif not told.exchange:
+                state = "is in no exchange"
+                working.append(rank)
+            else:
+                state = f"waits in {told.exchange} for {told.waiting_s:.1f} s"
+            lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {_where(told)}")
+        found = silent or self._found_by_others(after) or left or working
+        return Missing(tuple(found), "\n".join(lines))
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self.period_s):
+            try:
+                if self._tell():
+                    break
+            except RuntimeError:
+                return  # the store is gone, or its connection was lost: it answers no more
+            self._warn_if_late(time.monotonic())
+        else:
+            return
+        end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left")
+
+    def _tell(self, end: str = "", peer: int | None = None) -> bool:
+        """Tell what this rank does; return whether others have given it up."""
+        beat = self._board.read(0)
+        self._count += 1
+        waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
+        told = _Told(self._count, beat.step, beat.phase, beat.collective, waiting_s, end, peer)
+        self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
+        is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
+        self._answered_at = time.monotonic()
+        return is_given_up
+
+    def _warn_if_late(self, now: float) -> None:
+        beat = self._board.read(0)
+        self._pace.note([beat], now)
+        if not self._pace.is_late(beat.waiting_since or float("inf"), now):
+            return
+        missing = self.find_missing()
+        if not self._board.read(0).is_waiting or self._is_over.is_set():
+            return
+        _log.warning(
+            "rank %d of %d has waited %.1f s in %s at %s, longer than %d of its steps:\n%s",
+            *(self._rank, self._world_size, now - beat.waiting_since, beat.collective, beat.where()),
+            *(TIMES_A_STEP, missing.text),
+        )
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> dict[int, _Told]:
+        found = {}
+        for rank in range(self._world_size):
+            if rank != self._rank and self._store.check([f"told/{rank}"]):
+                found[rank] = _Told(*json.loads(self._store.get(f"told/{rank}")))
+        self._answered_at = time.monotonic()
+        return found
+
+    def _found_by_others(self, told: dict[int, _Told]) -> list[int]:
+        """Return the rank that others have found at fault before they left, and that has not said why itself."""
+        peers = {each.peer for each in told.values() if each.end and each.peer is not None}
+        return sorted(peer for peer in peers if peer != self._rank)
+
+    def store_is_lost(self) -> Missing | None:
+        """Return that the store is out of reach, or gone; None while it answers."""
+        silent_s = time.monotonic() - self._answered_at
+        return None if silent_s < _UNREACHABLE_S and self._thread.is_alive() else self._no_store()
+
+    def _no_store(self) -> Missing:
+        silent_s = time.monotonic() - self._answered_at
+        text = f"  the job's store, on rank 0's host, has not answered for {silent_s:.1f} s"
+        return Missing((0,) if self._rank else (), text)
+
+    def _host_of(self, rank: int) -> str:
+        """Return " on HOST", as the rank has called it when it came; "" where it has not."""
+        if rank not in self._hosts:
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([f"{HOST_KEY}/{rank}"]):
+                    self._hosts[rank] = f" on {self._store.get(f'{HOST_KEY}/{rank}').decode(errors='replace')}"
+        return self._hosts.get(rank, "")
+
+
+def _where(told: _Told) -> str:
+    return f"phase {told.phase}" if told.step < 0 else f"step {told.step}, phase {told.phase}"
+
+
+def limit_connections(host: str, port: int, patience_s: float) -> int:
+    """Have this process's connections to a store fail where nothing that was sent has arrived for so long.
+
+    TCP itself tries for a quarter of an hour, and the store's client, which waits for an answer, with it.
+
+    Args:
+        host: The store's host.
+        port: Its port.
+        patience_s: How long [s].
+
+    Returns:
+        How many connections there were [count].
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return 0
+    with contextlib.suppress(OSError):
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        found = [number for number in map(int, os.listdir("/proc/self/fd")) if _leads_to(number, addresses, port)]
+        return len([_set_timeout(number, patience_s) for number in found])
+    return 0
+
+
+def _leads_to(number: int, addresses: set[Any], port: int) -> bool:
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            with socket.socket(fileno=os.dup(number)) as twin:
+                peer = twin.getpeername()
+                return isinstance(peer, tuple) and peer[1] == port and peer[0].removeprefix("::ffff:") in addresses
+    return False
+
+
+def _set_timeout(number: int, patience_s: float) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as twin:
+        twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience_s))

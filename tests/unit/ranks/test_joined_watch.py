@@ -1,0 +1,116 @@
+"""Which ranks of a job an exchange lacks, from what all of them tell the store."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from meshwright.ranks import joined_watch
+from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch, limit_connections
+from meshwright.ranks.listening import interface_towards
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_watch, "_PERIOD_S", 0.02)
+    monkeypatch.setattr(joined_watch, "_SILENT_PERIODS", 10.0)
+
+
+@pytest.fixture
+def watches() -> Iterator[list[JoinedWatch]]:
+    store: Any = HashStore()
+    made = [JoinedWatch(store, rank, 4) for rank in range(4)]
+    for rank, watch in enumerate(made):
+        store.set(f"{HOST_KEY}/{rank}", f"host{rank // 2}")
+        watch.pulse.progress(7, "step")
+        watch.start()
+    yield made
+    for watch in made:
+        watch.stop()
+
+
+def silence(watch: JoinedWatch) -> None:
+    """End a watch as a kill does: without a last word."""
+    watch._tell()
+    watch._is_over.set()
+    watch._thread.join()
+
+
+def test_a_silent_rank_is_missing_before_one_that_works(watches: list[JoinedWatch]) -> None:
+    for watch in watches[:2]:
+        watch.pulse.enter("all_reduce")
+    silence(watches[3])
+    missing = watches[0].find_missing()
+    assert (missing.ranks, missing.peer) == ((3,), 3)
+    lines = missing.text.splitlines()
+    assert lines[0].startswith("  rank 1 on host0 waits in all_reduce for ")
+    assert lines[1] == "  rank 2 on host1 is in no exchange; step 7, phase step"
+    assert "rank 3 on host1 gives no sign of life" in lines[2]
+
+
+def test_a_rank_that_works_is_missing_where_all_live(watches: list[JoinedWatch]) -> None:
+    for watch in (watches[0], watches[1], watches[3]):
+        watch.pulse.enter("all_reduce")
+    assert watches[0].find_missing().ranks == (2,)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(joined_watch, "end_this_rank", told.append)
+    return told
+
+
+def test_a_rank_that_others_have_given_up_ends(watches: list[JoinedWatch], ended: list[str]) -> None:
+    watches[0].stop("has left, since rank 2 is missing", (2,))
+    watches[2]._thread.join(10)
+    assert ended == ["another rank has waited for rank 2 in vain, and has left"]
+
+
+@pytest.mark.usefixtures("ended")
+def test_whoever_has_left_because_of_a_rank_is_not_missing(watches: list[JoinedWatch]) -> None:
+    for watch in watches:
+        watch.pulse.enter("all_reduce")
+    watches[1].stop("has left, since rank 2 is missing", (2,))
+    missing = watches[0].find_missing()
+    assert missing.ranks == (2,)
+    assert "rank 1 on host0 has left, since rank 2 is missing" in missing.text
+
+
+def test_nobody_is_missing_where_all_wait(watches: list[JoinedWatch]) -> None:
+    for watch in watches:
+        watch.pulse.enter("all_reduce")
+    assert watches[0].find_missing().ranks == ()
+
+
+def test_a_store_that_is_gone_is_rank_0s_host() -> None:
+    host: Any = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    client: Any = TCPStore("127.0.0.1", host.port, None, is_master=False, wait_for_workers=False)
+    assert limit_connections("127.0.0.1", host.port, 5.0) >= 1
+    watch = JoinedWatch(client, 1, 2)
+    watch.start()
+    assert watch.store_is_lost() is None
+    del host
+    watch._thread.join(10)
+    missing = watch.find_missing()
+    assert missing.peer == 0
+    assert "the job's store, on rank 0's host, has not answered for" in missing.text
+    watch.stop()
+
+
+def test_connections_to_the_store_alone_are_limited() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as one, socket.create_connection(other.getsockname()) as two:
+            assert limit_connections("127.0.0.1", port, 7.5) == 1
+            found = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in (one, two)]
+    assert found == [7500, 0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no-such-host.invalid"])
+def test_no_interface_leads_to_a_master_on_loopback(host: str) -> None:
+    assert interface_towards(host, 29500) is None

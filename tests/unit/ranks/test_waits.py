@@ -1,0 +1,74 @@
+"""Ranks that come on no more, each for itself: told once, where steps say how long is long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from meshwright.ranks import waits
+from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
+from meshwright.ranks.pace import LEAST_S, LEAST_STEPS
+from meshwright.ranks.processes import scratch_file
+from meshwright.ranks.waits import Waits
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    monkeypatch.setattr(waits, "lines_about", lambda ranks, board, goes_on: ["  rank 0 stands in its loader"])
+    monkeypatch.setattr(waits, "hang_error", lambda *_: waits.LostPeerError("a rank waits", rank=0))
+    descriptor = scratch_file(2 * RECORD_BYTES)
+    made = Board(descriptor, 2)
+    os.close(descriptor)
+    yield made
+    made.close()
+
+
+def after_steps(board: Board, phase: str) -> tuple[Waits, list[Pulse]]:
+    found, pulses = Waits([], board, 60.0), [Pulse(board, rank) for rank in range(2)]
+    for step in range(LEAST_STEPS + 2):
+        for pulse in pulses:
+            pulse.progress(step, "forward")
+        assert found.look(time.monotonic()) is None
+    for pulse in pulses:
+        pulse.progress(LEAST_STEPS + 2, phase)
+    return found, pulses
+
+
+def test_ranks_that_all_stand_still_outside_of_exchanges_are_told_once(
+    board: Board, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, pulses = after_steps(board, "load")
+    now = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert found.look(now + 0.5 * LEAST_S) is None
+        assert caplog.text == ""
+        assert found.look(now + 1.5 * LEAST_S) is None
+        assert found.look(now + 100 * LEAST_S) is None  # it ends no run
+        assert caplog.text.count("no rank has come on for ") == 1
+        assert "rank 0 stands in its loader" in caplog.text
+        pulses[1].progress(LEAST_STEPS + 3, "load")
+        assert found.look(time.monotonic()) is None
+        assert caplog.text.count("no rank has come on for ") == 1
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "save"])
+def test_what_no_step_tells_the_length_of_is_left_alone(
+    board: Board, phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, _ = after_steps(board, phase)
+    with caplog.at_level(logging.WARNING):
+        assert found.look(time.monotonic() + 100 * LEAST_S) is None
+    assert caplog.text == ""
+
+
+def test_a_wait_beyond_the_limit_is_an_error(board: Board) -> None:
+    found, pulses = after_steps(board, "load")
+    pulses[0].enter("all_reduce")
+    assert found.look(time.monotonic() + 59.0) is None
+    number, error = found.look(time.monotonic() + 61.0) or (None, None)
+    assert number == 0
+    assert "a rank waits" in str(error)
