@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import is_in_backward, without_function_modes
+from meshwright._torch_private import draws_untouched, is_in_backward, without_function_modes
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import Chain, Region
 from meshwright.comm.communicator import Communicator
@@ -38,7 +38,8 @@ class Drawing:
         """Start drawing per rank, from a state derived from the common one, so that recompute can repeat it."""
         if self._state is not None:
             return
-        seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
+        with draws_untouched():
+            seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._state = (torch.get_rng_state(), cuda)
         own = (seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63

@@ -1,0 +1,100 @@
+"""Sample dims of drawn tensors: found from the shapes of the same call in batches of several sizes, and the places they give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshwright.apply.randomness.philox import Level, merge_levels
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A dim in which each rank of a layer draws a part of the full tensor."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    """Each rank's entries there, of one sample where the dim holds samples, too [count]."""
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SiteDims:
+    """Which dim of a drawn tensor holds the samples.
+
+    A dim of n x k entries holds k entries of each of n samples: those of one sample next to each other, as in a batch of
+    sequences that was flattened, or the samples next to each other (`is_minor`).
+    """
+
+    dim: int | None
+    """The dim; None where all samples share the numbers."""
+    is_minor: bool = False
+    num_dims: int = 0
+    is_merged: bool = False
+    """Whether the dim held more than one entry of each sample when it was found."""
+    cut: Cut | None = None
+
+
+def find_dims(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> SiteDims | None:
+    """Return the sample dim of a call; None where its shapes do not tell.
+
+    Args:
+        shapes: The number of samples, and the shape drawn then; of one call in several batches.
+    """
+    (count, shape), *others = shapes
+    others = [(num, other) for num, other in others if num != count]
+    if not others or any(len(other) != len(shape) for _, other in others):
+        return None
+    scaled: set[int] = set()
+    for num, other in others:
+        for dim, (size, changed) in enumerate(zip(shape, other, strict=True)):
+            if size == changed:
+                continue
+            if size * num != changed * count or size % count:
+                return None
+            scaled.add(dim)
+    if not scaled:
+        return SiteDims(None, num_dims=len(shape))
+    if len(scaled) > 1:
+        return None
+    dim = scaled.pop()
+    if any(shape[dim] * num != other[dim] * count for num, other in others):
+        return None
+    return SiteDims(dim, num_dims=len(shape), is_merged=shape[dim] != count)
+
+
+def locate(shape: Sequence[int], dims: SiteDims, num_samples: int) -> tuple[tuple[Level, ...], int] | None:
+    """Return the loops over a tensor's elements, and the index of its first; None where its shape does not fit.
+
+    Args:
+        shape: The tensor's.
+        dims: Its sample dim.
+        num_samples: Samples of the forward [count].
+    """
+    cut = dims.cut
+    if dims.dim is not None and (dims.dim >= len(shape) or num_samples < 1 or shape[dims.dim] % num_samples):
+        return None
+    if cut is not None and (cut.dim >= len(shape) or cut.sizes[cut.rank] != _own(shape, dims, num_samples, cut.dim)):
+        return None
+    levels: list[Level] = []
+    stride, first = 1, 0
+    for dim in reversed(range(len(shape))):
+        own = _own(shape, dims, num_samples, dim)
+        full = own
+        if cut is not None and cut.dim == dim:
+            full = sum(cut.sizes)
+            first += sum(cut.sizes[: cut.rank]) * stride
+        inner = [Level(own, 0, stride)]
+        if dims.dim == dim:
+            samples = Level(num_samples, 1, 0)
+            inner = [samples, *inner] if dims.is_minor else [*inner, samples]
+        levels += inner  # the innermost first
+        stride *= full
+    return merge_levels(levels[::-1]), first
+
+
+def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:
+    """Return a dim's entries of one sample."""
+    return shape[dim] // num_samples if dims.dim == dim else shape[dim]

@@ -1,0 +1,248 @@
+"""Call sites of draws, the forwards and steps that they belong to, and the places of what they draw.
+
+A call is known by the innermost module whose forward is running and by its number among that module's draws in this forward. So
+a pipeline stage, which runs some modules only, names the calls of those as one process does.
+
+In backward, a checkpoint repeats forwards. It restores torch's generator, from which each draw takes a number first: by that
+number a repeated draw is recognised, whoever wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import MODULE_CALL, draws_intercepted, draws_untouched, is_in_backward
+from meshwright.apply.randomness.philox import NO_SAMPLE, Place, key_of
+from meshwright.apply.randomness.sample_dims import SiteDims, locate
+
+__all__: list[str] = []
+
+LOSS = "<loss>"
+"""The name of code outside of the model's modules."""
+
+Call = tuple[str, int]
+"""The module's FQN, and the number of the draw in it."""
+
+
+@dataclasses.dataclass
+class Note:
+    """What a trial has seen of a call."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+
+class Names:
+    """FQNs of a model's modules, by the module.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: dict[int, tuple[nn.Module, str]] = {}
+
+    def find(self) -> str:
+        """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
+        frame = sys._getframe(2)
+        strangers = False
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                module = frame.f_locals["self"]
+                known = self._names.get(id(module))
+                if known is None and not strangers:
+                    strangers = True
+                    self._names = {id(child): (child, name) for name, child in self._module.named_modules()}
+                    known = self._names.get(id(module))
+                if known is not None:
+                    return known[1]
+            frame = frame.f_back
+        return LOSS
+
+
+class ForwardDraws:
+    """The draws of one forward.
+
+    Args:
+        first: The place of its first sample in the global batch.
+        num_samples: Its samples [count].
+    """
+
+    def __init__(self, first: int, num_samples: int) -> None:
+        self.first = first
+        self.num_samples = num_samples
+        self.counts: Counter[str] = Counter()
+        self.notes: dict[Call, Note] | None = None
+        """What a trial notes, where one runs."""
+
+    def next_call(self, name: str) -> Call:
+        """Return the next call of a module."""
+        number = self.counts[name]
+        self.counts[name] = number + 1
+        return name, number
+
+
+class StepDraws:
+    """The draws of one step, trial or evaluation.
+
+    Args:
+        text: What its numbers depend on, beside calls and places: the seed, the kind of run and its number.
+        names: The model's modules.
+        dims: Known sample dims, by call.
+        share: The name of this rank's share, for calls that cannot be known.
+        on_unknown: Called with a text about a call that draws for this rank alone.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        names: Names,
+        dims: Mapping[Call, SiteDims],
+        *,
+        share: str = "",
+        on_unknown: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.text = text
+        self.names = names
+        self.dims = dims
+        self.share = share
+        self.on_unknown = on_unknown
+        self._known: dict[int, tuple[Call, ForwardDraws]] = {}
+
+    def call_at(self, mark: int, forward: ForwardDraws | None) -> tuple[Call, ForwardDraws] | None:
+        """Return the call that draws now, and its forward; None where none is running.
+
+        Args:
+            mark: The number that torch's generator gave.
+            forward: The forward that is running.
+        """
+        if is_in_backward():
+            return self._known.get(mark)
+        if forward is None:
+            return None
+        found = self._known[mark] = (forward.next_call(self.names.find()), forward)
+        return found
+
+    def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> Place:
+        """Return the places of a call's elements, in a tensor of this shape."""
+        name, number = call
+        text = f"{self.text}/{name}/{number}"
+        dims = self.dims.get(call) or self._like(name, len(shape))
+        levels = None if dims is None else locate(shape, dims, forward.num_samples)
+        if levels is None:
+            where = "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
+            self.on_unknown(
+                f"draw {number} of {where} ({kind} of {list(shape)}) has no known sample dim: each rank draws for itself"
+            )
+            alone = SiteDims(None)
+            levels = locate(shape, alone, forward.num_samples)
+            return Place(key_of(f"{text}/{self.share}/{forward.first}"), levels[0], NO_SAMPLE) if levels else _EMPTY
+        loops, first_index = levels
+        first = NO_SAMPLE if dims is None or dims.dim is None else forward.first
+        return Place(key_of(text), loops, first, first_index)
+
+    def _like(self, name: str, num_dims: int) -> SiteDims | None:
+        """Return the dims that all known draws of a module with as many dims have; None where they differ, or none is known."""
+        found = {dims for (other, _), dims in self.dims.items() if other == name and dims.num_dims == num_dims}
+        return found.pop() if len(found) == 1 else None
+
+
+_EMPTY = Place(0, ())
+
+
+class _Running(threading.local):
+    """The step and the forward that run in this thread."""
+
+    step: StepDraws | None = None
+    forward: ForwardDraws | None = None
+
+
+_running = _Running()
+
+
+def running_step() -> StepDraws | None:
+    """Return the step whose draws are this thread's, if any."""
+    return _running.step
+
+
+def running_forward() -> ForwardDraws | None:
+    """Return the forward that runs in this thread, if any."""
+    return _running.forward
+
+
+@contextlib.contextmanager
+def in_step(step: StepDraws | None) -> Iterator[None]:
+    """Draw for a step inside the context, in forwards and what backward repeats of them; None draws as torch does."""
+    before = _running.step, _running.forward
+    _running.step, _running.forward = step, None
+    try:
+        with draws_intercepted(step is not None):
+            yield
+    finally:
+        _running.step, _running.forward = before
+
+
+@contextlib.contextmanager
+def in_forward(forward: ForwardDraws) -> Iterator[None]:
+    """Run one forward of the step inside the context."""
+    before = _running.forward
+    _running.forward = forward
+    try:
+        yield
+    finally:
+        _running.forward = before
+
+
+def pass_over_draw() -> None:
+    """Count a draw of code between modules that another stage runs, so that all stages number the later ones alike."""
+    step, forward = _running.step, _running.forward
+    if step is not None and forward is not None:
+        forward.next_call(step.names.find())
+
+
+def place_of_draw(shape: tuple[int, ...], kind: str) -> Place | None:
+    """Return the places of a draw that runs now; None where it is torch's own: it belongs to no forward.
+
+    Args:
+        shape: Of the tensor.
+        kind: What draws, for messages.
+    """
+    step = _running.step
+    if step is None:
+        return None
+    with draws_untouched():
+        mark = int(torch.empty((), dtype=torch.int64).random_())
+    found = step.call_at(mark, _running.forward)
+    if found is None:
+        return None
+    call, forward = found
+    if forward.notes is not None:
+        forward.notes[call] = Note(kind, shape)
+    return step.place_of(call, forward, shape, kind)
+
+
+def tell_own(kind: str) -> None:
+    """Tell that a call draws from torch's own generator, whose numbers depend on the layout."""
+    step, forward = _running.step, _running.forward
+    if step is not None and forward is not None:
+        name = step.names.find()
+        where = "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
+        step.on_unknown(f"{where} draws with {kind}, which is left to torch's generator: each rank draws for itself")
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape as plain numbers."""
+    return tuple(map(int, tensor.shape))
+
+
+Kernel = Callable[..., Any]

@@ -1,0 +1,43 @@
+"""Training with random numbers in forwards, by place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+from tests.parity.models.drawing_models import CASES
+
+import meshwright as mw
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run was."""
+
+    losses: list[float]
+    norms: list[float]
+    reasons: tuple[str, ...]
+
+
+def train(
+    case: str, line: str, *, steps: int = 2, count: int = 7, rng: str = "global", first: int = 0, directory: str = ""
+) -> Trained:
+    """Train a case under a plan, from the checkpoint of `directory` where there is one; save there at the end."""
+    build, loss, batches = CASES[case]
+    model = mw.apply_plan(
+        build, line, loss_fn=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), seed=3, rng=rng
+    )
+    losses, norms = [], []
+    if first:
+        mw.load_checkpoint(model, Path(directory))
+    for step in range(first, first + steps):
+        result = model.step(mw.split_batch(batches(step, count), model))
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    if directory and not first:
+        mw.save_checkpoint(model, Path(directory), step=first + steps)
+    reasons = tuple(reason for reason in model.plan.reasons if reason.startswith("rng"))
+    model.close()
+    return Trained(losses, norms, reasons)
