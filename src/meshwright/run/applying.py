@@ -149,7 +149,7 @@ def apply_plan(
         non_finite=non_finite,
         sentinels=sentinels,
         gate=gate,
-        draws=GlobalDraws(engine, module, seed) if rng == "global" else None,
+        draws=GlobalDraws(engine, module, seed, _sharers(plan, world.rank)) if rng == "global" else None,
     )
     if recompute is not None:
         recompute.before = engine.before_layer
@@ -168,3 +168,8 @@ def apply_plan(
         engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
     return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, pages=pages, seed=seed)
+
+
+def _sharers(plan: Plan, rank: int) -> list[int]:
+    """Return the ranks that share layers with one."""
+    return next((group for group in plan.mesh.groups("tp") if rank in group), []) if plan.mode == "ranks" else []

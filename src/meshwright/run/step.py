@@ -33,7 +33,7 @@ from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
-from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.settle import ModelWatch, enough_samples, settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
@@ -223,6 +223,8 @@ class Stepper:
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(self._terms.first_run(parts[0]) if parts else None)
+                if self.draws is not None:
+                    self.draws.learn_cut(self.splitter, self._try_term)
             self._is_prepared()
 
     def _draws_of(self, kind: str) -> DrawsOfWork | None:
@@ -231,8 +233,10 @@ class Stepper:
     def _learn_draws(self, parts: list[Any]) -> None:
         if self.draws is None or self.draws.is_known:
             return
-        share = enough_samples(parts, self.splitter)
-        self.draws.learn(share, self.splitter, lambda outputs, batch: self.rule.try_term(outputs, batch, 1.0))
+        self.draws.learn(enough_samples(parts, self.splitter), self.splitter, self._try_term)
+
+    def _try_term(self, outputs: Any, batch: Any) -> LossTerm:
+        return self.rule.try_term(outputs, batch, 1.0)
 
     def _settle_loss(self, parts: list[Any]) -> None:
         self._watch_loss.is_cut = settle_loss(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from tests.parity.models.drawing_models import CASES
+from torch import nn
 
 import meshwright as mw
 
@@ -41,3 +42,27 @@ def train(
     reasons = tuple(reason for reason in model.plan.reasons if reason.startswith("rng"))
     model.close()
     return Trained(losses, norms, reasons)
+
+
+class Noting(nn.Module):
+    """Keeps what its dropout gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's result, of which a half is left out."""
+        self.seen.append(self.drop(torch.ones_like(x)))
+        return self.layer(x) * self.seen[-1]
+
+
+def train_noted(seed: int) -> list[torch.Tensor]:
+    """Return the masks of two steps."""
+    module = Noting()
+    model = mw.apply_plan(module, "single", loss_fn=lambda out, _: out.square().mean(), seed=seed, rng="global")
+    for _ in range(2):
+        model.step((torch.ones(4, 8), None))
+    model.close()
+    return module.seen[-2:]

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import MODULE_CALL, draws_intercepted, draws_untouched, is_in_backward
-from meshwright.apply.randomness.philox import NO_SAMPLE, Place, key_of
-from meshwright.apply.randomness.sample_dims import SiteDims, locate
+from meshwright.apply.randomness.philox import NO_SAMPLE, Level, Place, key_of, merge_levels
+from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
 
 __all__: list[str] = []
 
@@ -39,6 +39,8 @@ class Note:
 
     kind: str
     shape: tuple[int, ...]
+    slicing: Slicing | None = None
+    """The slices of the stream in which it ran, if in any."""
 
 
 class Names:
@@ -100,6 +102,7 @@ class StepDraws:
         names: The model's modules.
         dims: Known sample dims, by call.
         share: The name of this rank's share, for calls that cannot be known.
+        part: The name of this rank among those that share layers, for calls whose cut cannot be known.
         on_unknown: Called with a text about a call that draws for this rank alone.
     """
 
@@ -110,12 +113,14 @@ class StepDraws:
         dims: Mapping[Call, SiteDims],
         *,
         share: str = "",
+        part: str = "",
         on_unknown: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.text = text
         self.names = names
         self.dims = dims
         self.share = share
+        self.part = part
         self.on_unknown = on_unknown
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
 
@@ -138,18 +143,19 @@ class StepDraws:
         name, number = call
         text = f"{self.text}/{name}/{number}"
         dims = self.dims.get(call) or self._like(name, len(shape))
-        levels = None if dims is None else locate(shape, dims, forward.num_samples)
-        if levels is None:
-            where = "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
+        found = None
+        if dims is not None and not dims.is_apart:
+            found = locate(shape, dims, forward.num_samples, _running.slicing)
+        if dims is None or found is None:
+            what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
             self.on_unknown(
-                f"draw {number} of {where} ({kind} of {list(shape)}) has no known sample dim: each rank draws for itself"
+                f"draw {number} of {called(name)} ({kind} of {list(shape)}) has no known {what}: each rank draws for itself"
             )
-            alone = SiteDims(None)
-            levels = locate(shape, alone, forward.num_samples)
-            return Place(key_of(f"{text}/{self.share}/{forward.first}"), levels[0], NO_SAMPLE) if levels else _EMPTY
-        loops, first_index = levels
-        first = NO_SAMPLE if dims is None or dims.dim is None else forward.first
-        return Place(key_of(text), loops, first, first_index)
+            part = self.part if dims is not None and dims.is_apart else ""
+            loops = merge_levels([Level(math.prod(shape), 0, 1)])
+            return Place(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
+        first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
+        return Place(key_of(text), found.levels, first, found.first_index)
 
     def _like(self, name: str, num_dims: int) -> SiteDims | None:
         """Return the dims that all known draws of a module with as many dims have; None where they differ, or none is known."""
@@ -157,7 +163,9 @@ class StepDraws:
         return found.pop() if len(found) == 1 else None
 
 
-_EMPTY = Place(0, ())
+def called(name: str) -> str:
+    """Return how messages call a module of this name."""
+    return "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
 
 
 class _Running(threading.local):
@@ -165,6 +173,7 @@ class _Running(threading.local):
 
     step: StepDraws | None = None
     forward: ForwardDraws | None = None
+    slicing: Slicing | None = None
 
 
 _running = _Running()
@@ -203,6 +212,17 @@ def in_forward(forward: ForwardDraws) -> Iterator[None]:
         _running.forward = before
 
 
+@contextlib.contextmanager
+def on_slices(slicing: Slicing) -> Iterator[None]:
+    """Run a layer on slices of the stream inside the context."""
+    before = _running.slicing
+    _running.slicing = slicing
+    try:
+        yield
+    finally:
+        _running.slicing = before
+
+
 def pass_over_draw() -> None:
     """Count a draw of code between modules that another stage runs, so that all stages number the later ones alike."""
     step, forward = _running.step, _running.forward
@@ -227,7 +247,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> Place | None:
         return None
     call, forward = found
     if forward.notes is not None:
-        forward.notes[call] = Note(kind, shape)
+        forward.notes[call] = Note(kind, shape, _running.slicing)
     return step.place_of(call, forward, shape, kind)
 
 
@@ -235,14 +255,10 @@ def tell_own(kind: str) -> None:
     """Tell that a call draws from torch's own generator, whose numbers depend on the layout."""
     step, forward = _running.step, _running.forward
     if step is not None and forward is not None:
-        name = step.names.find()
-        where = "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
+        where = called(step.names.find())
         step.on_unknown(f"{where} draws with {kind}, which is left to torch's generator: each rank draws for itself")
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Return a tensor's shape as plain numbers."""
     return tuple(map(int, tensor.shape))
-
-
-Kernel = Callable[..., Any]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import draws_untouched, is_in_backward, without_function_modes
+from meshwright.apply.randomness.sites import on_slices
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import Chain, Region
 from meshwright.comm.communicator import Communicator
@@ -88,7 +89,8 @@ class RunningChain:
         before = self._is_running
         self._is_running, self.dim, self.sizes = True, dim, sizes
         try:
-            yield
+            with on_slices((dim, sizes, self.group.group_rank)):
+                yield
         finally:
             self._is_running = before
 

@@ -47,7 +47,8 @@ def test_what_does_not_grow_with_the_samples_is_unknown(shapes: list[tuple[int, 
 def _draw(shape: tuple[int, ...], dims: SiteDims, num_samples: int, first: int) -> torch.Tensor:
     found = locate(shape, dims, num_samples)
     assert found is not None
-    place = Place(7, found[0], NO_SAMPLE if dims.dim is None else first, found[1])
+    sample = NO_SAMPLE if dims.dim is None else first + found.first_sample
+    place = Place(7, found.levels, sample, found.first_index)
     return distributions.uniform(place, torch.float64, CPU).view(shape)
 
 
