@@ -59,6 +59,7 @@ __all__ = [
     "foreach_norm",
     "is_fake_mode_on",
     "is_in_backward",
+    "is_transformed",
     "keep_forever",
     "num_users",
     "offer_monitored_barrier",
@@ -379,6 +380,11 @@ def draws_intercepted(wanted: bool) -> Generator[None]:
 def draws_untouched() -> Any:
     """Return a context in which torch's own operators draw, whatever is asked for inside."""
     return torch._C._ExcludeDispatchKeyGuard(_DRAWS_KEYS)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of torch.func (vmap, grad) runs the code."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def is_fake_mode_on() -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
 from meshwright.apply.randomness.sites import Call, ForwardDraws, Note, StepDraws, in_forward, in_step
@@ -62,8 +64,18 @@ class TrialDraws:
         for module in self._module.modules():
             if isinstance(module, _BATCH_NORMS):
                 module.eval()
-        with self._make_step(self._dims) as step, in_step(step), in_forward(self._forward):
-            yield
+        names = {id(module): name for name, module in self._module.named_modules()}
+
+        def count(module: nn.Module, _: Any) -> None:
+            if id(module) in names:
+                self._forward.module_calls[names[id(module)]] += 1
+
+        hook = register_module_forward_pre_hook(count)
+        try:
+            with self._make_step(self._dims) as step, in_step(step), in_forward(self._forward):
+                yield
+        finally:
+            hook.remove()
 
     def take(self, outputs: Any) -> None:
         """Keep the outputs."""
@@ -149,6 +161,15 @@ class DrawTrials:
         pieces = yield from self._run(placed, dims)
         found.outputs = whole[0].outputs
         return are_parts(whole[0], pieces)
+
+
+def draws_inside(notes: Mapping[Call, Note]) -> dict[Call, Counter[str]]:
+    """Return the draws of each module during a call of another or of itself, by that call."""
+    found: dict[Call, Counter[str]] = {}
+    for (name, _), note in notes.items():
+        for call in set(note.within):
+            found.setdefault(call, Counter())[name] += 1
+    return found
 
 
 def are_parts(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:

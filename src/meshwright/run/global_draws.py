@@ -18,7 +18,7 @@ from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDra
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter
-from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike
+from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike, draws_inside
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
@@ -59,6 +59,7 @@ class GlobalDraws:
         self.is_off = False
         """Whether torch's generators are left to draw; the reasons say why."""
         self.dims: dict[Call, SiteDims] = {}
+        self._inside: dict[Call, Mapping[str, int]] = {}
         self._engine = engine
         self._sharers = list(sharers)
         self._found: DrawsFound | None = None
@@ -99,6 +100,7 @@ class GlobalDraws:
                 self._text_of(kind, self.step),
                 self.names,
                 self.dims,
+                inside=self._inside,
                 share=f"share {self._engine.group.group_rank}",
                 part=f"part {self._place}",
                 on_unknown=self.tell,
@@ -150,7 +152,7 @@ class GlobalDraws:
     @contextlib.contextmanager
     def _trial(self, dims: Mapping[Call, SiteDims]) -> Iterator[StepDraws]:
         with self._python_draws("trial", 0):
-            yield StepDraws(self._text_of("trial", 0), self.names, dims)
+            yield StepDraws(self._text_of("trial", 0), self.names, dims, inside=self._inside)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.
@@ -220,7 +222,10 @@ class GlobalDraws:
 
     def _agree(self, found: DrawsFound | None) -> None:
         """Take what all ranks have found."""
-        own = None if found is None else [found.draws, found.is_proven, _to_rows(found.dims)]
+        own = None
+        if found is not None:
+            inside = [[*call, counts] for call, counts in draws_inside(found.notes).items()]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside]
         rows = [row for row in self._engine.everyone.all_gather_json(own, device=self._engine.device) if row]
         self.has_draws = any(row[0] for row in rows) or not rows
         merged: dict[Call, SiteDims | None] = {}
@@ -228,6 +233,8 @@ class GlobalDraws:
             for call, dims in _from_rows(row[2]).items():
                 merged[call] = dims if merged.setdefault(call, dims) == dims else None
         self.dims = {call: dims for call, dims in merged.items() if dims is not None}
+        for row in rows:
+            self._inside.update({(name, number): counts for name, number, counts in row[3]})
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
         if not rows:

@@ -13,11 +13,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from meshwright._torch_private import (
     FakeTensor,
     draws_untouched,
     is_fake_mode_on,
+    is_transformed,
     replace_draws,
 )
 from meshwright.apply.randomness import distributions
@@ -71,6 +73,9 @@ def _guarded(name: str, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     if given is not None or any(isinstance(value, torch.Generator) for value in args):
         tell_own(f"{name} and a generator of its own")
         return _as_torch(name, *args, **kwargs)
+    if is_transformed():
+        tell_own(f"{name} inside of torch.func")
+        return _as_torch(name, *args, **kwargs)
     if is_fake_mode_on() or any(isinstance(value, FakeTensor) or value.is_meta for value in tensors):
         return _as_torch(name, *args, **kwargs)
     if any(type(value).__name__ not in ("Tensor", "Parameter") or value.layout != torch.strided for value in tensors):
@@ -97,32 +102,25 @@ def _fill(out: Tensor, kind: str, make: Callable[[Place], Tensor]) -> Any:
         return NotImplemented
     with torch.no_grad():
         made = make(place).view(out.shape)
-        if out.dtype.is_complex:
-            made = made.to(out.dtype)
-        out.detach().copy_(made)
-    _count_write(out)
-    return out
+    return _write(out, made)
 
 
-def _count_write(out: Tensor) -> None:
-    """Tell autograd of a write, as an in-place operator does: a leaf that requires gradients refuses it."""
-    if out.requires_grad and torch.is_grad_enabled():
-        out.mul_(0.0).add_(out.detach())
+def _write(out: Tensor, made: Tensor) -> Tensor:
+    """Copy numbers into a tensor: autograd sees it, so that a leaf that requires gradients refuses, as in torch."""
+    return out.copy_(made.to(out.dtype) if out.is_complex() else made)
 
 
 def _bernoulli(out: Tensor, p: float = 0.5) -> Any:
     place = place_of_draw(shape_of(out), "bernoulli_")
     if place is None:
         return NotImplemented
-    plain = out.detach()
-    if plain.is_contiguous() and not plain.is_complex():
-        distributions.fill_bernoulli(plain, place, p)
-    else:
-        made = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        distributions.fill_bernoulli(made, place, p)
-        plain.copy_(made)
-    _count_write(out)
-    return out
+    if out.is_contiguous() and not out.is_complex() and not (out.requires_grad and torch.is_grad_enabled()):
+        distributions.fill_bernoulli(out.detach(), place, p)
+        increment_version(out)  # native code writes unseen
+        return out
+    made = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    distributions.fill_bernoulli(made, place, p)
+    return _write(out, made)
 
 
 def _bernoulli_of(out: Tensor, p: Tensor) -> Any:

@@ -41,6 +41,8 @@ class Note:
     shape: tuple[int, ...]
     slicing: Slicing | None = None
     """The slices of the stream in which it ran, if in any."""
+    within: tuple[Call, ...] = ()
+    """The modules whose forwards were running, each with the number of its call."""
 
 
 class Names:
@@ -54,22 +56,25 @@ class Names:
         self._module = module
         self._names: dict[int, tuple[nn.Module, str]] = {}
 
-    def find(self) -> str:
-        """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
-        frame = sys._getframe(2)
-        strangers = False
+    def running(self) -> Iterator[str]:
+        """Yield the names of the model's modules whose forwards are running, the innermost first."""
+        frame = sys._getframe(1)
+        has_looked = False
         while frame is not None:
             if frame.f_code is MODULE_CALL:
                 module = frame.f_locals["self"]
                 known = self._names.get(id(module))
-                if known is None and not strangers:
-                    strangers = True
+                if known is None and not has_looked:
+                    has_looked = True
                     self._names = {id(child): (child, name) for name, child in self._module.named_modules()}
                     known = self._names.get(id(module))
                 if known is not None:
-                    return known[1]
+                    yield known[1]
             frame = frame.f_back
-        return LOSS
+
+    def find(self) -> str:
+        """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
+        return next(self.running(), LOSS)
 
 
 class ForwardDraws:
@@ -84,8 +89,11 @@ class ForwardDraws:
         self.first = first
         self.num_samples = num_samples
         self.counts: Counter[str] = Counter()
+        """Draws of each module [count]."""
         self.notes: dict[Call, Note] | None = None
         """What a trial notes, where one runs."""
+        self.module_calls: Counter[str] = Counter()
+        """Calls of each module, which a trial counts."""
 
     def next_call(self, name: str) -> Call:
         """Return the next call of a module."""
@@ -101,6 +109,7 @@ class StepDraws:
         text: What its numbers depend on, beside calls and places: the seed, the kind of run and its number.
         names: The model's modules.
         dims: Known sample dims, by call.
+        inside: Draws of each module during a call of another, by that call: what is numbered where the call is left out.
         share: The name of this rank's share, for calls that cannot be known.
         part: The name of this rank among those that share layers, for calls whose cut cannot be known.
         on_unknown: Called with a text about a call that draws for this rank alone.
@@ -112,6 +121,7 @@ class StepDraws:
         names: Names,
         dims: Mapping[Call, SiteDims],
         *,
+        inside: Mapping[Call, Mapping[str, int]] | None = None,
         share: str = "",
         part: str = "",
         on_unknown: Callable[[str], None] = lambda _: None,
@@ -119,6 +129,7 @@ class StepDraws:
         self.text = text
         self.names = names
         self.dims = dims
+        self.inside = inside or {}
         self.share = share
         self.part = part
         self.on_unknown = on_unknown
@@ -142,8 +153,7 @@ class StepDraws:
         """Return the places of a call's elements, in a tensor of this shape."""
         name, number = call
         text = f"{self.text}/{name}/{number}"
-        dims = self.dims.get(call) or self._like(name, len(shape))
-        found = None
+        dims, found = self._dims_of(call, shape, forward.num_samples, kind), None
         if dims is not None and not dims.is_apart:
             found = locate(shape, dims, forward.num_samples, _running.slicing)
         if dims is None or found is None:
@@ -157,10 +167,27 @@ class StepDraws:
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
         return Place(key_of(text), found.levels, first, found.first_index)
 
-    def _like(self, name: str, num_dims: int) -> SiteDims | None:
-        """Return the dims that all known draws of a module with as many dims have; None where they differ, or none is known."""
-        found = {dims for (other, _), dims in self.dims.items() if other == name and dims.num_dims == num_dims}
-        return found.pop() if len(found) == 1 else None
+    def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
+        """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
+        known = self.dims.get(call)
+        if known is not None and known.num_dims == len(shape):
+            return known
+        alike = {place: dims for place, dims in self.dims.items() if dims.num_dims == len(shape)}
+        of_module = {dims for (name, _), dims in alike.items() if name == call[0]}
+        if len(of_module) == 1:
+            return of_module.pop()
+        found = set(alike.values())
+        if of_module or len(found) != 1:
+            return None
+        dims = found.pop()
+        is_plain = dims.cut is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
+        if not is_plain or dims.dim is None or shape[dims.dim] != num_samples:
+            return None
+        self.on_unknown(
+            f"draw {call[1]} of {called(call[0])} ({kind} of {list(shape)}) was not made by the first batch: its sample dim is "
+            "taken to be that of the model's other draws"
+        )
+        return dims
 
 
 def called(name: str) -> str:
@@ -230,6 +257,18 @@ def pass_over_draw() -> None:
         forward.next_call(step.names.find())
 
 
+def pass_over_call(name: str, number: int) -> None:
+    """Count the draws of a module's call that another stage runs.
+
+    Args:
+        name: The module.
+        number: Its calls in this forward before this one [count].
+    """
+    step, forward = _running.step, _running.forward
+    if step is not None and forward is not None and step.inside:
+        forward.counts.update(step.inside.get((name, number), {}))
+
+
 def place_of_draw(shape: tuple[int, ...], kind: str) -> Place | None:
     """Return the places of a draw that runs now; None where it is torch's own: it belongs to no forward.
 
@@ -247,7 +286,8 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> Place | None:
         return None
     call, forward = found
     if forward.notes is not None:
-        forward.notes[call] = Note(kind, shape, _running.slicing)
+        within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
+        forward.notes[call] = Note(kind, shape, _running.slicing, within)
     return step.place_of(call, forward, shape, kind)
 
 

@@ -196,6 +196,14 @@ def test_a_generator_of_ones_own_is_left_alone_and_told() -> None:
     assert torch.equal(found, torch.rand(N, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
+def test_under_vmap_each_entry_draws_its_own() -> None:
+    told: list[str] = []
+    run = torch.vmap(torch.rand_like, randomness="different")
+    found = _run(Model(run), torch.ones(N, WIDTH), told=told)
+    assert not torch.equal(found[0], found[1])
+    assert any("torch.func" in text for text in told)
+
+
 @pytest.mark.parametrize(
     "draw", [lambda x: torch.poisson(x.abs()), lambda x: torch.distributions.Gamma(x.abs() + 1, 1.0).sample()]
 )
@@ -220,6 +228,23 @@ def test_a_call_without_a_known_dim_is_told_and_differs_from_share_to_share() ->
     assert "has no known sample dim" in told[0]
 
 
+@pytest.mark.parametrize(
+    ("known", "place", "is_told"),
+    [
+        ({("", 1): SiteDims(0, num_dims=2)}, True, False),  # another draw of the same module
+        ({("other", 0): SiteDims(0, num_dims=2)}, True, True),  # all draws of the model
+        ({("other", 0): SiteDims(0, num_dims=2), ("third", 0): SiteDims(1, num_dims=2)}, False, True),
+        ({("", 0): SiteDims(0, num_dims=3)}, False, True),  # it drew another tensor then
+    ],
+)
+def test_a_call_that_the_first_batch_did_not_make(known: dict[Call, SiteDims], place: bool, is_told: bool) -> None:
+    module, x, told = Model(ROWS["rand"]), torch.ones(N, WIDTH), []
+    whole = _run(module, x, dims=known, told=told)
+    parts = torch.cat([_run(module, x[:2], dims=known), _run(module, x[2:], first=2, dims=known)])
+    assert torch.equal(parts, whole) is place
+    assert bool(told) is is_told
+
+
 def test_tensors_without_values_draw_nothing() -> None:
     notes: dict[Call, Note] = {}
 
@@ -231,6 +256,17 @@ def test_tensors_without_values_draw_nothing() -> None:
 
     _run(Model(run), torch.ones(N, WIDTH), notes=notes)
     assert list(notes) == [("", 0)]
+
+
+def test_autograd_sees_what_is_written() -> None:
+    def run(x: Tensor) -> Tensor:
+        mask = torch.ones_like(x)
+        result = x.exp() * mask
+        mask.bernoulli_(0.5)
+        return result
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _run(Model(run), torch.ones(N, WIDTH, requires_grad=True), backward=True)
 
 
 def test_a_leaf_that_requires_gradients_refuses_as_in_torch() -> None:

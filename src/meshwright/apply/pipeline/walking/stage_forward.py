@@ -52,7 +52,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     values_in,
 )
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
-from meshwright.apply.randomness.sites import pass_over_draw
+from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
 from meshwright.apply.state.random_states import PythonState
 
@@ -128,6 +128,7 @@ class StageForward(Bookkeeping):
                 self._way.draw(*PythonState().places)
             known = None
             if stage != self.stage:
+                pass_over_call(name, self._calls[name] - 1)
                 self._send_all(values, stage)
                 known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
                 if known is not None and known.is_plain:
