@@ -351,15 +351,14 @@ def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
     _libraries.extend((rest, own))
 
 
-def _attention(keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _attention(keys: Any, *given: Any, **options: Any) -> Any:
     """Run attention; with dropout on a GPU in operators of its own, since fused kernels draw by themselves."""
     operator = torch.ops.aten.scaled_dot_product_attention.default
-    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    if not dropout or args[0].device.type == "cpu":
-        return operator.redispatch(keys.remove(_DRAWS_KEY), *args, **kwargs)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return torch.ops.aten._scaled_dot_product_attention_math.default(**given)[0]
+    named: dict[str, Any] = dict(zip(names, given, strict=False)) | options
+    if not named.get("dropout_p") or named["query"].device.type == "cpu":
+        return operator.redispatch(keys.remove(_DRAWS_KEY), *given, **options)
+    return torch.ops.aten._scaled_dot_product_attention_math.default(**named)[0]
 
 
 @contextlib.contextmanager

@@ -170,6 +170,6 @@ def apply_plan(
     return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, pages=pages, seed=seed)
 
 
-def _sharers(plan: Plan, rank: int) -> list[int]:
+def _sharers(plan: Plan, rank: int) -> Sequence[int]:
     """Return the ranks that share layers with one."""
-    return next((group for group in plan.mesh.groups("tp") if rank in group), []) if plan.mode == "ranks" else []
+    return next((group for group in plan.mesh.groups("tp") if rank in group), ()) if plan.mode == "ranks" else ()

@@ -52,6 +52,8 @@ class GlobalDraws:
         self.seed = seed
         self.step = 0
         """Steps taken before this one, earlier processes' too [count]."""
+        self.num_evaluations = 0
+        """Evaluations since the last step [count]."""
         self.is_known = False
         """Whether the first batch has been tried."""
         self.has_draws = False
@@ -97,7 +99,7 @@ class GlobalDraws:
             return contextlib.nullcontext()
         return in_step(
             StepDraws(
-                self._text_of(kind, self.step),
+                self._text_of(kind),
                 self.names,
                 self.dims,
                 inside=self._inside,
@@ -119,11 +121,12 @@ class GlobalDraws:
         if self.is_off:
             yield
             return
-        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind, self.step):
+        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind):
             yield
 
-    def _text_of(self, kind: str, number: int) -> str:
-        return f"{self.seed}/{kind}/{number}"
+    def _text_of(self, kind: str) -> str:
+        place = {"trial": "", "step": f"/{self.step}", "evaluate": f"/{self.step}/{self.num_evaluations}"}[kind]
+        return f"{self.seed}/{kind}{place}"
 
     @property
     def _place(self) -> int:
@@ -131,7 +134,7 @@ class GlobalDraws:
         return self._sharers.index(own) if own in self._sharers else 0
 
     @contextlib.contextmanager
-    def _python_draws(self, kind: str, number: int) -> Iterator[None]:
+    def _python_draws(self, kind: str) -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
         if self._python is None:
             self._python = Outside(self.module).draws
@@ -139,7 +142,7 @@ class GlobalDraws:
             yield
             return
         before = PythonState()
-        seed = key_of(self._text_of(kind, number) + "/python")
+        seed = key_of(self._text_of(kind) + "/python")
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -151,8 +154,8 @@ class GlobalDraws:
 
     @contextlib.contextmanager
     def _trial(self, dims: Mapping[Call, SiteDims]) -> Iterator[StepDraws]:
-        with self._python_draws("trial", 0):
-            yield StepDraws(self._text_of("trial", 0), self.names, dims, inside=self._inside)
+        with self._python_draws("trial"):
+            yield StepDraws(self._text_of("trial"), self.names, dims, inside=self._inside)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.

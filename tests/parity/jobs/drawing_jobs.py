@@ -25,10 +25,16 @@ class Trained:
 def train(
     case: str, line: str, *, steps: int = 2, count: int = 7, rng: str = "global", first: int = 0, directory: str = ""
 ) -> Trained:
-    """Train a case under a plan, from the checkpoint of `directory` where there is one; save there at the end."""
+    """Train a case under a plan, from step `first` of the checkpoint in `directory`, or from the start, and save there."""
     build, loss, batches = CASES[case]
     model = mw.apply_plan(
-        build, line, loss_fn=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), seed=3, rng=rng
+        build,
+        line,
+        loss_fn=loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        seed=3,
+        rng=rng,
+        sentinel_every=2,  # whose inspections run layers again
     )
     losses, norms = [], []
     if first:

@@ -282,7 +282,8 @@ def _randint(high: int, size: Sequence[int], **options: Any) -> Any:
 
 
 def _randint_from(low: int, high: int, size: Sequence[int], **options: Any) -> Any:
-    return _random_from(torch.empty(size, **({"dtype": torch.int64} | _options(options))), low, high)
+    made: dict[str, Any] = {"dtype": torch.int64} | _options(options)
+    return _random_from(torch.empty(size, **made), low, high)
 
 
 def _randint_like(like: Tensor, high: int, **options: Any) -> Any:
