@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.apply.randomness.philox import Place
+from meshwright.apply.randomness.philox import Level, Place
 from meshwright.comm.shm.build import (
     BuildError,
     cache_directory,
@@ -99,11 +99,20 @@ def _given(place: Place) -> tuple[ctypes.CDLL, _Place, int]:
     found = library()
     if found is None:
         raise BuildError("the library is not there")
-    given = _Place(key=place.key, levels=len(place.levels), first_sample=place.first_sample)
-    given.first_index = place.first_index
-    for at, level in enumerate(place.levels):
+    template, count = _with_levels(place.levels)
+    given = _Place.from_buffer_copy(template)
+    given.key, given.first_sample, given.first_index = place.key, place.first_sample, place.first_index
+    return found, given, max(1, min(torch.get_num_threads(), count // _PER_THREAD))
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_levels(levels: tuple[Level, ...]) -> tuple[_Place, int]:
+    """Return a place with these levels, and its elements [count]."""
+    given, count = _Place(levels=len(levels)), 1
+    for at, level in enumerate(levels):
         given.count[at], given.sample[at], given.index[at] = level.count, level.sample, level.index
-    return found, given, max(1, min(torch.get_num_threads(), place.count // _PER_THREAD))
+        count *= level.count
+    return given, count
 
 
 def fill_words(out: Tensor, place: Place, plane: int) -> None:

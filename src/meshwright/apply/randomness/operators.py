@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from meshwright._torch_private import (
@@ -31,6 +31,7 @@ __all__: list[str] = []
 Kernel = Callable[..., Any]
 
 _aten = torch.ops.aten
+_PLAIN: Final = (Tensor, nn.Parameter)
 _OWN: Final = (
     "poisson",
     "binomial",
@@ -68,20 +69,24 @@ def _as_torch(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _guarded(name: str, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Run a replaced operator, or torch's own where the call has a generator, or a tensor without plain memory."""
-    given = kwargs.get("generator")
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    if given is not None or any(isinstance(value, torch.Generator) for value in args):
-        tell_own(f"{name} and a generator of its own")
-        return _as_torch(name, *args, **kwargs)
     if is_transformed():
         tell_own(f"{name} inside of torch.func")
         return _as_torch(name, *args, **kwargs)
-    if is_fake_mode_on() or any(isinstance(value, FakeTensor) or value.is_meta for value in tensors):
+    if kwargs.get("generator") is not None:
+        tell_own(f"{name} and a generator of its own")
         return _as_torch(name, *args, **kwargs)
-    if any(type(value).__name__ not in ("Tensor", "Parameter") or value.layout != torch.strided for value in tensors):
-        tell_own(f"{name} of a {type(tensors[0]).__name__}")
+    for value in args:
+        if not isinstance(value, Tensor):
+            continue
+        if isinstance(value, FakeTensor) or value.is_meta:
+            return _as_torch(name, *args, **kwargs)
+        if type(value) not in _PLAIN or value.layout != torch.strided:
+            tell_own(f"{name} of a {type(value).__name__}")
+            return _as_torch(name, *args, **kwargs)
+    if is_fake_mode_on():
         return _as_torch(name, *args, **kwargs)
-    result = kernel(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
+    kwargs.pop("generator", None)
+    result = kernel(*args, **kwargs)
     return _as_torch(name, *args, **kwargs) if result is NotImplemented else result
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import threading
@@ -54,23 +55,24 @@ class Names:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names: dict[int, tuple[nn.Module, str]] = {}
+        self._names: dict[int, tuple[nn.Module, str | None]] = {}
 
     def running(self) -> Iterator[str]:
         """Yield the names of the model's modules whose forwards are running, the innermost first."""
         frame = sys._getframe(1)
-        has_looked = False
         while frame is not None:
             if frame.f_code is MODULE_CALL:
-                module = frame.f_locals["self"]
-                known = self._names.get(id(module))
-                if known is None and not has_looked:
-                    has_looked = True
-                    self._names = {id(child): (child, name) for name, child in self._module.named_modules()}
-                    known = self._names.get(id(module))
-                if known is not None:
-                    yield known[1]
+                name = self._name_of(frame.f_locals["self"])
+                if name is not None:
+                    yield name
             frame = frame.f_back
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        """Return a module's name; None for one that is not the model's, a loss for example."""
+        if id(module) not in self._names:
+            self._names.update({id(child): (child, name) for name, child in self._module.named_modules()})
+            self._names.setdefault(id(module), (module, None))
+        return self._names[id(module)][1]
 
     def find(self) -> str:
         """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
@@ -155,7 +157,7 @@ class StepDraws:
         text = f"{self.text}/{name}/{number}"
         dims, found = self._dims_of(call, shape, forward.num_samples, kind), None
         if dims is not None and not dims.is_apart:
-            found = locate(shape, dims, forward.num_samples, _running.slicing)
+            found = _located(shape, dims, forward.num_samples, _running.slicing)
         if dims is None or found is None:
             what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
             self.on_unknown(
@@ -188,6 +190,9 @@ class StepDraws:
             "taken to be that of the model's other draws"
         )
         return dims
+
+
+_located = functools.lru_cache(maxsize=4096)(locate)
 
 
 def called(name: str) -> str:
