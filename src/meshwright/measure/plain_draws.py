@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.apply.engine import Engine
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.loss import LossTerm
@@ -56,7 +55,8 @@ class PlainDraws:
         """Run forward and backward of a step on a whole global batch inside the context."""
         splitter = BatchSplitter()
         if self._of is None or self._of[0] is not model:
-            self._of = model, GlobalDraws(cast("Engine", _Alone()), model, self._seed)
+            alone: Any = _Alone()
+            self._of = model, GlobalDraws(alone, model, self._seed)
             self._of[1].learn(enough_samples([batch], splitter), splitter, self._term)
         draws = self._of[1]
         draws.step = step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
-from meshwright.apply.randomness.sites import Call, ForwardDraws, Note, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
 from meshwright.trees import tensors_in
@@ -53,7 +53,7 @@ class TrialDraws:
         self._make_step = make_step
         self._forward = ForwardDraws(first, num_samples)
         self._dims = dims
-        self.notes: dict[Call, Note] = {}
+        self.notes: dict[Call, DrawNote] = {}
         self.outputs: list[Tensor] = []
         self._forward.notes = self.notes
         self.num_samples = num_samples
@@ -93,7 +93,7 @@ class DrawsFound:
     is_proven: bool = True
     """Whether parts gave the outputs of the whole."""
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
-    notes: dict[Call, Note] = dataclasses.field(default_factory=dict)
+    notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
     """What the whole drew."""
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     """The outputs of the whole, with draws by place."""
@@ -139,7 +139,7 @@ class DrawTrials:
         return Evidence()
 
     def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
-        """Note what the cut model draws; found.notes and found.outputs become those of it."""
+        """DrawNote what the cut model draws; found.notes and found.outputs become those of it."""
         cut = yield from self._run([(found.share, 0)], dims)
         found.notes, found.outputs = cut[0].notes, cut[0].outputs
         return Evidence()
@@ -163,7 +163,7 @@ class DrawTrials:
         return are_parts(whole[0], pieces)
 
 
-def draws_inside(notes: Mapping[Call, Note]) -> dict[Call, Counter[str]]:
+def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
     """Return the draws of each module during a call of another or of itself, by that call."""
     found: dict[Call, Counter[str]] = {}
     for (name, _), note in notes.items():

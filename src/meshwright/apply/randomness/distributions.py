@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.randomness.native import fill_kept, fill_uniform, fill_words, takes
-from meshwright.apply.randomness.philox import Place, words_at
+from meshwright.apply.randomness.philox import ElementPlace, words_at
 
 __all__: list[str] = []
 
@@ -23,7 +23,7 @@ _SMALL_RANGE: Final = 2**31
 _OPEN_BITS: Final = 52
 
 
-def words(place: Place, plane: int, device: torch.device) -> Tensor:
+def words(place: ElementPlace, plane: int, device: torch.device) -> Tensor:
     """Return a word for each element: int64, values below 2**32, one dim."""
     if not takes(place, device):
         return words_at(place, plane, device)
@@ -32,7 +32,7 @@ def words(place: Place, plane: int, device: torch.device) -> Tensor:
     return bits.to(torch.int64) & (_WORD - 1)
 
 
-def fill_bernoulli(out: Tensor, place: Place, probability: float) -> None:
+def fill_bernoulli(out: Tensor, place: ElementPlace, probability: float) -> None:
     """Set each element of a contiguous tensor to 1 with a probability, rounded to a multiple of 2**-32, and else to 0."""
     most = min(round(probability * _WORD), _WORD) - 1
     if most < 0 or most == _WORD - 1:
@@ -43,7 +43,7 @@ def fill_bernoulli(out: Tensor, place: Place, probability: float) -> None:
         out.copy_((words_at(place, 0, out.device) <= most).view(out.shape))
 
 
-def uniform(place: Place, dtype: torch.dtype, device: torch.device) -> Tensor:
+def uniform(place: ElementPlace, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uniform numbers in [0, 1) of a floating dtype, one dim: multiples of 2**-53, 2**-24, 2**-11 or 2**-8."""
     if dtype == torch.float64:
         if takes(place, device):
@@ -60,22 +60,22 @@ def uniform(place: Place, dtype: torch.dtype, device: torch.device) -> Tensor:
     return ((words_at(place, 0, device) >> (32 - bits)).to(torch.float32) * 2.0**-bits).to(dtype)
 
 
-def uniform_open(place: Place, device: torch.device) -> Tensor:
+def uniform_open(place: ElementPlace, device: torch.device) -> Tensor:
     """Return uniform numbers in (0, 1), without either end: float64, odd multiples of 2**-53."""
     return ((uniform(place, torch.float64, device) * 2.0**_OPEN_BITS).floor() + 0.5) * 2.0**-_OPEN_BITS
 
 
-def normal(place: Place, device: torch.device) -> Tensor:
+def normal(place: ElementPlace, device: torch.device) -> Tensor:
     """Return standard normal numbers, float64: quantiles of uniform ones."""
     return torch.special.ndtri(uniform_open(place, device))
 
 
-def exponential(place: Place, device: torch.device) -> Tensor:
+def exponential(place: ElementPlace, device: torch.device) -> Tensor:
     """Return exponential numbers with the rate 1, float64, above 0."""
     return -uniform_open(place, device).log()
 
 
-def integers(place: Place, low: int, high: int, device: torch.device) -> Tensor:
+def integers(place: ElementPlace, low: int, high: int, device: torch.device) -> Tensor:
     """Return int64 numbers from `low` to below `high`; a range above 2**31 is drawn from 63 bits."""
     span = high - low
     first = words(place, 0, device)

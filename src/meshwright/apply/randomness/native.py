@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.apply.randomness.philox import Level, Place
+from meshwright.apply.randomness.philox import ElementPlace, Level
 from meshwright.comm.shm.build import (
     BuildError,
     cache_directory,
@@ -44,7 +44,7 @@ _PER_THREAD = 2**19
 """Elements for which another thread is worth its start [count]."""
 
 
-class _Place(ctypes.Structure):
+class _Loops(ctypes.Structure):
     _fields_ = [
         ("key", ctypes.c_uint64),
         ("count", ctypes.c_int64 * _MAX_LEVELS),
@@ -90,32 +90,32 @@ def _is_there(target: Path) -> bool:
     return False
 
 
-def takes(place: Place, device: torch.device) -> bool:
+def takes(place: ElementPlace, device: torch.device) -> bool:
     """Tell whether the library can fill a tensor on a device."""
     return device.type == "cpu" and len(place.levels) <= _MAX_LEVELS and library() is not None
 
 
-def _given(place: Place) -> tuple[ctypes.CDLL, _Place, int]:
+def _given(place: ElementPlace) -> tuple[ctypes.CDLL, _Loops, int]:
     found = library()
     if found is None:
         raise BuildError("the library is not there")
     template, count = _with_levels(place.levels)
-    given = _Place.from_buffer_copy(template)
+    given = _Loops.from_buffer_copy(template)
     given.key, given.first_sample, given.first_index = place.key, place.first_sample, place.first_index
     return found, given, max(1, min(torch.get_num_threads(), count // _PER_THREAD))
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_levels(levels: tuple[Level, ...]) -> tuple[_Place, int]:
+def _with_levels(levels: tuple[Level, ...]) -> tuple[_Loops, int]:
     """Return a place with these levels, and its elements [count]."""
-    given, count = _Place(levels=len(levels)), 1
+    given, count = _Loops(levels=len(levels)), 1
     for at, level in enumerate(levels):
         given.count[at], given.sample[at], given.index[at] = level.count, level.sample, level.index
         count *= level.count
     return given, count
 
 
-def fill_words(out: Tensor, place: Place, plane: int) -> None:
+def fill_words(out: Tensor, place: ElementPlace, plane: int) -> None:
     """Fill a contiguous int32 tensor with the bits of a plane's words."""
     found, given, threads = _given(place)
     found.meshwright_philox_words(
@@ -128,7 +128,7 @@ def _bits_of_one(dtype: torch.dtype) -> int:
     return int.from_bytes(bytes(torch.ones(1, dtype=dtype).view(torch.uint8).tolist()), "little")
 
 
-def fill_kept(out: Tensor, place: Place, most: int) -> None:
+def fill_kept(out: Tensor, place: ElementPlace, most: int) -> None:
     """Fill a contiguous tensor with 1 where an element's word is at most `most`, and with 0 elsewhere."""
     found, given, threads = _given(place)
     width = out.element_size()
@@ -143,7 +143,7 @@ def fill_kept(out: Tensor, place: Place, most: int) -> None:
     )
 
 
-def fill_uniform(out: Tensor, place: Place, bits: int) -> None:
+def fill_uniform(out: Tensor, place: ElementPlace, bits: int) -> None:
     """Fill a contiguous float32 tensor (bits at most 24) or a float64 one (53) with multiples of 2**-bits in [0, 1)."""
     found, given, threads = _given(place)
     address = ctypes.c_void_p(out.data_ptr())

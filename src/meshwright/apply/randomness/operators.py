@@ -23,7 +23,7 @@ from meshwright._torch_private import (
     replace_draws,
 )
 from meshwright.apply.randomness import distributions
-from meshwright.apply.randomness.philox import Place
+from meshwright.apply.randomness.philox import ElementPlace
 from meshwright.apply.randomness.sites import place_of_draw, shape_of, tell_own
 
 __all__: list[str] = []
@@ -100,7 +100,7 @@ def _left_to_torch(name: str, *args: Any, **kwargs: Any) -> Any:
 # -- filling a tensor -----------------------------------------------------------------------------------------------------
 
 
-def _fill(out: Tensor, kind: str, make: Callable[[Place], Tensor]) -> Any:
+def _fill(out: Tensor, kind: str, make: Callable[[ElementPlace], Tensor]) -> Any:
     """Copy numbers into a tensor, made for its places; NotImplemented where the draw is torch's own."""
     place = place_of_draw(shape_of(out), kind)
     if place is None:
@@ -137,7 +137,7 @@ def _bernoulli_of(out: Tensor, p: Tensor) -> Any:
 def _uniform(out: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
     dtype = out.dtype if out.dtype in _EXACT else torch.float64
 
-    def make(place: Place) -> Tensor:
+    def make(place: ElementPlace) -> Tensor:
         numbers = distributions.uniform(place, dtype, out.device)
         return numbers if (low, high) == (0.0, 1.0) else numbers * (high - low) + low
 
@@ -166,7 +166,7 @@ def _geometric(out: Tensor, p: float) -> Any:
 
 
 def _cauchy(out: Tensor, median: float = 0.0, sigma: float = 1.0) -> Any:
-    def make(place: Place) -> Tensor:
+    def make(place: ElementPlace) -> Tensor:
         return median + sigma * (torch.pi * (distributions.uniform_open(place, out.device) - 0.5)).tan()
 
     return _fill(out, "cauchy_", make)

@@ -39,7 +39,7 @@ class Level:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ElementPlace:
     """Samples and indices of a tensor's elements, in the order of a contiguous tensor.
 
     Args:
@@ -101,7 +101,7 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def words_at(place: Place, plane: int, device: torch.device) -> Tensor:
+def words_at(place: ElementPlace, plane: int, device: torch.device) -> Tensor:
     """Return the word of each element: int64, values below 2**32, one dim.
 
     Args:

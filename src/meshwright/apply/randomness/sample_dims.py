@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class DrawnPart:
     """A dim in which each rank of a layer draws a part of the full tensor."""
 
     dim: int
@@ -34,7 +34,7 @@ class SiteDims:
     num_dims: int = 0
     is_merged: bool = False
     """Whether the dim held more than one entry of each sample when it was found."""
-    cut: Cut | None = None
+    cut: DrawnPart | None = None
     on_stream: bool = False
     """Whether a layer on slices of the stream draws for its slice, which the running chain knows."""
     is_apart: bool = False
@@ -81,7 +81,7 @@ def find_cut(
     sizes = tuple(_own(shape, dims, num_samples, dim) for shape in given)
     if sum(sizes) != _own(whole, dims, num_samples, dim):
         return apart
-    return dataclasses.replace(dims, cut=Cut(dim, sizes, rank))
+    return dataclasses.replace(dims, cut=DrawnPart(dim, sizes, rank))
 
 
 def find_dims(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> SiteDims | None:
@@ -137,7 +137,7 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
         if dim == dims.dim and sum(sizes) == num_samples:
             num_samples, skipped = sizes[rank], sum(sizes[:rank])
         else:
-            cut = Cut(dim, sizes, rank)
+            cut = DrawnPart(dim, sizes, rank)
     if (
         cut is not None
         and cut.dim < len(shape)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import MODULE_CALL, draws_intercepted, draws_untouched, is_in_backward
-from meshwright.apply.randomness.philox import NO_SAMPLE, Level, Place, key_of, merge_levels
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
 
 __all__: list[str] = []
@@ -35,7 +35,7 @@ Call = tuple[str, int]
 
 
 @dataclasses.dataclass
-class Note:
+class DrawNote:
     """What a trial has seen of a call."""
 
     kind: str
@@ -92,7 +92,7 @@ class ForwardDraws:
         self.num_samples = num_samples
         self.counts: Counter[str] = Counter()
         """Draws of each module [count]."""
-        self.notes: dict[Call, Note] | None = None
+        self.notes: dict[Call, DrawNote] | None = None
         """What a trial notes, where one runs."""
         self.module_calls: Counter[str] = Counter()
         """Calls of each module, which a trial counts."""
@@ -151,7 +151,7 @@ class StepDraws:
         found = self._known[mark] = (forward.next_call(self.names.find()), forward)
         return found
 
-    def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> Place:
+    def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> ElementPlace:
         """Return the places of a call's elements, in a tensor of this shape."""
         name, number = call
         text = f"{self.text}/{name}/{number}"
@@ -165,9 +165,9 @@ class StepDraws:
             )
             part = self.part if dims is not None and dims.is_apart else ""
             loops = merge_levels([Level(math.prod(shape), 0, 1)])
-            return Place(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
+            return ElementPlace(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
-        return Place(key_of(text), found.levels, first, found.first_index)
+        return ElementPlace(key_of(text), found.levels, first, found.first_index)
 
     def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
@@ -274,7 +274,7 @@ def pass_over_call(name: str, number: int) -> None:
         forward.counts.update(step.inside.get((name, number), {}))
 
 
-def place_of_draw(shape: tuple[int, ...], kind: str) -> Place | None:
+def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     """Return the places of a draw that runs now; None where it is torch's own: it belongs to no forward.
 
     Args:
@@ -292,7 +292,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> Place | None:
     call, forward = found
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
-        forward.notes[call] = Note(kind, shape, _running.slicing, within)
+        forward.notes[call] = DrawNote(kind, shape, _running.slicing, within)
     return step.place_of(call, forward, shape, kind)
 
 

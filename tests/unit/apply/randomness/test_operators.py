@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright._torch_private import FakeTensorMode
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.sample_dims import SiteDims
-from meshwright.apply.randomness.sites import LOSS, Call, ForwardDraws, Names, Note, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import LOSS, Call, DrawNote, ForwardDraws, Names, StepDraws, in_forward, in_step
 
 N, WIDTH = 6, 64
 
@@ -71,7 +71,7 @@ def _run(
     *,
     first: int = 0,
     dims: dict[Call, SiteDims] | None = None,
-    notes: dict[Call, Note] | None = None,
+    notes: dict[Call, DrawNote] | None = None,
     told: list[str] | None = None,
     backward: bool = False,
 ) -> Any:
@@ -90,7 +90,7 @@ def _run(
 @pytest.mark.parametrize("name", ROWS)
 def test_parts_of_a_batch_draw_what_the_whole_draws(name: str) -> None:
     module, x = Model(ROWS[name]), torch.randn(N, WIDTH)
-    notes: dict[Call, Note] = {}
+    notes: dict[Call, DrawNote] = {}
     _run(module, x, notes=notes)
     assert list(notes) == [("", 0)], "each of these is one draw"
     dims = {("", 0): SiteDims(0, num_dims=len(notes["", 0].shape))}
@@ -124,7 +124,7 @@ def test_moments_are_those_of_torch() -> None:
 
 def test_dropout_inside_of_operators_is_seen() -> None:
     attention = Model(lambda x: F.scaled_dot_product_attention(*[x.view(N, 2, 4, 8)] * 3, dropout_p=0.5))
-    notes: dict[Call, Note] = {}
+    notes: dict[Call, DrawNote] = {}
     _run(attention, torch.randn(N, WIDTH), notes=notes)
     assert [note.shape for note in notes.values()] == [(N, 2, 4, 4)]
     recurrence = nn.LSTM(8, 8, 3, dropout=0.5, batch_first=True)
@@ -145,7 +145,7 @@ class Nested(nn.Module):
 
 
 def test_calls_are_named_by_the_innermost_module_and_counted_in_it() -> None:
-    notes: dict[Call, Note] = {}
+    notes: dict[Call, DrawNote] = {}
     _run(Nested(), torch.randn(N, WIDTH), notes=notes)
     assert list(notes) == [("", 0), ("first", 0), ("second.1", 0), ("first", 1), ("", 1)]
 
@@ -246,7 +246,7 @@ def test_a_call_that_the_first_batch_did_not_make(known: dict[Call, SiteDims], p
 
 
 def test_tensors_without_values_draw_nothing() -> None:
-    notes: dict[Call, Note] = {}
+    notes: dict[Call, DrawNote] = {}
 
     def run(x: Tensor) -> Tensor:
         with FakeTensorMode():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.apply.randomness import distributions, native
-from meshwright.apply.randomness.philox import Level, Place, key_of, merge_levels, philox, words_at
+from meshwright.apply.randomness.philox import ElementPlace, Level, key_of, merge_levels, philox, words_at
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF
@@ -23,10 +23,10 @@ KNOWN = [
     ),
 ]
 PLACES = [
-    Place(key_of("rows"), (Level(4, 1, 0), Level(1003, 0, 1)), 2**33, 2**34 + 1),
-    Place(key_of("middle"), (Level(3, 0, 7), Level(4, 1, 0), Level(7, 0, 1)), 9, 2),
-    Place(key_of("last"), (Level(5, 0, 3), Level(3, 1, 0)), 1, 0),
-    Place(key_of("one"), (Level(1, 0, 1),)),
+    ElementPlace(key_of("rows"), (Level(4, 1, 0), Level(1003, 0, 1)), 2**33, 2**34 + 1),
+    ElementPlace(key_of("middle"), (Level(3, 0, 7), Level(4, 1, 0), Level(7, 0, 1)), 9, 2),
+    ElementPlace(key_of("last"), (Level(5, 0, 3), Level(3, 1, 0)), 1, 0),
+    ElementPlace(key_of("one"), (Level(1, 0, 1),)),
 ]
 
 
@@ -42,13 +42,13 @@ needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ com
 @needs_compiler
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("plane", [0, 1])
-def test_native_words_are_those_of_torch_operators(place: Place, plane: int) -> None:
+def test_native_words_are_those_of_torch_operators(place: ElementPlace, plane: int) -> None:
     assert torch.equal(distributions.words(place, plane, CPU), words_at(place, plane, CPU))
 
 
 @needs_compiler
 @pytest.mark.parametrize("place", PLACES)
-def test_native_numbers_are_those_of_torch_operators(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_numbers_are_those_of_torch_operators(place: ElementPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [draw(place) for draw in _DRAWS]
     monkeypatch.setattr(distributions, "takes", lambda *_: False)
     for number, one in zip(_DRAWS, found, strict=True):
@@ -57,7 +57,7 @@ def test_native_numbers_are_those_of_torch_operators(place: Place, monkeypatch: 
 
 @needs_compiler
 def test_native_threads_give_the_same_numbers() -> None:
-    place = Place(key_of("threads"), (Level(3, 1, 0), Level(2**20 + 5, 0, 1)))
+    place = ElementPlace(key_of("threads"), (Level(3, 1, 0), Level(2**20 + 5, 0, 1)))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def test_native_threads_give_the_same_numbers() -> None:
         torch.set_num_threads(before)
 
 
-def _kept(dtype: torch.dtype, place: Place) -> torch.Tensor:
+def _kept(dtype: torch.dtype, place: ElementPlace) -> torch.Tensor:
     out = torch.empty(place.count, dtype=dtype)
     distributions.fill_bernoulli(out, place, 0.7)
     return out
@@ -105,8 +105,8 @@ def test_levels_are_merged_where_runs_continue() -> None:
 NUM = 200_000
 
 
-def _place(text: str, sample: int = 0) -> Place:
-    return Place(key_of(text), (Level(NUM, 0, 1),), sample)
+def _place(text: str, sample: int = 0) -> ElementPlace:
+    return ElementPlace(key_of(text), (Level(NUM, 0, 1),), sample)
 
 
 def test_moments_of_each_distribution() -> None:
@@ -141,7 +141,7 @@ def test_uniform_numbers_fill_bins_evenly() -> None:
         ((_place("s/step/0/drop/0", 0)), (_place("s/step/0/drop/0", 1))),  # samples, on whatever rank
     ],
 )
-def test_draws_are_independent(one: Place, other: Place) -> None:
+def test_draws_are_independent(one: ElementPlace, other: ElementPlace) -> None:
     first, second = (distributions.normal(place, CPU) for place in (one, other))
     assert abs(float((first * second).mean())) < 4 / math.sqrt(NUM)
     assert abs(float((first[1:] * first[:-1]).mean())) < 4 / math.sqrt(NUM)

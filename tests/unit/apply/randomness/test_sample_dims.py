@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.apply.randomness import distributions
-from meshwright.apply.randomness.philox import NO_SAMPLE, Place
-from meshwright.apply.randomness.sample_dims import Cut, SiteDims, find_dims, locate
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace
+from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_dims, locate
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def _draw(shape: tuple[int, ...], dims: SiteDims, num_samples: int, first: int) 
     found = locate(shape, dims, num_samples)
     assert found is not None
     sample = NO_SAMPLE if dims.dim is None else first + found.first_sample
-    place = Place(7, found.levels, sample, found.first_index)
+    place = ElementPlace(7, found.levels, sample, found.first_index)
     return distributions.uniform(place, torch.float64, CPU).view(shape)
 
 
@@ -84,7 +84,7 @@ def test_slices_of_a_tensor_draw_their_parts(dim: int) -> None:
     for rank, size in enumerate(sizes):
         shape = list(full)
         shape[dim] = size * 2 if dim == 0 else size
-        parts.append(_draw(tuple(shape), SiteDims(0, cut=Cut(dim, sizes, rank)), 2, 0))
+        parts.append(_draw(tuple(shape), SiteDims(0, cut=DrawnPart(dim, sizes, rank)), 2, 0))
     if dim == 0:
         joined = torch.cat([part.view(2, 1, 6, 8) for part in parts], 1).view(4, 6, 8)
     else:
