@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -110,6 +113,21 @@ class Recurrent(nn.Module):
         return self.head(self.drop(stream)).transpose(0, 1)
 
 
+class Skipping(nn.Module):
+    """Leaves layers out by chance, decided by Python's and NumPy's generators, and drops in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.2)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `vae_loss` takes."""
+        for layer in self.layers:
+            if random.random() < 0.7 and np.random.rand() < 0.8:
+                x = x + layer(x).tanh()
+        return x, x, x
+
+
 def token_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean cross-entropy of tokens."""
     return F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
@@ -143,6 +161,10 @@ def build_vae() -> nn.Module:
     return Vae().double()
 
 
+def build_skipping() -> nn.Module:
+    return Skipping().double()
+
+
 def build_lstm() -> nn.Module:
     return Recurrent().double()
 
@@ -174,5 +196,6 @@ CASES = {
     "vit": (build_vit, class_loss, images),
     "vae": (build_vae, vae_loss, vectors),
     "lstm": (build_lstm, token_loss, tokens),
+    "skipping": (build_skipping, vae_loss, vectors),
 }
 """Name -> the model, its loss, and (step, samples) -> global batch."""

@@ -160,9 +160,7 @@ class StepDraws:
             found = _located(shape, dims, forward.num_samples, _running.slicing)
         if dims is None or found is None:
             what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
-            self.on_unknown(
-                f"draw {number} of {called(name)} ({kind} of {list(shape)}) has no known {what}: each rank draws for itself"
-            )
+            self.on_unknown(f"draw {number} of {called(name)} ({kind}) has no known {what}: each rank draws for itself")
             part = self.part if dims is not None and dims.is_apart else ""
             loops = merge_levels([Level(math.prod(shape), 0, 1)])
             return ElementPlace(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
@@ -186,7 +184,7 @@ class StepDraws:
         if not is_plain or dims.dim is None or shape[dims.dim] != num_samples:
             return None
         self.on_unknown(
-            f"draw {call[1]} of {called(call[0])} ({kind} of {list(shape)}) was not made by the first batch: its sample dim is "
+            f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
             "taken to be that of the model's other draws"
         )
         return dims
