@@ -13,6 +13,7 @@ one_process/  data_parallel and model_parallel: one process, several devices
 recompute/    activation checkpointing
 shards/       tensors of which a rank has a part, as user code may reach them
 state/        buffers, attributes, globals and generators that forwards change, recorded and restored
+randomness/   random numbers by their place, whatever the layout
 modules/      copies, forwards and hooks of the user's modules
 first_look    one rank's look at the first batch, told to the others
 model_guard   checks that ranks hold one model, and that nobody changes it afterwards

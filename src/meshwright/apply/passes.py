@@ -34,6 +34,10 @@ class MicroBatch:
     """What the user's batch is, with fewer samples."""
     weight: float | None = None
     """Weight of its loss, 0 where nothing in it counts; None where it is still to be found, as for a part of a micro-batch."""
+    first: int = 0
+    """The place of its first sample in the global batch, where random numbers go by it."""
+    num_samples: int = 0
+    """Its samples, where random numbers go by them [count]."""
 
 
 class StepWork(Protocol[TermT]):

@@ -67,6 +67,7 @@ def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
         num_steps=steps,
         seed=config.train.seed,
         max_grad_norm=config.train.max_grad_norm,
+        rng=config.train.rng,
     )
 
 

@@ -4,6 +4,7 @@
 
 verify           verify_plan: plan and plain process side by side
 oracle           plain PyTorch in one process, sharing no code with the package
+plain_draws      random numbers of the oracle, by place
 recording        steps under a plan, with the gradients that the optimizer saw
 parity           differences of two sets of tensors, and the report
 resolution       resolution of the model's own arithmetic

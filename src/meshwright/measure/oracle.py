@@ -69,6 +69,7 @@ def oracle_steps(
     shares: Callable[[Any], Sequence[Sequence[Any]]] | None = None,
     are_replicas: bool = False,
     before_step: Callable[[int, nn.Module], None] | None = None,
+    around: Callable[[int, nn.Module, Any], contextlib.AbstractContextManager[None]] | None = None,
 ) -> list[StepRecord]:
     """Train in plain PyTorch on whole global batches and record every step.
 
@@ -89,6 +90,7 @@ def oracle_steps(
         are_replicas: Whether the shares are those of replicas in one process, which nn.DataParallel makes anew in each
             forward: every micro-batch starts from the buffers that the first replica left after the one before.
         before_step: Called with the step's index and the model before every step, for example to freeze a part.
+        around: Gives the context of a step's forward and backward, from its index, the model and the global batch.
 
     Returns:
         One record for each step.
@@ -116,7 +118,10 @@ def oracle_steps(
             before_step(step, model)
         batch = batches[step % len(batches)]
         opt.zero_grad(set_to_none=True)
-        with record_outputs(model) if step == 0 and shares is None else contextlib.nullcontext({}) as outputs:
+        with (
+            around(step, model, batch) if around is not None else contextlib.nullcontext(),
+            record_outputs(model) if step == 0 and shares is None else contextlib.nullcontext({}) as outputs,
+        ):
             if shares is None:
                 loss = whole_batch_loss(model, batch, loss_fn)
                 loss.backward()

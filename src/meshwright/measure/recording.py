@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ def plan_steps(
     with_outputs: bool = False,
     loss_reasons: list[str] | None = None,
     sentinel_every: int = DEFAULT_EVERY,
+    rng: Literal["torch", "global"] = "torch",
 ) -> list[StepRecord]:
     """Train under a plan and record every step; call it on every rank.
 
@@ -72,6 +73,7 @@ def plan_steps(
         loss_reasons: The list for the plan's reasons about the loss. With it, a loss that parts of a batch do not give is not
             refused, and its results are compared.
         sentinel_every: As for `apply_plan`.
+        rng: As for `apply_plan`.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -90,6 +92,7 @@ def plan_steps(
         devices=devices,
         split=split,
         sentinel_every=sentinel_every,
+        rng=rng,
     )
     try:
         seen = GradientRecorder(model)
@@ -127,6 +130,7 @@ def plan_steps(
             )
         if loss_reasons is not None:
             loss_reasons += model.stepper.rule.reasons
+            loss_reasons += () if model.stepper.draws is None else model.stepper.draws.reasons
         return records
     finally:
         model.close()

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, oracle_steps, to_dtype, whole_batch_loss
 from meshwright.measure.outputs import RankOutputs, first_difference
 from meshwright.measure.parity import BufferParity, ParameterParity, ParityReport, relative_difference
+from meshwright.measure.plain_draws import PlainDraws
 from meshwright.measure.recording import StepOptions, default_dtype, plan_steps
 from meshwright.measure.resolution import (
     LowerPrecision,
@@ -50,12 +51,14 @@ def verify_plan(
     max_grad_norm: float | None = None,
     bound: float | None = None,
     devices: Sequence[Any] | None = None,
+    rng: Literal["torch", "global"] = "torch",
 ) -> ParityReport:
     """Train under a plan and in one plain process, and compare losses, gradients and parameters.
 
     The plan's ranks are started on this host; inside ranks that were started already (`launch`, torchrun), all of them call
     this together and each returns the same report. Gradients are compared before the optimizer, which is plain SGD by
-    default: Adam hides a constant factor. Dropout is switched off on both sides.
+    default: Adam hides a constant factor. Dropout is switched off on both sides, unless `rng` is "global": then both draw the
+    same numbers.
 
     Args:
         build_model: A module or a callable that returns one; for a plan with several ranks it has to be importable.
@@ -69,6 +72,7 @@ def verify_plan(
         max_grad_norm: Clip the gradients to this global 2-norm; None: do not clip.
         bound: Largest relative difference that counts as equal; None: 1e-11 in float64, 1e-5 in float32.
         devices: For the plans of one process: the devices to use.
+        rng: As for `apply_plan`.
 
     Returns:
         The report; `report.equal` is the verdict.
@@ -84,15 +88,19 @@ def verify_plan(
                 f"no bound is known for {dtype}: it is 1e-11 for float64, 1e-5 for float32", fix="pass bound="
             )
         bound = _BOUNDS[dtype]
-    build = PreparedModel(build_model, dtype)
+    build = PreparedModel(build_model, dtype, draws=rng == "global")
     with default_dtype(dtype):
         notes, lower = _explain(build, plan, dtype, batches[0], loss_fn)
     options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
-    job = _PlanJob(build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices)
+    job = _PlanJob(
+        build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices, rng=rng
+    )
     records, digests, outputs, reasons = _run_job(job)
     unequal_ranks = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
     with default_dtype(dtype):
         settings = {name: value for name, value in vars(options).items() if name != "before_step"}
+        if rng == "global":
+            settings["around"] = PlainDraws(seed, loss_fn)
         reference = oracle_steps(build, batches, loss_fn, **settings)
         resolution = measure_resolution(build, batches, loss_fn, reference, bound=bound, found=lower, **settings)
     report = _compare(job, records, reference, resolution)
@@ -111,15 +119,19 @@ def verify_plan(
 
 
 class PreparedModel:
-    """Builds the model in a given dtype and with dropout off; importable, so that it can be sent to ranks."""
+    """Builds the model in a given dtype, with dropout off unless it `draws`; importable, so that it can be sent to ranks."""
 
-    def __init__(self, build_model: nn.Module | Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    def __init__(
+        self, build_model: nn.Module | Callable[[], nn.Module], dtype: torch.dtype, *, draws: bool = False
+    ) -> None:
         self.build_model = build_model
         self.dtype = dtype
+        self.draws = draws
 
     def __call__(self) -> nn.Module:
         model = copy.deepcopy(self.build_model) if isinstance(self.build_model, nn.Module) else self.build_model()
-        turn_off_dropout(model)
+        if not self.draws:
+            turn_off_dropout(model)
         return model.to(self.dtype)
 
 
@@ -152,6 +164,7 @@ class _PlanJob:
     loss_fn: Any
     options: StepOptions
     devices: Sequence[Any] | None
+    rng: Literal["torch", "global"]
 
     def run(self) -> tuple[list[StepRecord], list[str]]:
         """Return the steps, and the plan's reasons about the loss."""
@@ -167,6 +180,7 @@ class _PlanJob:
                 with_outputs=True,
                 loss_reasons=reasons,
                 sentinel_every=0,  # the report shall name what they would stop at
+                rng=self.rng,
             )
         return records, reasons
 
@@ -252,7 +266,7 @@ def _explain(
     model = copy.deepcopy(original)
     notes = []
     dropped = turn_off_dropout(model)
-    if dropped:
+    if dropped and not build.draws:
         notes.append(
             f"dropout is switched off here ({_some(dropped)}): in training every rank draws its own mask, so runs with"
             " dropout agree in distribution, not number by number"
@@ -264,7 +278,7 @@ def _explain(
             " statistics follow rank 0, so equality with one device is not to be expected"
         )
     draws, lower = _try_forward(model.to(dtype), to_dtype(batch, dtype), loss_fn, dtype)
-    if draws:
+    if draws and not build.draws:
         notes.append(
             "the model or its loss draws random numbers in forward that could not be switched off: every rank draws its own"
         )

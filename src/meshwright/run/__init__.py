@@ -16,6 +16,9 @@ checkpoints/    save_checkpoint and load_checkpoint
 result          result of a step
 accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks
+global_draws    random numbers of forwards that do not depend on the layout
+draw_trials     trials by which they are found
+draws_of_work   random numbers of one step
 gate            refusal of loops that exchange nothing
 autocast        autocast around a step
 diagnose        origin of a NaN, and the error that names it

@@ -67,6 +67,7 @@ class Agreement:
         moved: Whether this rank's buffers were written to since the last step or evaluation ended.
         knows_first: Whether all ranks wait for this before they run a forward.
         has_changed: Whether the model on this rank is to be tried on parts of the batch again.
+        share: The number of this rank's share and of all shares, where ranks need the samples before theirs; else None [count].
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Agreement:
         moved: bool = False,
         knows_first: bool = True,
         has_changed: bool = False,
+        share: tuple[int, int] | None = None,
     ) -> None:
         self._group = group
         self._moved = moved
@@ -103,6 +105,9 @@ class Agreement:
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         for saying in sayings:
             mine += saying.circle.terms(saying.digest)
+        self._share = share
+        if share is not None:
+            mine += [float(num_samples) if index == share[0] else 0.0 for index in range(share[1])]
         self._num_fixed = len(mine)
         if num_passes is not None:
             # A sum cannot find a maximum: each rank has a place of its own.
@@ -132,7 +137,8 @@ class Agreement:
             if 0 < total[6] < self._group.size and not self._knows_first:
                 self._refuse_moved()
             self._total = total
-            said = zip(self._topics, _in_parts(total[_NUM_COUNTS : self._num_fixed]), strict=True)
+            num_told = self._num_fixed - (0 if self._share is None else self._share[1])
+            said = zip(self._topics, _in_parts(total[_NUM_COUNTS:num_told]), strict=True)
             different = [topic for topic, sums in said if any(sums)]
             if different and self._on_difference is not None:
                 self._on_difference(different)
@@ -175,6 +181,15 @@ class Agreement:
     def num_samples(self) -> int:
         """Samples in the global batch [count]."""
         return round(self.wait()[1] / self._copies)
+
+    @property
+    def num_before(self) -> int:
+        """Samples of the global batch before this rank's share, where `share` was given; else 0 [count]."""
+        if self._share is None:
+            return 0
+        own, num_shares = self._share
+        first = self._num_fixed - num_shares
+        return round(sum(self.wait()[first : first + own]) / self._copies)
 
     @property
     def num_tokens(self) -> int:

@@ -34,6 +34,7 @@ from meshwright.run.assembly import (
 from meshwright.run.building.paged_build import PagedBuild
 from meshwright.run.building.pretrained import with_pretrained
 from meshwright.run.gate import OptimizerGate
+from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.loss import LossRule
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
@@ -64,6 +65,7 @@ def apply_plan(
     pretrained: str | os.PathLike[str] | None = None,
     sentinel_every: int = DEFAULT_EVERY,
     on_finding: Literal["stop", "warn"] = "stop",
+    rng: Literal["torch", "global"] = "torch",
 ) -> ParallelModel:
     """Lay a plain model over devices as the plan says, without changing what it computes.
 
@@ -92,6 +94,8 @@ def apply_plan(
             device; batches, learning rates and losses are compared in every step. 0 compares nothing [count].
         on_finding: What a difference does, before the optimizer: "stop" raises CorruptionError on every rank, "warn" logs it
             and adds it to the step's result.
+        rng: What decides a forward's random numbers: "torch", its generators, apart for each share of the batch; "global", seed,
+            step, the sample's place in the global batch, the call and the element's place, whatever the plan is.
 
     Returns:
         The model, ready for `step`.
@@ -104,7 +108,7 @@ def apply_plan(
     world = join_world()
     if isinstance(plan, str):
         plan = Plan.parse(plan)
-    check_options(max_grad_norm, non_finite)
+    check_options(max_grad_norm, non_finite, rng)
     check_sentinels(sentinel_every, on_finding)
     refuse_unbuilt(plan)
     require_world(plan, world)
@@ -128,6 +132,7 @@ def apply_plan(
         "non_finite": non_finite,
         "sentinel_every": sentinel_every,
         "on_finding": on_finding,
+        "rng": rng,
     }
     place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
     engine.use_switch(ShardSwitch(str(plan)))
@@ -148,6 +153,7 @@ def apply_plan(
         non_finite=non_finite,
         sentinels=sentinels,
         gate=gate,
+        draws=GlobalDraws(engine, module, seed, _sharers(plan, world.rank)) if rng == "global" else None,
     )
     if recompute is not None:
         recompute.before = engine.before_layer
@@ -182,3 +188,8 @@ def _tell_what_does_nothing(plan: Plan, module: nn.Module) -> None:
             "or leave precision out",
             *(plan, plan.precision),
         )
+
+
+def _sharers(plan: Plan, rank: int) -> Sequence[int]:
+    """Return the ranks that share layers with one."""
+    return next((group for group in plan.mesh.groups("tp") if rank in group), ()) if plan.mode == "ranks" else ()

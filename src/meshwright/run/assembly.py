@@ -57,7 +57,7 @@ def require_world(plan: Plan, world: World) -> None:
     )
 
 
-def check_options(max_grad_norm: float | None, non_finite: str) -> None:
+def check_options(max_grad_norm: float | None, non_finite: str, rng: str = "torch") -> None:
     """Raise ConfigError for options of `apply_plan` that are out of range."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(
@@ -65,6 +65,8 @@ def check_options(max_grad_norm: float | None, non_finite: str) -> None:
         )
     if non_finite not in ("stop", "skip"):
         raise ConfigError(f"non_finite must be 'stop' or 'skip', it is {non_finite!r}", fix="pass non_finite='stop'")
+    if rng not in ("torch", "global"):
+        raise ConfigError(f"rng must be 'torch' or 'global', it is {rng!r}", fix="pass rng='torch'")
 
 
 def separates(plan: Plan) -> bool:

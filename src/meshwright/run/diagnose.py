@@ -68,7 +68,9 @@ def _find(
     micro_batches: Sequence[Any],
     loss_of: Callable[[nn.Module, Any], torch.Tensor],
     random_state: RandomState,
+    *,
     device: torch.device,
+    around: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> FirstNonFinite | None:
     """Repeat this rank's micro-batches and return the first with a loss or a gradient that is not finite.
 
@@ -78,6 +80,7 @@ def _find(
         loss_of: ``(module, micro_batch)`` -> scalar with its graph.
         random_state: The generators' state before the first of them.
         device: The device whose generator is restored.
+        around: Gives the context of a micro-batch's forward and backward, by its number.
     """
     now = RandomState.read(device)
     buffers = BufferSnapshot(module)
@@ -85,11 +88,12 @@ def _find(
     random_state.restore(device)
     try:
         for index, batch in enumerate(micro_batches):
-            with torch.enable_grad():
-                loss = loss_of(module, batch)
             gradients: Sequence[torch.Tensor | None] = [None] * len(named)
-            if loss.requires_grad:
-                gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+            with around(index):
+                with torch.enable_grad():
+                    loss = loss_of(module, batch)
+                if loss.requires_grad:
+                    gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
             bad = next(
                 (name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not _finite(g)), None
             )
@@ -144,7 +148,14 @@ def _explain(
 
 
 def diagnose(
-    engine: Engine, terms: LossTerms, parts: list[Any], random_state: RandomState, *, loss: float, norm: float
+    engine: Engine,
+    terms: LossTerms,
+    parts: list[Any],
+    random_state: RandomState,
+    *,
+    loss: float,
+    norm: float,
+    around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> NonFiniteError:
     """Return the error that names where the first value is not finite; every rank calls it.
 
@@ -155,6 +166,7 @@ def diagnose(
         random_state: That of before the step.
         loss: The loss of all ranks.
         norm: The norm of the whole gradient.
+        around: Gives the context of a micro-batch's forward and backward, by its number.
     """
 
     def loss_of(module: nn.Module, part: Any) -> torch.Tensor:
@@ -164,6 +176,6 @@ def diagnose(
         return term.value
 
     with engine.switch.suspended(), engine.whole_parameters():
-        finding = _find(engine.module, parts, loss_of, random_state, engine.device)
+        finding = _find(engine.module, parts, loss_of, random_state, device=engine.device, around=around)
     guess = {"guess": engine.reads_as_nan} if engine.reads_as_nan else {}
     return _explain(engine.group, finding, loss=loss, norm=norm, device=engine.device, **guess)

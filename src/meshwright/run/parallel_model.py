@@ -77,6 +77,7 @@ class ParallelModel:
         """The plan that was applied; under tensor parallelism with what is cut, and why the rest is not, once that is known."""
         plan = self.engine.detail(self._plan)
         told = self.stepper.rule.reasons
+        told += () if self.stepper.draws is None else self.stepper.draws.reasons
         return plan.replace(reasons=(*plan.reasons, *told)) if told else plan
 
     @property
@@ -146,6 +147,7 @@ class ParallelModel:
         with switch.plain(), self.told("step"), self.stepper.casts.taken_in():
             look_for_step(self)
             switch.moment.steps += 1
+            self._number_draws(evaluates=False)
             result = self.stepper.step(
                 batch,
                 wants_stop=self.world.stop_requested(),
@@ -166,7 +168,14 @@ class ParallelModel:
             batch: This rank's share, or None; as for `step`.
         """
         with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in():
+            self._number_draws(evaluates=True)
             return self.stepper.evaluate(batch)
+
+    def _number_draws(self, *, evaluates: bool) -> None:
+        draws = self.stepper.draws
+        if draws is not None:
+            draws.num_evaluations = draws.num_evaluations + 1 if evaluates else 0
+            draws.step = self.num_steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'.

@@ -13,6 +13,7 @@ backward starts. A Loss is run backward from its sum, and the whole gradient is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -29,9 +30,11 @@ from meshwright.errors import CorruptionError, NonFiniteError
 from meshwright.ranks.allocator import memory_returned
 from meshwright.run.agreement import Agreement, raise_first
 from meshwright.run.diagnose import diagnose, unchanged_draws
+from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.gate import OptimizerGate
-from meshwright.run.losses.loss import LossRule
-from meshwright.run.losses.settle import ModelWatch, settle_loss
+from meshwright.run.global_draws import GlobalDraws
+from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.settle import ModelWatch, enough_samples, settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
@@ -58,6 +61,7 @@ class Stepper:
         non_finite: "stop" raises NonFiniteError before the optimizer; "skip" leaves the step out.
         sentinels: What compares the ranks with each other.
         gate: What lets the optimizer step here alone; None where it may step anywhere.
+        draws: Random numbers of forwards that do not depend on the layout; None: torch's generators.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Stepper:
         non_finite: str,
         sentinels: Sentinels,
         gate: OptimizerGate | None = None,
+        draws: GlobalDraws | None = None,
     ) -> None:
         self.engine = engine
         self.rule = rule
@@ -92,6 +97,7 @@ class Stepper:
         self.stop_requested = False
         self._waiting: list[Callable[[], None]] = []
         self.gate = gate or OptimizerGate(None)
+        self.draws = draws
         self._watch()
 
     def close(self) -> None:
@@ -118,10 +124,16 @@ class Stepper:
         engine.begin_step()
         self._hooks.guard()
         on_phase("forward")
+        draws = self._draws_of("step")
         work = LossWork(
-            *(engine, self._terms, agreement, parts, weights), is_trained=self._guard.is_trained, on_phase=on_phase
+            *(engine, self._terms, agreement, parts, weights),
+            is_trained=self._guard.is_trained,
+            on_phase=on_phase,
+            draws=draws,
         )
-        sums = work.sums(engine.run(work))
+        with contextlib.nullcontext() if draws is None else draws.running():
+            terms = engine.run(work)
+        sums = work.sums(terms)
         engine.finish_gradients(sums.gradient_scale)
         norm = engine.gradient_norm()
         norm_value = norm.item()
@@ -131,7 +143,12 @@ class Stepper:
             on_phase("diagnose")
             engine.refuse_taken()
             parts = [micro_batch.batch for micro_batch in work.micro_batches]
-            error = diagnose(engine, self._terms, parts, snapshot.random_state, loss=sums.loss, norm=norm_value)
+            error = diagnose(
+                *(engine, self._terms, parts, snapshot.random_state),
+                loss=sums.loss,
+                norm=norm_value,
+                around=work.around,
+            )
             self._leave_out(snapshot, error)
         else:
             if self.max_grad_norm is not None:
@@ -206,7 +223,20 @@ class Stepper:
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(self._terms.first_run(parts[0]) if parts else None)
+                if self.draws is not None:
+                    self.draws.learn_cut(self.splitter, self._try_term)
             self._is_prepared()
+
+    def _draws_of(self, kind: str) -> DrawsOfWork | None:
+        return None if self.draws is None else DrawsOfWork(self.draws, kind, self.splitter)
+
+    def _learn_draws(self, parts: list[Any]) -> None:
+        if self.draws is None or self.draws.is_known:
+            return
+        self.draws.learn(enough_samples(parts, self.splitter), self.splitter, self._try_term)
+
+    def _try_term(self, outputs: Any, batch: Any) -> LossTerm:
+        return self.rule.try_term(outputs, batch, 1.0)
 
     def _settle_loss(self, parts: list[Any]) -> None:
         self._watch_loss.is_cut = settle_loss(
@@ -216,6 +246,7 @@ class Stepper:
             parts,
             micro_batches=None if self.micro_batch_size else self.micro_batches,
         )
+        self._learn_draws(parts)
 
     def _is_prepared(self) -> None:
         self._watch()  # a strategy may have taken parameters out
@@ -247,7 +278,9 @@ class Stepper:
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
         is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
+        has_places = self.draws is not None and self.draws.has_draws and self.engine.group.size > 1
         knows_first = is_there or self.engine.agrees_first or may_try or self.sentinels.needs_agreement_first
+        knows_first = knows_first or has_places
         agreement = Agreement(
             self.engine.everyone,
             self.engine.device,
@@ -265,6 +298,7 @@ class Stepper:
             moved=moved,
             knows_first=knows_first,
             has_changed=may_try and self._watch_model.has_changed(parts),
+            share=(self.engine.group.group_rank, self.engine.group.size) if has_places else None,
         )
         if (knows_first or moved) and agreement.buffers_moved:
             self.engine.sync_buffers()
@@ -300,9 +334,12 @@ class Stepper:
             self._watch_loss.begin(batch, is_due=False)
             agreement = self._agree(batch, parts, weights, wants_stop=False)
             with torch.no_grad(), unchanged_draws(engine):
-                work = LossWork(engine, self._terms, agreement, parts, weights)
+                draws = self._draws_of("evaluate")
+                work = LossWork(engine, self._terms, agreement, parts, weights, draws=draws)
                 engine.begin_forward()
-                sums = work.sums(engine.run(work))
+                with contextlib.nullcontext() if draws is None else draws.running():
+                    terms = engine.run(work)
+                sums = work.sums(terms)
                 engine.end_forward()
                 if sums.buffers_changed:
                     engine.sync_buffers()

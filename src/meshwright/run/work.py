@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from meshwright.apply.engine import Engine
 from meshwright.apply.passes import MicroBatch, Root
 from meshwright.run.agreement import Agreement
+from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.exchange import SumExchange, Sums
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.terms import LossTerms
@@ -30,6 +32,7 @@ class LossWork:
         weights: The weight of each. What weighs nothing runs too, since its forward writes buffers.
         is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation.
         on_phase: Called with "backward" when the last one begins.
+        draws: Random numbers by the places of samples; None: as torch draws.
     """
 
     def __init__(
@@ -42,8 +45,12 @@ class LossWork:
         *,
         is_trained: bool | None = None,
         on_phase: Callable[[str], None] = lambda _: None,
+        draws: DrawsOfWork | None = None,
     ) -> None:
         self.micro_batches = [MicroBatch(*pair) for pair in zip(parts, weights, strict=True)]
+        if draws is not None:
+            self.micro_batches = draws.placed(self.micro_batches, agreement)
+        self._draws = draws
         self._engine = engine
         self._terms = terms
         self._agreement = agreement
@@ -58,10 +65,20 @@ class LossWork:
         return self._agreement.num_passes
 
     def loss_of(self, module: nn.Module, micro_batch: MicroBatch) -> LossTerm | None:
-        return self._terms.of_any(module, micro_batch.batch, micro_batch.weight)
+        with contextlib.nullcontext() if self._draws is None else self._draws.forward(micro_batch):
+            return self._terms.of_any(module, micro_batch.batch, micro_batch.weight)
 
     def root_of(self, term: LossTerm) -> Root | None:
         return self._terms.root(term, self._agreement, alone=self._is_alone)
+
+    @contextlib.contextmanager
+    def around(self, index: int) -> Iterator[None]:
+        """Repeat a micro-batch's forward and backward inside the context, with the random numbers of the step."""
+        if self._draws is None:
+            yield
+            return
+        with self._draws.running(), self._draws.forward(self.micro_batches[index]):
+            yield
 
     def end_losses(self, terms: Sequence[LossTerm]) -> None:
         self._exchange = self._start(terms, self._terms.watch.failure)

@@ -39,6 +39,7 @@ def apply_config(config: TrainConfig, *, starts: bool = True) -> ParallelModel:
         non_finite=train.non_finite,
         sentinel_every=train.sentinel_every,
         on_finding=train.on_finding,
+        rng=train.rng,
     )
 
 

@@ -23,6 +23,9 @@ _CHANGEABLE = {
 }
 """What may be another after a stop, by section. What is added to a configuration must stay as it was, unless it stands here."""
 
+_SINCE = {("train", "rng"): "torch"}
+"""Settings that former releases did not write, with what they did."""
+
 _SECTIONS = ("model", "data", "optimizer", "schedule", "train")
 _ABSENT = "(not set)"
 
@@ -34,7 +37,7 @@ def fixed_settings(config: TrainConfig) -> dict[str, Any]:
         f"{section}.{key}": value
         for section in _SECTIONS
         for key, value in dumped[section].items()
-        if key not in _CHANGEABLE.get(section, ())
+        if key not in _CHANGEABLE.get(section, ()) and _SINCE.get((section, key)) != value
     }
     if config.model.target.startswith("hf:"):
         # The file may say something else by now, which no shape need show: the number of heads, for example.

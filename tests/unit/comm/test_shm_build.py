@@ -34,7 +34,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         for command in commands:
             Path(command[command.index("-o") + 1]).write_text("no binary")
 
-    monkeypatch.setattr(build, "_run_all", pretend)
+    monkeypatch.setattr(build, "run_all", pretend)
     monkeypatch.setenv("CXX", "true")  # is there, wherever there is a shell
     return run
 
@@ -101,7 +101,7 @@ def test_what_the_binary_depends_on(
     elif what == "flags":
         monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-g"))
     else:
-        monkeypatch.setattr(build, "_processor", lambda: "another")
+        monkeypatch.setattr(build, "describe_processor", lambda: "another")
     assert build_extension() != path
 
 
@@ -159,7 +159,7 @@ def test_the_first_error_of_the_compiler_is_told(cache: Path, tmp_path: Path, mo
         build_extension()
     assert not list(cache.glob("build-*")), "objects of the failed build were left"
     # The other ranks of the same start do not each wait for the same failure; a later start tries again.
-    monkeypatch.setattr(build, "_run_all", lambda commands: pytest.fail("it was tried again at once"))
+    monkeypatch.setattr(build, "run_all", lambda commands: pytest.fail("it was tried again at once"))
     with pytest.raises(BuildError, match=r"broken failed: x\.h:1: error: no such thing"):
         build_extension()
     (failure,) = cache.glob("*.failed")

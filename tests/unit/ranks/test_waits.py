@@ -19,7 +19,7 @@ from meshwright.ranks.waits import Waits
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.setattr(waits, "lines_about", lambda ranks, board, goes_on: ["  rank 0 stands in its loader"])
-    monkeypatch.setattr(waits, "hang_error", lambda *_: waits.LostPeerError("a rank waits", rank=0))
+    monkeypatch.setattr(waits, "hang_error", lambda *_, **__: waits.LostPeerError("a rank waits", rank=0))
     descriptor = scratch_file(2 * RECORD_BYTES)
     made = Board(descriptor, 2)
     os.close(descriptor)

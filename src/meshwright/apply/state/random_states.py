@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshwright.apply.randomness.sites import in_step
 from meshwright.apply.state.outside import Outside
 
 __all__: list[str] = []
@@ -65,7 +66,7 @@ def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) ->
             restored too.
     """
     before, outside = PythonState(), Outside.of(module).take()
-    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+    with in_step(None), torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         try:
             yield
         finally:

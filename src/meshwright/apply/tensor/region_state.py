@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import is_in_backward, without_function_modes
+from meshwright._torch_private import draws_untouched, is_in_backward, without_function_modes
+from meshwright.apply.randomness.sites import on_slices
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import Chain, Region
 from meshwright.comm.communicator import Communicator
@@ -38,7 +39,8 @@ class Drawing:
         """Start drawing per rank, from a state derived from the common one, so that recompute can repeat it."""
         if self._state is not None:
             return
-        seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
+        with draws_untouched():
+            seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._state = (torch.get_rng_state(), cuda)
         own = (seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63
@@ -87,7 +89,8 @@ class RunningChain:
         before = self._is_running
         self._is_running, self.dim, self.sizes = True, dim, sizes
         try:
-            yield
+            with on_slices((dim, sizes, self.group.group_rank)):
+                yield
         finally:
             self._is_running = before
 

@@ -87,11 +87,11 @@ def build_extension() -> Path:
     refuse_platform()
     try:
         torch_folder = _find_torch()
-        directory = _cache_directory()
+        directory = cache_directory()
         target = directory / f"{_MODULE}-{_key(torch_folder)}.so"
         if _is_sound(target):
             return target
-        with _locked(directory / "build.lock"):
+        with held_lock(directory / "build.lock"):
             if not _is_sound(target):
                 _build(torch_folder, target)
     except OSError as error:
@@ -145,7 +145,7 @@ def refuse_platform() -> None:
         raise BuildError("this Python was built without memfd_create or pidfd_open")
 
 
-def _find_compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """Return the compiler's command, which $CXX may give with arguments ("ccache g++")."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
@@ -164,7 +164,7 @@ def _find_torch() -> Path:
     return Path(found.origin).parent
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     """Return the cache directory: its files are loaded as code."""
     try:
         return private_cache_directory()
@@ -179,11 +179,11 @@ def _key(torch_folder: Path) -> str:
         digest.update(source.read_bytes())
     digest.update((torch_folder / "version.py").read_bytes())
     # A binary outlives its compiler, which is therefore not part of the key; the processor is, because of -march=native.
-    digest.update(repr((_SEALED, _FLAGS, sysconfig.get_config_var("SOABI"), _processor())).encode())
+    digest.update(repr((_SEALED, _FLAGS, sysconfig.get_config_var("SOABI"), describe_processor())).encode())
     return digest.hexdigest()[:20]
 
 
-def _processor() -> str:
+def describe_processor() -> str:
     """Return a description of the processor, on which the compiler's -march=native may depend."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -193,7 +193,7 @@ def _processor() -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def held_lock(path: Path) -> Iterator[None]:
     """Hold the lock, which ends with its holder, however that ends; wait as long as a build may take."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -212,7 +212,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(torch_folder: Path, target: Path) -> None:
-    compiler = _find_compiler()
+    compiler = find_compiler()
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
         raise BuildError(f"Python's headers are not installed ({include}/Python.h)")
@@ -233,10 +233,10 @@ def _compile(torch_folder: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
         units = _write_units(Path(scratch))
         objects = [str(unit.with_suffix(".o")) for unit in units]
-        _run_all([[*common, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)])
+        run_all([[*common, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)])
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
         made = str(Path(scratch, target.name))
-        _run_all([[*compiler, "-shared", "-o", made, *objects, *libraries]])
+        run_all([[*compiler, "-shared", "-o", made, *objects, *libraries]])
         keep_file(target, Path(made).read_bytes())
 
 
@@ -249,7 +249,7 @@ def _write_units(scratch: Path) -> list[Path]:
     return units
 
 
-def _run_all(commands: list[list[str]]) -> None:
+def run_all(commands: list[list[str]]) -> None:
     """Run compilers in parallel, and end all of them where one fails."""
     running: list[subprocess.Popen[str]] = []
     try:

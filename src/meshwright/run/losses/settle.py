@@ -218,7 +218,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any]) -> Evidence | None:
     """Return the evidence of this rank's share; None where it has no sample."""
-    share = _enough(parts, splitter)
+    share = enough_samples(parts, splitter)
     module = _uncompiled(engine.module)
 
     def term(outputs: Any, batch: Any) -> LossTerm:
@@ -244,7 +244,7 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
 
 
-def _enough(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
+def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
     """Return at least two samples of this rank's share, or None."""
     if not parts:
         return None

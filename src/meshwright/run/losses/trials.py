@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,18 @@ _LOW_PARAMETERS = 5e-3
 """For a model in less than float32, or one whose matrix products are rounded to TF32 [fraction]."""
 
 
+class DrawsOfTrial(Protocol):
+    """Random numbers of one trial (`run/global_draws.py`)."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of the forward."""
+        ...
+
+    def take(self, outputs: Any) -> None:
+        """Take the model's outputs."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialForward:
     """One forward to run."""
@@ -50,6 +62,8 @@ class TrialForward:
     """Whether in eval mode; else in the mode that the model is in."""
     counts: tuple[int, ...] = ()
     """Rows of the outputs to take the loss of, each beside the same rows of the batch, instead of the loss of all."""
+    draws: DrawsOfTrial | None = None
+    """By which its random numbers are drawn by place, in training mode; None: as torch does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +156,8 @@ def run_trial(
     with undisturbed(module, device):
         if trial.evaluates:
             module.eval()
+        elif trial.draws is not None:
+            module.train()
         normalises = any(
             isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in module.modules()
         )
@@ -152,8 +168,11 @@ def run_trial(
                 _eagerly(),
                 watch,
                 torch.autocast(device.type, enabled=False),
+                contextlib.nullcontext() if trial.draws is None else trial.draws.running(),
             ):
                 outputs = forward(batch)
+                if trial.draws is not None:
+                    trial.draws.take(outputs)
                 branches = watch.branches
                 if trial.counts:
                     rows = zip(_rows(outputs, trial.counts), split_samples(batch, trial.counts), strict=True)

@@ -81,6 +81,28 @@ RANDOM = frozenset(
 )
 """What draws random numbers."""
 
+_MAY_BE_OFF: dict[Any, tuple[float, bool]] = {
+    F.dropout: (0.5, True),
+    **{getattr(F, f"dropout{dims}d"): (0.5, True) for dims in (1, 2, 3)},
+    F.alpha_dropout: (0.5, False),
+    F.feature_alpha_dropout: (0.5, False),
+}
+"""Kinds of dropout, with their defaults of probability and mode."""
+
+
+def may_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call draws a tensor of random numbers: dropout draws none in eval mode, and none at the probability 0."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if func not in RANDOM:
+        return False
+    if func in _MAY_BE_OFF:
+        p, training = _MAY_BE_OFF[func]
+        is_on = kwargs.get("training", args[2] if len(args) > 2 else training)
+        return bool(is_on and kwargs.get("p", args[1] if len(args) > 1 else p))
+    return func is not F.rrelu or bool(kwargs.get("training", args[3] if len(args) > 3 else False))
+
+
 DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 """What runs a backward inside of the forward."""
 

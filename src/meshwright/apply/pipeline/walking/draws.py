@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshwright.apply.randomness.sites import running_step
 from meshwright.apply.state.random_states import PythonState
 
 __all__: list[str] = []
@@ -55,15 +56,15 @@ class Draws:
     def between_layers(self, micro_batch: int, stage: int) -> contextlib.AbstractContextManager[None]:
         """Draw from the common stream of a micro-batch inside the context, in a forward of one stage."""
         self._micro_batch, self._common = micro_batch, None
-        return self._between_layers(stage) if self.apart or self.python else _NOTHING
+        return self._between_layers(stage) if self._has_streams or self.python else _NOTHING
 
     def inside_layer(self) -> contextlib.AbstractContextManager[None]:
         """Draw from this rank's own stream inside the context, and return to the common one after it."""
-        return _NOTHING if self._own is None or not self.apart else self._inside_layer(self._own)
+        return _NOTHING if self._own is None or not self._has_streams else self._inside_layer(self._own)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function between layers that draws unexpectedly, from the common stream."""
-        if self.apart or kwargs.get("generator") is not None:
+        if self.apart or not self._may_stream or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         own = self._read_torch()
         if self._common is None:
@@ -77,12 +78,21 @@ class Draws:
             self._set_torch(own)
 
     @property
+    def _may_stream(self) -> bool:
+        """Whether torch's generators decide numbers; where draws go by place, all stages draw alike anyway."""
+        return running_step() is None
+
+    @property
+    def _has_streams(self) -> bool:
+        return self.apart and self._may_stream
+
+    @property
     def _seed(self) -> int:
         return (self._step_seed + 0x9E3779B97F4A7C15 * (self._micro_batch + 1)) % 2**63
 
     @contextlib.contextmanager
     def _between_layers(self, stage: int) -> Iterator[None]:
-        if self.apart:
+        if self._has_streams:
             self._own = self._read_torch()
             torch.manual_seed(self._seed)
         if self.python:
@@ -92,7 +102,7 @@ class Draws:
         finally:
             if self.python:
                 self._python_at[stage] = PythonState()
-            if self.apart:
+            if self._own is not None:
                 self._set_torch(self._own)
                 self._own = None
 

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import FakeTensor, PlainCheckpoints, current_function_mode, without_function_modes
 from meshwright.apply.pipeline.p2p import Mail
-from meshwright.apply.pipeline.tracing.functions import DIFFERENTIATES, METADATA, RANDOM, refuse_gradient, writes_to
+from meshwright.apply.pipeline.tracing.functions import (
+    DIFFERENTIATES,
+    METADATA,
+    RANDOM,
+    may_draw,
+    refuse_gradient,
+    writes_to,
+)
 from meshwright.apply.pipeline.tracing.scene import (
     places_of_call,
     plain_tensors,
@@ -45,6 +52,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     values_in,
 )
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
+from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
 from meshwright.apply.state.random_states import PythonState
 
@@ -120,6 +128,7 @@ class StageForward(Bookkeeping):
                 self._way.draw(*PythonState().places)
             known = None
             if stage != self.stage:
+                pass_over_call(name, self._calls[name] - 1)
                 self._send_all(values, stage)
                 known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
                 if known is not None and known.is_plain:
@@ -263,6 +272,8 @@ class StageForward(Bookkeeping):
             return self._run_here(func, given[0], given[1], home, target)
         if home is not None:
             self._send_all(values, home)
+        if may_draw(func, args, kwargs):
+            pass_over_draw()  # the stage that runs it numbers it
         if target is not None:
             return self._write_elsewhere(func, target, values, home)
         return self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)

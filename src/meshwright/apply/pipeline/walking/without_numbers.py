@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright._torch_private import FakeTensorError
 from meshwright.apply.pipeline.walking.stand_ins import FAKE_MODE, Meta, make_fake, replace_tensors, value_of
+from meshwright.apply.randomness.sites import in_step
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
@@ -97,7 +98,7 @@ def run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
+    with in_step(None), torch.random.fork_rng(devices):
         return func(*args, **kwargs)
 
 

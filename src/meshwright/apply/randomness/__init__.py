@@ -1,0 +1,15 @@
+"""Randomness that does not know the layout: a draw is a function of seed, step, sample, call and element (ADR 0025).
+
+philox           counter-based numbers by the places of elements
+native           the same bits from C++, built once where there is a compiler
+distributions    uniform, Bernoulli, normal, exponential numbers, integers
+sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
+sites            calls that draw, the step and forward that they belong to
+operators        torch operators that draw, replaced while a step runs
+
+To draw another distribution by place, write its operator into `operators`, over what `distributions` gives.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

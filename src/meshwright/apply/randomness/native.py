@@ -1,0 +1,153 @@
+"""Philox in C++, built once for this compiler and kind of processor; without a compiler torch operators compute the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.randomness.philox import ElementPlace, Level
+from meshwright.comm.shm.build import (
+    BuildError,
+    cache_directory,
+    describe_processor,
+    find_compiler,
+    held_lock,
+    run_all,
+)
+from meshwright.kept_files import keep_file, read_kept_file
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
+_SOURCE = Path(__file__).parent / "csrc" / "philox.cpp"
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fwrapv",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+)
+_MAX_LEVELS = 8
+_PER_THREAD = 2**19
+"""Elements for which another thread is worth its start [count]."""
+
+
+class _Loops(ctypes.Structure):
+    _fields_ = [
+        ("key", ctypes.c_uint64),
+        ("count", ctypes.c_int64 * _MAX_LEVELS),
+        ("sample", ctypes.c_int64 * _MAX_LEVELS),
+        ("index", ctypes.c_int64 * _MAX_LEVELS),
+        ("levels", ctypes.c_int64),
+        ("first_sample", ctypes.c_int64),
+        ("first_index", ctypes.c_int64),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, building it first if the cache has none; None where it cannot be built, which is logged once."""
+    try:
+        return ctypes.CDLL(str(_build()))
+    except (BuildError, OSError) as error:
+        _LOG.warning("random numbers are drawn by torch operators, which are slower: %s", error)
+        return None
+
+
+def _build() -> Path:
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"it is built on Linux alone, this is {sys.platform}")
+    directory = cache_directory()
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, describe_processor())).encode()).hexdigest()[:20]
+    target = directory / f"_meshwright_philox-{digest}.so"
+    if _is_there(target):
+        return target
+    with held_lock(directory / "build.lock"):
+        if not _is_there(target):
+            with tempfile.TemporaryDirectory(prefix="philox-", dir=directory) as scratch:
+                made = Path(scratch, target.name)
+                run_all([[*find_compiler(), *_FLAGS, "-shared", str(_SOURCE), "-o", str(made)]])
+                keep_file(target, made.read_bytes())
+    return target
+
+
+def _is_there(target: Path) -> bool:
+    with contextlib.suppress(OSError):
+        read_kept_file(target)
+        return True
+    return False
+
+
+def takes(place: ElementPlace, device: torch.device) -> bool:
+    """Tell whether the library can fill a tensor on a device."""
+    return device.type == "cpu" and len(place.levels) <= _MAX_LEVELS and library() is not None
+
+
+def _given(place: ElementPlace) -> tuple[ctypes.CDLL, _Loops, int]:
+    found = library()
+    if found is None:
+        raise BuildError("the library is not there")
+    template, count = _with_levels(place.levels)
+    given = _Loops.from_buffer_copy(template)
+    given.key, given.first_sample, given.first_index = place.key, place.first_sample, place.first_index
+    return found, given, max(1, min(torch.get_num_threads(), count // _PER_THREAD))
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_levels(levels: tuple[Level, ...]) -> tuple[_Loops, int]:
+    """Return a place with these levels, and its elements [count]."""
+    given, count = _Loops(levels=len(levels)), 1
+    for at, level in enumerate(levels):
+        given.count[at], given.sample[at], given.index[at] = level.count, level.sample, level.index
+        count *= level.count
+    return given, count
+
+
+def fill_words(out: Tensor, place: ElementPlace, plane: int) -> None:
+    """Fill a contiguous int32 tensor with the bits of a plane's words."""
+    found, given, threads = _given(place)
+    found.meshwright_philox_words(
+        ctypes.byref(given), ctypes.c_int64(threads), ctypes.c_int64(plane), ctypes.c_void_p(out.data_ptr())
+    )
+
+
+@functools.cache
+def _bits_of_one(dtype: torch.dtype) -> int:
+    return int.from_bytes(bytes(torch.ones(1, dtype=dtype).view(torch.uint8).tolist()), "little")
+
+
+def fill_kept(out: Tensor, place: ElementPlace, most: int) -> None:
+    """Fill a contiguous tensor with 1 where an element's word is at most `most`, and with 0 elsewhere."""
+    found, given, threads = _given(place)
+    width = out.element_size()
+    one = _bits_of_one(out.dtype)
+    found.meshwright_philox_keep(
+        ctypes.byref(given),
+        ctypes.c_int64(threads),
+        ctypes.c_uint32(most),
+        ctypes.c_uint64(one),
+        ctypes.c_int64(width),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+
+
+def fill_uniform(out: Tensor, place: ElementPlace, bits: int) -> None:
+    """Fill a contiguous float32 tensor (bits at most 24) or a float64 one (53) with multiples of 2**-bits in [0, 1)."""
+    found, given, threads = _given(place)
+    address = ctypes.c_void_p(out.data_ptr())
+    if out.dtype == torch.float64:
+        found.meshwright_philox_uniform64(ctypes.byref(given), ctypes.c_int64(threads), address)
+    else:
+        found.meshwright_philox_uniform32(ctypes.byref(given), ctypes.c_int64(threads), ctypes.c_int64(bits), address)

@@ -1,0 +1,172 @@
+"""Sample dims of drawn tensors: found from the shapes of the same call in batches of several sizes, and the places they give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshwright.apply.randomness.philox import Level, merge_levels
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrawnPart:
+    """A dim in which each rank of a layer draws a part of the full tensor."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    """Each rank's entries there, of one sample where the dim holds samples, too [count]."""
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SiteDims:
+    """Which dim of a drawn tensor holds the samples.
+
+    A dim of n x k entries holds k entries of each of n samples: those of one sample next to each other, as in a batch of
+    sequences that was flattened, or the samples next to each other (`is_minor`).
+    """
+
+    dim: int | None
+    """The dim; None where all samples share the numbers."""
+    is_minor: bool = False
+    num_dims: int = 0
+    is_merged: bool = False
+    """Whether the dim held more than one entry of each sample when it was found."""
+    cut: DrawnPart | None = None
+    on_stream: bool = False
+    """Whether a layer on slices of the stream draws for its slice, which the running chain knows."""
+    is_apart: bool = False
+    """Whether each rank of the layer draws numbers of its own, since no cut of the full tensor was found."""
+
+
+Slicing = tuple[int, tuple[int, ...], int]
+"""Of a chain of layers on slices: the dim of the stream, each rank's entries there, and this rank [count]."""
+
+
+def find_cut(
+    dims: SiteDims,
+    whole: Sequence[int],
+    shapes: Sequence[Sequence[int] | None],
+    rank: int,
+    *,
+    num_samples: int,
+    slicing: Slicing | None,
+) -> SiteDims:
+    """Return the dims of a call with the cut that ranks which share its layer make.
+
+    Args:
+        dims: As one device has them.
+        whole: The shape that one device draws.
+        shapes: The shapes that these ranks draw, in their order; None where a rank does not.
+        rank: This rank's place among them.
+        num_samples: Samples of that forward [count].
+        slicing: The slices of the stream in which the call ran, if in any.
+    """
+    apart = dataclasses.replace(dims, is_apart=True)
+    if any(shape is None or len(shape) != len(whole) for shape in shapes):
+        return apart
+    given = [shape for shape in shapes if shape is not None]
+    differing = {dim for shape in given for dim in range(len(whole)) if shape[dim] != whole[dim]}
+    if not differing:
+        return dims
+    if len(differing) > 1:
+        return apart
+    dim = differing.pop()
+    if slicing is not None and slicing[0] == dim and tuple(shape[dim] for shape in given) == slicing[1]:
+        return dataclasses.replace(dims, on_stream=True)
+    if any(dims.dim == dim and shape[dim] % num_samples for shape in given):
+        return apart
+    sizes = tuple(_own(shape, dims, num_samples, dim) for shape in given)
+    if sum(sizes) != _own(whole, dims, num_samples, dim):
+        return apart
+    return dataclasses.replace(dims, cut=DrawnPart(dim, sizes, rank))
+
+
+def find_dims(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> SiteDims | None:
+    """Return the sample dim of a call; None where its shapes do not tell.
+
+    Args:
+        shapes: The number of samples, and the shape drawn then; of one call in several batches.
+    """
+    (count, shape), *others = shapes
+    others = [(num, other) for num, other in others if num != count]
+    if not others or any(len(other) != len(shape) for _, other in others):
+        return None
+    scaled: set[int] = set()
+    for num, other in others:
+        for dim, (size, changed) in enumerate(zip(shape, other, strict=True)):
+            if size == changed:
+                continue
+            if size * num != changed * count or size % count:
+                return None
+            scaled.add(dim)
+    if not scaled:
+        return SiteDims(None, num_dims=len(shape))
+    if len(scaled) > 1:
+        return None
+    dim = scaled.pop()
+    if any(shape[dim] * num != other[dim] * count for num, other in others):
+        return None
+    return SiteDims(dim, num_dims=len(shape), is_merged=shape[dim] != count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Located:
+    """Loops over a tensor's elements, and where the first of them lies."""
+
+    levels: tuple[Level, ...]
+    first_index: int = 0
+    first_sample: int = 0
+    """Among the samples of the forward."""
+
+
+def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slicing | None = None) -> Located | None:
+    """Return where a tensor's elements lie; None where its shape does not fit.
+
+    Args:
+        shape: The tensor's.
+        dims: Its sample dim.
+        num_samples: Samples of the forward [count].
+        slicing: The slices of the stream in which the call runs, if in any.
+    """
+    cut, skipped = dims.cut, 0
+    if dims.on_stream and slicing is not None:
+        dim, sizes, rank = slicing
+        if dim == dims.dim and sum(sizes) == num_samples:
+            num_samples, skipped = sizes[rank], sum(sizes[:rank])
+        else:
+            cut = DrawnPart(dim, sizes, rank)
+    if (
+        cut is not None
+        and cut.dim < len(shape)
+        and num_samples
+        and not (cut.dim == dims.dim and shape[cut.dim] % num_samples)
+    ):
+        # A call that the cut is not proven for runs whole.
+        cut = None if _own(shape, dims, num_samples, cut.dim) == sum(cut.sizes) else cut
+    if dims.dim is not None and (dims.dim >= len(shape) or num_samples < 1 or shape[dims.dim] % num_samples):
+        return None
+    if cut is not None and (cut.dim >= len(shape) or cut.sizes[cut.rank] != _own(shape, dims, num_samples, cut.dim)):
+        return None
+    levels: list[Level] = []
+    stride, first = 1, 0
+    for dim in reversed(range(len(shape))):
+        own = _own(shape, dims, num_samples, dim)
+        full = own
+        if cut is not None and cut.dim == dim:
+            full = sum(cut.sizes)
+            first += sum(cut.sizes[: cut.rank]) * stride
+        inner = [Level(own, 0, stride)]
+        if dims.dim == dim:
+            samples = Level(num_samples, 1, 0)
+            inner = [samples, *inner] if dims.is_minor else [*inner, samples]
+        levels += inner  # the innermost first
+        stride *= full
+    return Located(merge_levels(levels[::-1]), first, skipped)
+
+
+def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:
+    """Return a dim's entries of one sample."""
+    return shape[dim] // num_samples if dims.dim == dim else shape[dim]

@@ -1,0 +1,307 @@
+"""Call sites of draws, the forwards and steps that they belong to, and the places of what they draw.
+
+A call is known by the innermost module whose forward is running and by its number among that module's draws in this forward. So
+a pipeline stage, which runs some modules only, names the calls of those as one process does.
+
+In backward, a checkpoint repeats forwards. It restores torch's generator, from which each draw takes a number first: by that
+number a repeated draw is recognised, whoever wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import MODULE_CALL, draws_intercepted, draws_untouched, is_in_backward
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
+from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
+
+__all__: list[str] = []
+
+LOSS = "<loss>"
+"""The name of code outside of the model's modules."""
+
+Call = tuple[str, int]
+"""The module's FQN, and the number of the draw in it."""
+
+
+@dataclasses.dataclass
+class DrawNote:
+    """What a trial has seen of a call."""
+
+    kind: str
+    shape: tuple[int, ...]
+    slicing: Slicing | None = None
+    """The slices of the stream in which it ran, if in any."""
+    within: tuple[Call, ...] = ()
+    """The modules whose forwards were running, each with the number of its call."""
+
+
+class Names:
+    """FQNs of a model's modules, by the module.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: dict[int, tuple[nn.Module, str | None]] = {}
+
+    def running(self) -> Iterator[str]:
+        """Yield the names of the model's modules whose forwards are running, the innermost first."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                name = self._name_of(frame.f_locals["self"])
+                if name is not None:
+                    yield name
+            frame = frame.f_back
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        """Return a module's name; None for one that is not the model's, a loss for example."""
+        if id(module) not in self._names:
+            self._names.update({id(child): (child, name) for name, child in self._module.named_modules()})
+            self._names.setdefault(id(module), (module, None))
+        return self._names[id(module)][1]
+
+    def find(self) -> str:
+        """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
+        return next(self.running(), LOSS)
+
+
+class ForwardDraws:
+    """The draws of one forward.
+
+    Args:
+        first: The place of its first sample in the global batch.
+        num_samples: Its samples [count].
+    """
+
+    def __init__(self, first: int, num_samples: int) -> None:
+        self.first = first
+        self.num_samples = num_samples
+        self.counts: Counter[str] = Counter()
+        """Draws of each module [count]."""
+        self.notes: dict[Call, DrawNote] | None = None
+        """What a trial notes, where one runs."""
+        self.module_calls: Counter[str] = Counter()
+        """Calls of each module, which a trial counts."""
+
+    def next_call(self, name: str) -> Call:
+        """Return the next call of a module."""
+        number = self.counts[name]
+        self.counts[name] = number + 1
+        return name, number
+
+
+class StepDraws:
+    """The draws of one step, trial or evaluation.
+
+    Args:
+        text: What its numbers depend on, beside calls and places: the seed, the kind of run and its number.
+        names: The model's modules.
+        dims: Known sample dims, by call.
+        inside: Draws of each module during a call of another, by that call: what is numbered where the call is left out.
+        share: The name of this rank's share, for calls that cannot be known.
+        part: The name of this rank among those that share layers, for calls whose cut cannot be known.
+        on_unknown: Called with a text about a call that draws for this rank alone.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        names: Names,
+        dims: Mapping[Call, SiteDims],
+        *,
+        inside: Mapping[Call, Mapping[str, int]] | None = None,
+        share: str = "",
+        part: str = "",
+        on_unknown: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.text = text
+        self.names = names
+        self.dims = dims
+        self.inside = inside or {}
+        self.share = share
+        self.part = part
+        self.on_unknown = on_unknown
+        self._known: dict[int, tuple[Call, ForwardDraws]] = {}
+
+    def call_at(self, mark: int, forward: ForwardDraws | None) -> tuple[Call, ForwardDraws] | None:
+        """Return the call that draws now, and its forward; None where none is running.
+
+        Args:
+            mark: The number that torch's generator gave.
+            forward: The forward that is running.
+        """
+        if is_in_backward():
+            return self._known.get(mark)
+        if forward is None:
+            return None
+        found = self._known[mark] = (forward.next_call(self.names.find()), forward)
+        return found
+
+    def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> ElementPlace:
+        """Return the places of a call's elements, in a tensor of this shape."""
+        name, number = call
+        text = f"{self.text}/{name}/{number}"
+        dims, found = self._dims_of(call, shape, forward.num_samples, kind), None
+        if dims is not None and not dims.is_apart:
+            found = _located(shape, dims, forward.num_samples, _running.slicing)
+        if dims is None or found is None:
+            what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
+            self.on_unknown(f"draw {number} of {called(name)} ({kind}) has no known {what}: each rank draws for itself")
+            part = self.part if dims is not None and dims.is_apart else ""
+            loops = merge_levels([Level(math.prod(shape), 0, 1)])
+            return ElementPlace(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
+        first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
+        return ElementPlace(key_of(text), found.levels, first, found.first_index)
+
+    def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
+        """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
+        known = self.dims.get(call)
+        if known is not None and known.num_dims == len(shape):
+            return known
+        alike = {place: dims for place, dims in self.dims.items() if dims.num_dims == len(shape)}
+        of_module = {dims for (name, _), dims in alike.items() if name == call[0]}
+        if len(of_module) == 1:
+            return of_module.pop()
+        found = set(alike.values())
+        if of_module or len(found) != 1:
+            return None
+        dims = found.pop()
+        is_plain = dims.cut is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
+        if not is_plain or dims.dim is None or shape[dims.dim] != num_samples:
+            return None
+        self.on_unknown(
+            f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
+            "taken to be that of the model's other draws"
+        )
+        return dims
+
+
+_located = functools.lru_cache(maxsize=4096)(locate)
+
+
+def called(name: str) -> str:
+    """Return how messages call a module of this name."""
+    return "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
+
+
+class _Running(threading.local):
+    """The step and the forward that run in this thread."""
+
+    step: StepDraws | None = None
+    forward: ForwardDraws | None = None
+    slicing: Slicing | None = None
+
+
+_running = _Running()
+
+
+def running_step() -> StepDraws | None:
+    """Return the step whose draws are this thread's, if any."""
+    return _running.step
+
+
+def running_forward() -> ForwardDraws | None:
+    """Return the forward that runs in this thread, if any."""
+    return _running.forward
+
+
+@contextlib.contextmanager
+def in_step(step: StepDraws | None) -> Iterator[None]:
+    """Draw for a step inside the context, in forwards and what backward repeats of them; None draws as torch does."""
+    before = _running.step, _running.forward
+    _running.step, _running.forward = step, None
+    try:
+        with draws_intercepted(step is not None):
+            yield
+    finally:
+        _running.step, _running.forward = before
+
+
+@contextlib.contextmanager
+def in_forward(forward: ForwardDraws) -> Iterator[None]:
+    """Run one forward of the step inside the context."""
+    before = _running.forward
+    _running.forward = forward
+    try:
+        yield
+    finally:
+        _running.forward = before
+
+
+@contextlib.contextmanager
+def on_slices(slicing: Slicing) -> Iterator[None]:
+    """Run a layer on slices of the stream inside the context."""
+    before = _running.slicing
+    _running.slicing = slicing
+    try:
+        yield
+    finally:
+        _running.slicing = before
+
+
+def pass_over_draw() -> None:
+    """Count a draw of code between modules that another stage runs, so that all stages number the later ones alike."""
+    step, forward = _running.step, _running.forward
+    if step is not None and forward is not None:
+        forward.next_call(step.names.find())
+
+
+def pass_over_call(name: str, number: int) -> None:
+    """Count the draws of a module's call that another stage runs.
+
+    Args:
+        name: The module.
+        number: Its calls in this forward before this one [count].
+    """
+    step, forward = _running.step, _running.forward
+    if step is not None and forward is not None and step.inside:
+        forward.counts.update(step.inside.get((name, number), {}))
+
+
+def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
+    """Return the places of a draw that runs now; None where it is torch's own: it belongs to no forward.
+
+    Args:
+        shape: Of the tensor.
+        kind: What draws, for messages.
+    """
+    step = _running.step
+    if step is None:
+        return None
+    with draws_untouched():
+        mark = int(torch.empty((), dtype=torch.int64).random_())
+    found = step.call_at(mark, _running.forward)
+    if found is None:
+        return None
+    call, forward = found
+    if forward.notes is not None:
+        within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
+        forward.notes[call] = DrawNote(kind, shape, _running.slicing, within)
+    return step.place_of(call, forward, shape, kind)
+
+
+def tell_own(kind: str) -> None:
+    """Tell that a call draws from torch's own generator, whose numbers depend on the layout."""
+    step, forward = _running.step, _running.forward
+    if step is not None and forward is not None:
+        where = called(step.names.find())
+        step.on_unknown(f"{where} draws with {kind}, which is left to torch's generator: each rank draws for itself")
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape as plain numbers."""
+    return tuple(map(int, tensor.shape))

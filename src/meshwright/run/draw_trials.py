@@ -1,0 +1,211 @@
+"""Trials of the first batch by which sample dims of draws are found and tried, on one rank.
+
+The batch is run whole and in parts, without a trace. Then both are run again with draws by place: where the outputs of parts are
+those of the whole, the numbers do not depend on how a batch is cut. A model whose layers are cut runs once more, cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
+from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
+from meshwright.describe.batches import BatchSplitter
+from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+_NUM_PARTS = 3
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_LOW_TOLERANCE = 5e-2
+"""By how much outputs of parts may differ from the whole's: another mask changes them by far more [fraction]."""
+
+Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
+MakeStep = Callable[[Mapping[Call, SiteDims]], contextlib.AbstractContextManager[StepDraws]]
+
+
+class TrialDraws:
+    """The draws of one trial forward, and its outputs.
+
+    Args:
+        module: The model.
+        make_step: Gives the context of a step that draws with these dims.
+        first: The place of its first sample.
+        num_samples: Its samples [count].
+        dims: Known sample dims.
+    """
+
+    def __init__(
+        self, module: nn.Module, make_step: MakeStep, first: int, num_samples: int, *, dims: Mapping[Call, SiteDims]
+    ) -> None:
+        self._module = module
+        self._make_step = make_step
+        self._forward = ForwardDraws(first, num_samples)
+        self._dims = dims
+        self.notes: dict[Call, DrawNote] = {}
+        self.outputs: list[Tensor] = []
+        self._forward.notes = self.notes
+        self.num_samples = num_samples
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Draw by place inside the context; batch statistics, which mix samples, are left out."""
+        for module in self._module.modules():
+            if isinstance(module, _BATCH_NORMS):
+                module.eval()
+        names = {id(module): name for name, module in self._module.named_modules()}
+
+        def count(module: nn.Module, _: Any) -> None:
+            if id(module) in names:
+                self._forward.module_calls[names[id(module)]] += 1
+
+        hook = register_module_forward_pre_hook(count)
+        try:
+            with self._make_step(self._dims) as step, in_step(step), in_forward(self._forward):
+                yield
+        finally:
+            hook.remove()
+
+    def take(self, outputs: Any) -> None:
+        """Keep the outputs."""
+        self.outputs = [tensor.detach() for tensor in tensors_in(outputs) if type(tensor) is Tensor]
+
+
+@dataclasses.dataclass
+class DrawsFound:
+    """What one rank's trials have shown."""
+
+    share: Any = None
+    """The batch that was tried."""
+    draws: bool = False
+    """Whether a forward draws."""
+    is_proven: bool = True
+    """Whether parts gave the outputs of the whole."""
+    dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
+    notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
+    """What the whole drew."""
+    outputs: list[Tensor] = dataclasses.field(default_factory=list)
+    """The outputs of the whole, with draws by place."""
+
+
+class DrawTrials:
+    """Trials of one rank's share.
+
+    Args:
+        module: The model.
+        splitter: Counts and cuts batches.
+        make_step: Gives the context of a step that draws with these dims.
+    """
+
+    def __init__(self, module: nn.Module, splitter: BatchSplitter, make_step: MakeStep) -> None:
+        self._module = module
+        self._splitter = splitter
+        self._make_step = make_step
+
+    def examine(self, found: DrawsFound) -> Trials:
+        """Find the sample dims of a share, and try them."""
+        share, count = found.share, self._splitter.count
+        whole = yield from self._run([(share, 0)], {})
+        found.notes = whole[0].notes
+        found.draws = bool(found.notes)
+        if not found.draws:
+            return Evidence()
+        parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
+        firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
+        placed = list(zip(parts, firsts, strict=True))
+        pieces = yield from self._run(placed, {})
+        for call, note in found.notes.items():
+            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
+            dims = find_dims([(count(share), note.shape), *shapes])
+            if dims is not None:
+                found.dims[call] = dims
+        found.is_proven = yield from self._prove(found, placed, found.dims)
+        if not found.is_proven and any(dims.is_merged for dims in found.dims.values()):
+            turned = {c: dataclasses.replace(d, is_minor=d.is_merged) for c, d in found.dims.items()}
+            found.is_proven = yield from self._prove(found, placed, turned)
+            if found.is_proven:
+                found.dims.update(turned)
+        return Evidence()
+
+    def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
+        """DrawNote what the cut model draws; found.notes and found.outputs become those of it."""
+        cut = yield from self._run([(found.share, 0)], dims)
+        found.notes, found.outputs = cut[0].notes, cut[0].outputs
+        return Evidence()
+
+    def _run(
+        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
+        draws = [
+            TrialDraws(self._module, self._make_step, first, self._splitter.count(batch), dims=dims)
+            for batch, first in batches
+        ]
+        yield [TrialForward(batch, evaluates=False, draws=own) for (batch, _), own in zip(batches, draws, strict=True)]
+        return draws
+
+    def _prove(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
+        whole = yield from self._run([(found.share, 0)], dims)
+        pieces = yield from self._run(placed, dims)
+        found.outputs = whole[0].outputs
+        return are_parts(whole[0], pieces)
+
+
+def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
+    """Return the draws of each module during a call of another or of itself, by that call."""
+    found: dict[Call, Counter[str]] = {}
+    for (name, _), note in notes.items():
+        for call in set(note.within):
+            found.setdefault(call, Counter())[name] += 1
+    return found
+
+
+def are_parts(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
+    """Tell whether the outputs of pieces, in their order, are those of the whole; scalars are taken for means over samples."""
+    counts = [piece.num_samples for piece in pieces]
+    columns = list(zip(whole.outputs, *(piece.outputs for piece in pieces), strict=False))
+    if not columns or len({len(piece.outputs) for piece in (whole, *pieces)}) > 1:
+        return False
+    compared, means = 0, []
+    for tensor, *parts in columns:
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dim() == 0:
+            total = sum(float(part) * count for part, count in zip(parts, counts, strict=True))
+            means.append(_are_close(tensor, torch.full_like(tensor, total / sum(counts))))
+            continue
+        shapes = [(count, tuple(part.shape)) for count, part in zip(counts, parts, strict=True)]
+        found = find_dims([(whole.num_samples, tuple(tensor.shape)), *shapes])
+        if found is None or found.dim is None or found.is_merged:
+            continue
+        if not _are_close(tensor, torch.cat(parts, found.dim)):
+            return False
+        compared += 1
+    return bool(compared) or (bool(means) and all(means))
+
+
+def are_alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Tell whether two runs of one batch have the same outputs."""
+    return len(one) == len(other) and all(_are_close(*pair) for pair in zip(one, other, strict=True))
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.numel():
+        return True
+    tolerance = _TOLERANCES.get(one.dtype, _LOW_TOLERANCE) if one.is_floating_point() else 0.0
+    scale, gap = float(one.abs().max()), float((one.double() - other.double()).abs().max())
+    return math.isfinite(gap) and gap <= tolerance * scale

@@ -1,0 +1,252 @@
+"""Draws of a model that do not know the layout: found at the first batch by all ranks, then given to each step (ADR 0025)."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.randomness.operators import install_operators
+from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
+from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.random_states import PythonState
+from meshwright.describe.batches import BatchSplitter
+from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike, draws_inside
+from meshwright.run.losses.loss import LossTerm
+from meshwright.run.losses.trial_runs import run_alone, run_together
+
+__all__: list[str] = []
+
+_MOST_TOLD = 16
+_UNPROVEN = (
+    "rng: parts of the first batch did not give the outputs of the whole with the same random numbers; they may depend on the "
+    "layout"
+)
+_UNPROVEN_CUT = (
+    "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
+)
+
+Term = Callable[[Any, Any], LossTerm]
+
+
+class GlobalDraws:
+    """The draws of a model.
+
+    Args:
+        engine: The strategy.
+        module: The model.
+        seed: Of the run.
+        sharers: The ranks that share layers with this one (tp), by their places among all; this rank alone without tp.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module, seed: int, sharers: Sequence[int] = ()) -> None:
+        self.module = module
+        self.names = Names(module)
+        self.seed = seed
+        self.step = 0
+        """Steps taken before this one, earlier processes' too [count]."""
+        self.num_evaluations = 0
+        """Evaluations since the last step [count]."""
+        self.is_known = False
+        """Whether the first batch has been tried."""
+        self.has_draws = False
+        """Whether a forward draws, on any rank."""
+        self.is_off = False
+        """Whether torch's generators are left to draw; the reasons say why."""
+        self.dims: dict[Call, SiteDims] = {}
+        self._inside: dict[Call, Mapping[str, int]] = {}
+        self._engine = engine
+        self._sharers = list(sharers)
+        self._found: DrawsFound | None = None
+        self._told: dict[str, None] = {}
+        self._python: bool | None = None
+        install_operators()
+        if engine.num_replicas > 1:
+            self._leave_to_torch("devices of one process (data_parallel) draw from one generator")
+        elif type(module).__name__ == "OptimizedModule":
+            self._leave_to_torch("code that torch.compile has compiled draws by itself")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What depends on the layout even so."""
+        return tuple(self._told)
+
+    def tell(self, text: str) -> None:
+        """Add a reason, once."""
+        if len(self._told) < _MOST_TOLD:
+            self._told[text if text.startswith("rng: ") else f"rng: {text}"] = None
+
+    def _leave_to_torch(self, why: str) -> None:
+        self.is_off = self.is_known = True
+        self.tell(f"{why}, so that torch's generators draw")
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def running(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context of the forwards and backwards of a step or an evaluation.
+
+        Args:
+            kind: "step" or "evaluate".
+        """
+        if self.is_off:
+            return contextlib.nullcontext()
+        return in_step(
+            StepDraws(
+                self._text_of(kind),
+                self.names,
+                self.dims,
+                inside=self._inside,
+                share=f"share {self._engine.group.group_rank}",
+                part=f"part {self._place}",
+                on_unknown=self.tell,
+            )
+        )
+
+    @contextlib.contextmanager
+    def forward(self, kind: str, first: int, num_samples: int) -> Iterator[None]:
+        """Run one forward inside the context.
+
+        Args:
+            kind: As for `running`.
+            first: The place of its first sample in the global batch.
+            num_samples: Its samples [count].
+        """
+        if self.is_off:
+            yield
+            return
+        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind):
+            yield
+
+    def _text_of(self, kind: str) -> str:
+        place = {"trial": "", "step": f"/{self.step}", "evaluate": f"/{self.step}/{self.num_evaluations}"}[kind]
+        return f"{self.seed}/{kind}{place}"
+
+    @property
+    def _place(self) -> int:
+        own = self._engine.everyone.group_rank
+        return self._sharers.index(own) if own in self._sharers else 0
+
+    @contextlib.contextmanager
+    def _python_draws(self, kind: str) -> Iterator[None]:
+        """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
+        if self._python is None:
+            self._python = Outside(self.module).draws
+        if not self._python:
+            yield
+            return
+        before = PythonState()
+        seed = key_of(self._text_of(kind) + "/python")
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            before.restore()
+
+    # -- the first batch ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _trial(self, dims: Mapping[Call, SiteDims]) -> Iterator[StepDraws]:
+        with self._python_draws("trial"):
+            yield StepDraws(self._text_of("trial"), self.names, dims, inside=self._inside)
+
+    def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
+        """Find the sample dims of all draws by trials of the first batch; every rank calls it.
+
+        Args:
+            share: At least two samples of this rank's share; None where it has none, or they cannot be cut.
+            splitter: Counts and cuts batches.
+            term: (outputs, batch) -> loss, which may draw, too.
+        """
+        if self._engine.is_prepared and len(self._sharers) > 1:
+            self._leave_to_torch("the model was called before its first step, which has cut its layers")
+            return
+        found = None if share is None else DrawsFound(share)
+        trials = DrawTrials(self.module, splitter, self._trial)
+        with self._engine.group.ledger.of_checks():
+            self._run(None if found is None else trials.examine(found), term)
+            self._agree(found)
+        self.is_known = True
+        self._found = found if len(self._sharers) > 1 and self.has_draws else None
+
+    def learn_cut(self, splitter: BatchSplitter, term: Term) -> None:
+        """Find which part of a full tensor each rank of a cut layer draws, once layers are cut; every rank calls it.
+
+        Args:
+            splitter: Counts batches.
+            term: As for `learn`.
+        """
+        if len(self._sharers) < 2 or not self.has_draws or self.is_off:
+            return
+        whole, self._found = self._found, None
+        trials = DrawTrials(self.module, splitter, self._trial)
+        cut = None if whole is None else DrawsFound(whole.share)
+        with self._engine.group.ledger.of_checks():
+            self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
+            notes = {} if cut is None else cut.notes
+            rows = [[*call, list(note.shape)] for call, note in notes.items()]
+            told = self._engine.everyone.all_gather_json(rows, device=self._engine.device)
+            if whole is not None:
+                self._find_cuts(whole, notes, told, splitter.count(whole.share))
+            self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
+            is_alike = True
+            if cut is not None and whole is not None and len(cut.outputs) == len(whole.outputs):  # or on another stage
+                is_alike = are_alike(whole.outputs, cut.outputs)
+            if not all(self._engine.everyone.all_gather_json(is_alike, device=self._engine.device)):
+                self.tell(_UNPROVEN_CUT)
+
+    def _find_cuts(self, whole: DrawsFound, notes: Mapping[Call, Any], told: Sequence[Any], num_samples: int) -> None:
+        shapes = [{(name, number): shape for name, number, shape in told[rank]} for rank in self._sharers]
+        for call, note in notes.items():
+            dims, before = self.dims.get(call), whole.notes.get(call)
+            if dims is not None and before is not None:
+                self.dims[call] = find_cut(
+                    dims,
+                    before.shape,
+                    [own.get(call) for own in shapes],
+                    self._place,
+                    num_samples=num_samples,
+                    slicing=note.slicing,
+                )
+
+    def _run(self, trials: Trials | None, term: Term) -> None:
+        engine = self._engine
+        if engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):
+            run_together(engine, self.module, trials, term)
+        else:
+            run_alone(engine, self.module, trials, term)
+
+    def _agree(self, found: DrawsFound | None) -> None:
+        """Take what all ranks have found."""
+        own = None
+        if found is not None:
+            inside = [[*call, counts] for call, counts in draws_inside(found.notes).items()]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside]
+        rows = [row for row in self._engine.everyone.all_gather_json(own, device=self._engine.device) if row]
+        self.has_draws = any(row[0] for row in rows) or not rows
+        merged: dict[Call, SiteDims | None] = {}
+        for row in rows:
+            for call, dims in _from_rows(row[2]).items():
+                merged[call] = dims if merged.setdefault(call, dims) == dims else None
+        self.dims = {call: dims for call, dims in merged.items() if dims is not None}
+        for row in rows:
+            self._inside.update({(name, number): counts for name, number, counts in row[3]})
+        if self.has_draws and not all(row[1] for row in rows):
+            self.tell(_UNPROVEN)
+        if not rows:
+            self.tell("the first batch could not be tried in parts, so that sample dims are unknown")
+
+
+def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
+    return [[*call, d.dim, d.is_minor, d.num_dims, d.is_merged] for call, d in dims.items()]
+
+
+def _from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
+    return {(name, number): SiteDims(*rest) for name, number, *rest in rows}

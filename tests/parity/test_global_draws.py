@@ -1,0 +1,106 @@
+"""Random numbers by place: one process's losses with dropout on, under every kind of plan and after a resume under another."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from tests.parity.jobs.drawing_jobs import Trained, train, train_noted
+from tests.parity.models.drawing_models import CASES
+from tests.tolerances import FLOAT64
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright import testing
+
+
+@functools.cache
+def single(case: str, steps: int = 2) -> Trained:
+    return train(case, "single", steps=steps)
+
+
+def check(found: Trained, wanted: Trained) -> None:
+    assert found.losses == pytest.approx(wanted.losses, rel=FLOAT64)
+    assert found.norms == pytest.approx(wanted.norms, rel=FLOAT64)
+    assert found.reasons == wanted.reasons
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "line", ["micro_batches=3", "micro_batch_size=2,recompute=selective", "micro_batches=2,recompute=full"]
+)
+def test_one_process(case: str, line: str) -> None:
+    check(train(case, line), single(case))
+    assert bool(single(case).reasons) is (case == "skipping"), "of which layers are left out in the first batch"
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("gpt", "dp=2,zero=3,micro_batches=2"),
+        ("gpt", "pp=2,virtual=2,micro_batches=2,schedule=interleaved"),  # a dropout that two stages call
+        ("gpt", "tp=2"),
+        ("vit", "dp=2,recompute=selective"),
+        ("vae", "pp=2,micro_batches=3,recompute=full"),
+        ("lstm", "dp=2,zero=1,micro_batches=2"),
+    ],
+)
+def test_two_ranks(case: str, line: str) -> None:
+    for found in testing.run_ranks(train, 2, case, line):
+        check(found, single(case))
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    whole = single("gpt", 4)
+    first = testing.run_ranks(train, 2, "gpt", "dp=2", directory=str(tmp_path))[0]
+    assert first.losses == pytest.approx(whole.losses[:2], rel=FLOAT64)
+    rest = train("gpt", "micro_batches=3", first=2, directory=str(tmp_path))
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=FLOAT64)
+
+
+def test_steps_and_seeds_draw_others() -> None:
+    (first, second), (other, _) = (train_noted(seed) for seed in (0, 1))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert torch.equal(first, train_noted(0)[0])
+
+
+def test_torchs_generators_are_left_alone_by_default() -> None:
+    assert train("gpt", "micro_batches=3", rng="torch").losses != single("gpt").losses
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), expected)
+
+
+class Routed(nn.Module):
+    """Draws for as many rows as the values of the batch say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[x[:, 0] > 0]
+        return self.layer(x) + torch.rand(len(chosen), 3).sum()
+
+
+def test_what_cannot_be_placed_is_told() -> None:
+    model = mw.apply_plan(Routed, "single", loss_fn=lambda out, batch: out.square().mean(), rng="global")
+    model.step((torch.tensor([[1.0, 0, 0], [-1, 0, 0], [1, 0, 0]]), None))
+    assert any("has no known sample dim" in reason for reason in model.plan.reasons)
+
+
+def test_verify_runs_with_dropout_on() -> None:
+    build, loss, batches = CASES["gpt"]
+    given = [batches(step, 4) for step in range(2)]
+    report = mw.verify_plan(build, mw.Plan.parse("micro_batches=2"), given, loss, num_steps=2, rng="global")
+    assert report.equal
+    assert not any("switched off" in note or note.startswith("rng") for note in report.notes)
+
+
+def test_another_choice_is_refused() -> None:
+    with pytest.raises(mw.ConfigError, match="rng must be 'torch' or 'global', it is 'numpy'"):
+        mw.apply_plan(Routed, "single", rng="numpy")  # type: ignore[arg-type]

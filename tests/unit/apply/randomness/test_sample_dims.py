@@ -1,0 +1,97 @@
+"""Sample dims: found from shapes, and places that a cut of the batch or of the tensor does not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.apply.randomness import distributions
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace
+from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_dims, locate
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dim", "is_merged"),
+    [
+        ([(4, (4, 3)), (2, (2, 3))], 0, False),
+        ([(4, (4, 4)), (1, (4, 1))], 1, False),
+        ([(3, (5, 3, 2)), (1, (5, 1, 2)), (2, (5, 2, 2))], 1, False),
+        ([(4, (24, 3)), (2, (12, 3))], 0, True),
+        ([(4, (3, 2)), (2, (3, 2))], None, False),
+        ([(4, ()), (2, ())], None, False),
+    ],
+)
+def test_the_dim_that_grows_holds_the_samples(
+    shapes: list[tuple[int, tuple[int, ...]]], dim: int | None, is_merged: bool
+) -> None:
+    found = find_dims(shapes)
+    assert found is not None
+    assert (found.dim, found.is_merged) == (dim, is_merged)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, (4, 4)), (2, (2, 2))],  # each with each
+        [(4, (7, 3)), (2, (5, 3))],  # routed tokens
+        [(4, (4, 3)), (2, (2, 3, 1))],
+        [(4, (4, 3)), (4, (4, 3))],
+    ],
+)
+def test_what_does_not_grow_with_the_samples_is_unknown(shapes: list[tuple[int, tuple[int, ...]]]) -> None:
+    assert find_dims(shapes) is None
+
+
+def _draw(shape: tuple[int, ...], dims: SiteDims, num_samples: int, first: int) -> torch.Tensor:
+    found = locate(shape, dims, num_samples)
+    assert found is not None
+    sample = NO_SAMPLE if dims.dim is None else first + found.first_sample
+    place = ElementPlace(7, found.levels, sample, found.first_index)
+    return distributions.uniform(place, torch.float64, CPU).view(shape)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_parts_of_a_batch_draw_what_the_whole_draws(dim: int) -> None:
+    shape = [3, 5, 2]
+    shape[dim] = 6
+    whole = _draw(tuple(shape), SiteDims(dim), 6, 10)
+    parts = []
+    for first, count in ((0, 1), (1, 3), (4, 2)):
+        shape[dim] = count
+        parts.append(_draw(tuple(shape), SiteDims(dim), count, 10 + first))
+    assert torch.equal(torch.cat(parts, dim), whole)
+
+
+@pytest.mark.parametrize("is_minor", [False, True])
+def test_a_merged_dim_is_cut_by_samples(is_minor: bool) -> None:
+    dims = SiteDims(0, is_minor=is_minor)
+    shape = (5, 6) if is_minor else (6, 5)  # entries of a sample, samples
+    along = 1 if is_minor else 0
+    whole = _draw((30, 2), dims, 6, 0).view(*shape, 2)
+    parts = [_draw((5 * n, 2), dims, n, first) for first, n in ((0, 2), (2, 4))]
+    views = [part.view((5, -1, 2) if is_minor else (-1, 5, 2)) for part in parts]
+    assert torch.equal(torch.cat(views, along), whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_slices_of_a_tensor_draw_their_parts(dim: int) -> None:
+    full = [4, 6, 8]  # samples, then two dims of their own; dim 0 holds 2 entries of each of 2 samples
+    sizes = {0: (1, 1), 1: (4, 2), 2: (5, 3)}[dim]
+    whole = _draw(tuple(full), SiteDims(0), 2, 0)
+    parts = []
+    for rank, size in enumerate(sizes):
+        shape = list(full)
+        shape[dim] = size * 2 if dim == 0 else size
+        parts.append(_draw(tuple(shape), SiteDims(0, cut=DrawnPart(dim, sizes, rank)), 2, 0))
+    if dim == 0:
+        joined = torch.cat([part.view(2, 1, 6, 8) for part in parts], 1).view(4, 6, 8)
+    else:
+        joined = torch.cat(parts, dim)
+    assert torch.equal(joined, whole)
+
+
+@pytest.mark.parametrize(("shape", "num_samples"), [((5, 2), 2), ((4,), 0)])
+def test_shapes_that_do_not_fit_have_no_place(shape: tuple[int, ...], num_samples: int) -> None:
+    assert locate(shape, SiteDims(0), num_samples) is None
