@@ -17,6 +17,7 @@ from tests.parity.models.tensor_attention import (
     LinearEinsumAttention,
     MaskedMultihead,
     PackedGroupedAttention,
+    PartSizedAttention,
     SeparateAttention,
     SlicedAttention,
     SlopedAttention,
@@ -361,7 +362,9 @@ DECODERS: dict[str, Any] = {
     "linear_einsum": lambda width: (LinearEinsumAttention(width, 6), Mlp(width, 13)),
     "multihead": lambda width: (MaskedMultihead(width, 6), Mlp(width, 13)),
     "latent": lambda width: (LatentAttention(width, 6), Mlp(width, 13)),
+    "latent_written": lambda width: (LatentAttention(width, 6, written=True), Mlp(width, 13)),
     "whole_norm": lambda width: (WholeNormAttention(width, 4), Mlp(width, 13)),
+    "part_sized": lambda width: (PartSizedAttention(width, 4), Mlp(width, 13)),
     "sloped": lambda width: (SlopedAttention(width, 6), Mlp(width, 13)),
     "packed": lambda width: (PackedGroupedAttention(width, 4), Mlp(width, 13)),
 }

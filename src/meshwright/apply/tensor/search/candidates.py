@@ -313,7 +313,7 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
             for base, region, before, changes in level:
                 for change in changes:
                     merged = _merge(base, region, change)
-                    if not _may_help(before, base, change):
+                    if not _may_help(before, base, region, change):
                         continue
                     reason = trials.known(merged) or (yield from trials.run(merged))
                     if reason != before:
@@ -351,10 +351,15 @@ class _Trials:
         return f"sizes {self._key(region.replace(cuts=sizes))}"
 
 
-def _may_help(reason: Difference, base: Region, change: Region) -> bool:
-    """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
+def _may_help(reason: Difference, base: Region, region: Region, change: Region) -> bool:
+    """Tell whether a change may do something about the reason why a region failed, which is its base with changes so far.
+
+    A sum in its scope changes gradients alone, a norm results. Where one integer had to be the shard's, another may have to be,
+    without which nothing raises: `x.view(..., n_head, x.size(-1) // n_head)` fits any size.
+    """
     if change.roles == base.roles:
-        return reason.kind.is_raised or change.integers == base.integers
+        is_second = reason.kind is Disproof.RESULT_VALUES and region.integers != base.integers
+        return reason.kind.is_raised or change.integers == base.integers or is_second
     if "inner" in change.roles.values():
         return not reason.kind.is_gradient
     return reason.kind is Disproof.GRADIENT_VALUES
