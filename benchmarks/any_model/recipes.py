@@ -105,40 +105,60 @@ def make_batch(recipe: dict[str, Any], step: int) -> dict[str, Tensor]:
     return batch
 
 
-def outputs_loss(outputs: Any, batch: Any) -> Tensor:
-    """Return the mean over the samples of a smooth function of every tensor that a model gives for each sample."""
-    total = None
-    count = len(next(iter(batch.values())))
-    for index, value in enumerate(per_sample_tensors(outputs, count)):
-        flat = value.flatten(1)
-        weights = torch.cos(torch.arange(flat.shape[1], device=flat.device) * 0.7 + index).to(flat.dtype)
-        term = ((flat * weights).sum(1) / flat.shape[1] + flat.square().mean(1)).mean()
-        total = term if total is None else total + term
-    if total is None:
-        raise ValueError("no output with a gradient whose dim 0 is the sample")
-    return total
+class OutputsLoss:
+    """Mean over the samples of a smooth function of the tensors that a model gives for each sample.
+
+    Args:
+        paths: The tensors' places in the outputs; None: all that have as many entries as there are samples.
+    """
+
+    def __init__(self, paths: list[str] | None) -> None:
+        self.paths = paths
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        found = per_sample_tensors(outputs, len(next(iter(batch.values()))))
+        paths = sorted(found) if self.paths is None else self.paths
+        total = None
+        for index, path in enumerate(paths):
+            flat = found[path].flatten(1)
+            weights = torch.cos(torch.arange(flat.shape[1], device=flat.device) * 0.7 + index).to(flat.dtype)
+            term = ((flat * weights).sum(1) / flat.shape[1] + flat.square().mean(1)).mean()
+            total = term if total is None else total + term
+        if total is None:
+            raise ValueError("no output with a gradient whose dim 0 is the sample")
+        return total
 
 
 _MIXED = re.compile(r"logits_per_|similarity|past_key_values|loss$")
 
 
-def per_sample_tensors(outputs: Any, count: int) -> list[Tensor]:
-    """Return the tensors with a gradient whose dim 0 is the sample."""
+def per_sample_tensors(outputs: Any, count: int, path: str = "") -> dict[str, Tensor]:
+    """Return the tensors with a gradient that have so many entries in dim 0, by their places."""
     if isinstance(outputs, Tensor):
         fits = outputs.is_floating_point() and outputs.requires_grad and outputs.dim() > 0 and len(outputs) == count
-        return [outputs] if fits else []
-    if hasattr(outputs, "items"):
-        return [
-            t for key, value in outputs.items() if not _MIXED.search(str(key)) for t in per_sample_tensors(value, count)
-        ]
-    if isinstance(outputs, tuple | list):
-        return [t for value in outputs for t in per_sample_tensors(value, count)]
-    return []
+        return {path: outputs} if fits else {}
+    found: dict[str, Tensor] = {}
+    items = outputs.items() if hasattr(outputs, "items") else ()
+    items = enumerate(outputs) if isinstance(outputs, tuple | list) else items
+    for key, value in items:
+        if not _MIXED.search(str(key)):
+            found |= per_sample_tensors(value, count, f"{path}.{key}")
+    return found
+
+
+def paths_of_samples(model: nn.Module, recipe: dict[str, Any]) -> list[str]:
+    """Return the places of the outputs whose dim 0 is the sample: they follow the number of samples."""
+    batch = make_batch(recipe, 0)
+    found: list[set[str]] = []
+    for count in (SAMPLES, SAMPLES - 1):
+        outputs = model(**{name: value[:count] for name, value in batch.items()})
+        found.append(set(per_sample_tensors(outputs, count)))
+    return sorted(found[0] & found[1])
 
 
 def loss_of(recipe: dict[str, Any]) -> Any:
     """Return the loss function of a recipe; None: the model's own."""
-    return None if recipe["loss"] == "own" else outputs_loss
+    return None if recipe["loss"] == "own" else OutputsLoss(recipe.get("outputs"))
 
 
 # ---- proposing

@@ -238,6 +238,29 @@ class PartSizedAttention(nn.Module):
         return x.view(*x.shape[:-1], self.n_head, x.shape[-1] // self.n_head).transpose(1, 2)
 
 
+class HeadBiasAttention(nn.Module):
+    """A row of biases for each head, viewed by a count that no module keeps; keys of positions, as in Transformer-XL."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.sizes = {"heads": heads, "head": width // heads}
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.relative_k_proj = nn.Linear(width, width, bias=False)
+        self.bias_u = nn.Parameter(0.3 * torch.randn(heads, width // heads))
+        self.bias_v = nn.Parameter(0.3 * torch.randn(heads, width // heads))
+        self.o_proj = nn.Linear(width, width)
+        self.register_buffer("positions", torch.randn(1, LENGTH, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], -1, self.sizes["head"])
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        places = self.relative_k_proj(self.positions[:, : x.shape[1]]).view(1, -1, *self.sizes.values())
+        of_heads = (1, self.sizes["heads"], 1, self.sizes["head"])
+        bias = (q + self.bias_v.view(of_heads)) @ places.permute(0, 2, 3, 1)
+        y = F.scaled_dot_product_attention(q + self.bias_u.view(of_heads), k, v, attn_mask=bias)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
 class SlopedAttention(nn.Module):
     """A temperature and a slope over the distance for each head, and a table of biases by distance."""
 

@@ -151,6 +151,14 @@ def test_a_count_that_fits_any_size_is_changed_where_another_integer_was() -> No
     assert {key for path, key in region.integers if path == "blocks.0.attn"} == {"split_size", "n_head"}
 
 
+def test_rows_of_biases_for_heads_and_channels_before_a_norm_are_cut() -> None:
+    _, layout = layout_of("conformer", 2)
+    assert layout.cuts["blocks.0.attn.bias_u"][1] == Cut(dim=0, groups=(4,))
+    assert "blocks.0.attn.relative_k_proj.weight" in layout.cuts
+    region, _ = layout.cuts["blocks.0.mlp.depthwise_conv.weight"]
+    assert region.roles["blocks.0.mlp.norm"] == "inner"
+
+
 def test_a_skip_beside_what_comes_up_leaves_a_reason() -> None:
     _, layout = layout_of("unet", 2)
     assert "up.weight" in layout.cuts or layout.whole["up.weight"]
