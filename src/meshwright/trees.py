@@ -52,7 +52,10 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
+        # From where they lie: a class may refuse to be asked (a configuration whose layers differ in a field).
+        own = getattr(tree, "__dict__", {})
+        names = [field.name for field in dataclasses.fields(tree) if field.init]
+        fields = {name: own[name] if name in own else getattr(tree, name) for name in names}
         values = {name: map_tensors(value, function, by_sample=by_sample) for name, value in fields.items()}
         return tree if all(values[name] is fields[name] for name in fields) else dataclasses.replace(tree, **values)
     return tree

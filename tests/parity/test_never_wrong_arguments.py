@@ -10,11 +10,11 @@ import meshwright as mw
 from meshwright import testing
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2"])
-def test_an_inspection_leaves_arguments_as_they_were(plan: str) -> None:
+@pytest.mark.parametrize(("name", "plan"), [("caching", "tp=2"), ("caching", "tp=2,pp=2"), ("remembering", "tp=2")])
+def test_an_inspection_leaves_arguments_as_they_were(name: str, plan: str) -> None:
     # A sentinel runs a layer twice more: neither run may show in what the layer is given, or in the object that collects.
-    expected = jobs.run_plain("caching")
-    for found in testing.run_ranks(jobs.run_planned, mw.Plan.parse(plan).num_ranks, "caching", plan):
+    expected = jobs.run_plain(name)
+    for found in testing.run_ranks(jobs.run_planned, mw.Plan.parse(plan).num_ranks, name, plan):
         for got, step in zip(found, expected, strict=True):
             assert got == pytest.approx(step, rel=1e-11)
 

@@ -10,7 +10,7 @@ from tests.parity.jobs import shared_count_jobs as jobs
 import meshwright as mw
 from meshwright import testing
 
-_EQUAL = ("near", "neighbour", "unread", "own")
+_EQUAL = ("near", "neighbour", "unread", "own", "cached")
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zbv"])

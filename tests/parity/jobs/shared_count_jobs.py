@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -80,6 +81,25 @@ class AsksItsNeighbour(Layer):
         return super().forward(x) / (1 + self.other[0].calls)
 
 
+class CachesAWidth(Layer):
+    """Computes a number when it is first asked for it."""
+
+    @functools.cached_property
+    def divisor(self) -> int:
+        return 1 + self.line.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.divisor
+
+
+class CachesACount(CountsItself):
+    """The same of a number that changes: it is that of the first time."""
+
+    @functools.cached_property
+    def divisor(self) -> int:
+        return 1 + self.calls
+
+
 class Chain(nn.Module):
     def __init__(self, *kinds: type[Layer]) -> None:
         super().__init__()
@@ -103,6 +123,14 @@ class ReadsBetween(Chain):
 
     def calls_of_first(self) -> Any:
         return self.blocks[0].calls
+
+
+class AsksForDivisor(Chain):
+    """The model's own code asks a layer for what it caches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x / self.blocks[0].divisor
 
 
 class RootCounts(Chain):
@@ -138,6 +166,8 @@ MODELS = {
     "near": lambda: Chain(Layer, Layer, Counts, DividesByCalls, Layer, Layer),
     "neighbour": lambda: Chain(Layer, Layer, CountsItself, AsksItsNeighbour, Layer, Layer),
     "unread": lambda: Chain(Counts, Layer, Layer, Layer),
+    "cached": lambda: AsksForDivisor(*[CachesAWidth] * 4),
+    "cached_count": lambda: AsksForDivisor(*[CachesACount] * 4),
     "own": lambda: Chain(*[CountsItself] * 4),
 }
 """By what is counted where, and read where."""

@@ -171,10 +171,14 @@ class MaskedMultihead(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Keys and values from a latent that all heads share, beside a part of the keys that they share as it is."""
+    """Keys and values from a latent that all heads share, beside a part of the keys that they share as it is.
 
-    def __init__(self, width: int, heads: int, latent: int = 9, shared: int = 4) -> None:
+    The keys are joined, or written into a new tensor.
+    """
+
+    def __init__(self, width: int, heads: int, latent: int = 9, shared: int = 4, *, written: bool = False) -> None:
         super().__init__()
+        self.written = written
         self.heads, self.latent, self.shared = heads, latent, shared
         self.query = nn.Linear(width, heads * (4 + shared))
         self.down = nn.Linear(width, latent + shared)
@@ -186,8 +190,14 @@ class LatentAttention(nn.Module):
         latent, shared = self.down(x).split([self.latent, self.shared], -1)
         k, v = self.up(latent).view(batch, length, -1, 9).transpose(1, 2).split([4, 5], -1)
         q = self.query(x).view(batch, length, -1, 4 + self.shared).transpose(1, 2)
-        k = torch.cat([k, shared.unsqueeze(1).expand(-1, k.shape[1], -1, -1)], -1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        shared = shared.unsqueeze(1).expand(-1, k.shape[1], -1, -1)
+        if self.written:
+            keys = k.new_empty(*k.shape[:-1], 4 + self.shared)
+            keys[..., :4].copy_(k)
+            keys[..., 4:].copy_(shared)
+        else:
+            keys = torch.cat([k, shared], -1)
+        y = F.scaled_dot_product_attention(q, keys, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -207,6 +217,47 @@ class WholeNormAttention(nn.Module):
         k = self.k_norm(self.k_proj(x)).view(shape).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class PartSizedAttention(nn.Module):
+    """Query, key and value in one layer, split by a stored width. A head's size follows from the part: any count fits."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.n_head, self.split_size = heads, width
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self._heads(part) for part in self.c_attn(x).split(self.split_size, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.n_head, x.shape[-1] // self.n_head).transpose(1, 2)
+
+
+class HeadBiasAttention(nn.Module):
+    """A row of biases for each head, viewed by a count that no module keeps; keys of positions, as in Transformer-XL."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.sizes = {"heads": heads, "head": width // heads}
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.relative_k_proj = nn.Linear(width, width, bias=False)
+        self.bias_u = nn.Parameter(0.3 * torch.randn(heads, width // heads))
+        self.bias_v = nn.Parameter(0.3 * torch.randn(heads, width // heads))
+        self.o_proj = nn.Linear(width, width)
+        self.register_buffer("positions", torch.randn(1, LENGTH, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], -1, self.sizes["head"])
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        places = self.relative_k_proj(self.positions[:, : x.shape[1]]).view(1, -1, *self.sizes.values())
+        of_heads = (1, self.sizes["heads"], 1, self.sizes["head"])
+        bias = (q + self.bias_v.view(of_heads)) @ places.permute(0, 2, 3, 1)
+        y = F.scaled_dot_product_attention(q + self.bias_u.view(of_heads), k, v, attn_mask=bias)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from tests.parity.models.tensor_attention import (
     LENGTH,
     EinsumAttention,
+    HeadBiasAttention,
     HeadMajorAttention,
     LatentAttention,
     LinearEinsumAttention,
     MaskedMultihead,
     PackedGroupedAttention,
+    PartSizedAttention,
     SeparateAttention,
     SlicedAttention,
     SlopedAttention,
@@ -73,6 +75,23 @@ class DeepMlp(nn.Module):
         for layer in self.inner:
             x = F.relu(layer(x))
         return self.last(x)
+
+
+class GatedConvolution(nn.Module):
+    """A conformer's convolution: gated channels, one in groups with a bias, and a norm over all channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1)
+        self.depthwise_conv = nn.Conv1d(width, width, 3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.pointwise_conv2 = nn.Conv1d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.glu(self.pointwise_conv1(x.transpose(1, 2)), dim=1)
+        x = self.depthwise_conv(F.pad(x, (2, 0)))
+        x = F.silu(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.pointwise_conv2(x).transpose(1, 2)
 
 
 class ReadFromOutside(nn.Module):
@@ -361,7 +380,10 @@ DECODERS: dict[str, Any] = {
     "linear_einsum": lambda width: (LinearEinsumAttention(width, 6), Mlp(width, 13)),
     "multihead": lambda width: (MaskedMultihead(width, 6), Mlp(width, 13)),
     "latent": lambda width: (LatentAttention(width, 6), Mlp(width, 13)),
+    "latent_written": lambda width: (LatentAttention(width, 6, written=True), Mlp(width, 13)),
     "whole_norm": lambda width: (WholeNormAttention(width, 4), Mlp(width, 13)),
+    "part_sized": lambda width: (PartSizedAttention(width, 4), Mlp(width, 13)),
+    "conformer": lambda width: (HeadBiasAttention(width, 4), GatedConvolution(width)),
     "sloped": lambda width: (SlopedAttention(width, 6), Mlp(width, 13)),
     "packed": lambda width: (PackedGroupedAttention(width, 4), Mlp(width, 13)),
 }

@@ -201,8 +201,11 @@ class Moment:
 
 
 @contextlib.contextmanager
-def insides_put_back(*values: Any, depth: int = 5) -> Iterator[None]:
-    """Restore the contents of the containers and objects among these values after the context, tensors' entries included."""
+def insides_put_back(*values: Any, depth: int = 8) -> Iterator[None]:
+    """Restore the contents of the containers and objects among these values after the context, tensors' entries included.
+
+    A cache of two caches, as an encoder and a decoder have it, holds its tensors six levels below a call's arguments.
+    """
     insides: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
 

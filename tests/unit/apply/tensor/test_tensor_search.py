@@ -134,15 +134,29 @@ def test_norms_over_all_heads_see_all_heads() -> None:
     assert "blocks.0.attn.q_norm.weight" in region.partial
 
 
-@pytest.mark.parametrize("num_parts", [2, 3])
-def test_a_latent_that_all_heads_share_is_whole_and_its_gradients_add_up(num_parts: int) -> None:
-    _, layout = layout_of("latent", num_parts)
+@pytest.mark.parametrize(("style", "num_parts"), [("latent", 2), ("latent", 3), ("latent_written", 2)])
+def test_a_latent_that_all_heads_share_is_whole_and_its_gradients_add_up(style: str, num_parts: int) -> None:
+    _, layout = layout_of(style, num_parts)
     region, _ = layout.cuts["blocks.0.attn.up.weight"]
     assert region.roles == {"blocks.0.attn": "sum"}
     assert "blocks.0.attn.query.weight" in region.cuts
     # Cut by itself it would take gradients as whole that are terms here.
     assert "blocks.0.attn.down.weight" in region.partial
     assert "every rank computes" in layout.whole["blocks.0.attn.down.weight"]
+
+
+def test_a_count_that_fits_any_size_is_changed_where_another_integer_was() -> None:
+    _, layout = layout_of("part_sized", 2)
+    region, _ = layout.cuts["blocks.0.attn.c_attn.weight"]
+    assert {key for path, key in region.integers if path == "blocks.0.attn"} == {"split_size", "n_head"}
+
+
+def test_rows_of_biases_for_heads_and_channels_before_a_norm_are_cut() -> None:
+    _, layout = layout_of("conformer", 2)
+    assert layout.cuts["blocks.0.attn.bias_u"][1] == Cut(dim=0, groups=(4,))
+    assert "blocks.0.attn.relative_k_proj.weight" in layout.cuts
+    region, _ = layout.cuts["blocks.0.mlp.depthwise_conv.weight"]
+    assert region.roles["blocks.0.mlp.norm"] == "inner"
 
 
 def test_a_skip_beside_what_comes_up_leaves_a_reason() -> None:
@@ -198,6 +212,7 @@ _CHANGES = {
         (Disproof.RAISED, {"inputs", "inner"}),
         (Disproof.GRADIENT_VALUES, {"inputs", "sum"}),
         (Disproof.GRADIENT, {"inputs"}),
+        (Disproof.RESULT_VALUES, {"inputs", "inner"}),
         (Disproof.OTHER, {"inputs", "inner"}),
     ],
 )

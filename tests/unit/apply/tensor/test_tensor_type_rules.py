@@ -157,6 +157,9 @@ RIGHT: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], T
         [((3, 4), ZERO), ((2, 4), PARTIAL)],
         PARTIAL,
     ),
+    "copied into parts": (lambda a, b: a.copy_(b), [(A, S1), ((4, 6), S0)], S1),
+    "one for all parts is copied": (lambda a, b: a.copy_(b), [(A, S1), ((6,), REPLICATED)], S1),
+    "terms are copied into zeros": (lambda a, b: a.copy_(b), [(A, ZERO), (A, PARTIAL)], PARTIAL),
     "expanded in this rank's size": (lambda a, b: a.expand(-1, b.shape[1], -1), [((2, 1, 6), REPLICATED), (A, S1)], S1),
     "a cast to another's dtype": (lambda a, b: a.type_as(b), [((2, 1), REPLICATED), (A, S1)], REPLICATED),
     "the larger of two": (torch.max, [(A, S1), (A, S1)], S1),
@@ -220,6 +223,10 @@ WRONG: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], s
     "places of what is not zero": (torch.nonzero, [(A, S1)], "depends on all values"),
     "random numbers for a part": (torch.rand_like, [(A, S1)], "draws"),
     "a function without a rule": (torch.special.i0e, [(A, S1)], "no rule"),
+    "copied along another dim": (lambda a, b: a.copy_(b), [((2, 4, 4), S1), ((2, 2, 8), S2)], "along another dim"),
+    "a whole copied into parts": (lambda a, b: a.copy_(b), [((2, 8, 6), S1), ((2, 4, 6), REPLICATED)], "into a part"),
+    "a whole copied into a term": (lambda a, b: a.copy_(b), [(A, PARTIAL), (A, REPLICATED)], "added once for each"),
+    "a part copied into a whole": (lambda a, b: a.copy_(b), [((2, 2, 6), REPLICATED), (A, S1)], "writes"),
     "a part in a whole": (lambda a, b: a.__setitem__(slice(0, 2), b), [((4,), REPLICATED), ((4,), S0)], "writes"),
 }
 

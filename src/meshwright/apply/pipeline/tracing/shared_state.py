@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -75,6 +76,8 @@ class SharedState:
 
     def note(self, unit: str, path: Path, key: Any) -> None:
         """Record that a unit has changed an entry of an object's attributes or of a container among attributes."""
+        if len(path) == 1 and self._is_cached(path[0][1], key):
+            return
         place = resolve(path, (), {}, self._module.get_submodule)
         names = [str(part) for part in path[1:] if part != VARS]
         is_attributes = len(path) == 1 or path[-1] == VARS
@@ -83,6 +86,11 @@ class SharedState:
         of = f"'{path[0][1]}'" if path[0][1] else "the model"
         text = f"layer '{unit}' changes '{'.'.join(names)}' of {of}"
         self._changes.setdefault(unit, {})[id(place), str(key) if is_attributes else None] = text
+
+    def _is_cached(self, name: str, key: Any) -> bool:
+        """Tell whether a module keeps the result of a `functools.cached_property` there: every stage computes it for itself."""
+        kind = type(self._module.get_submodule(name))
+        return isinstance(inspect.getattr_static(kind, str(key), None), functools.cached_property)
 
     def bonds(self) -> dict[str, tuple[str, ...]]:
         """Return each attribute that one unit changes and others use, as text -> the units, which must share a stage."""
@@ -219,7 +227,7 @@ class _AttributeNames:
 
     def _follow(self, function: Any, of: type | None) -> None:
         function = function.fget if isinstance(function, property) else function
-        function = function.func if isinstance(function, functools.partial) else function
+        function = function.func if isinstance(function, functools.partial | functools.cached_property) else function
         of = None if isinstance(function, (classmethod, staticmethod)) else of
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or id(function) in self._seen or not _is_followed(function):

@@ -37,6 +37,7 @@ class Disproof(enum.Enum):
     RAISED = "code raised something else on shards"
     GRADIENT_VALUES = "a gradient has other values"
     GRADIENT = "a gradient has another shape, or is a term in one call and the whole in another"
+    RESULT_VALUES = "a result has other values"
     OTHER = "anything else"
 
     @property
@@ -118,7 +119,8 @@ def furthest(mine: Tensor, whole: Tensor) -> float:
 def check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = _LEAST) -> None:
     """Raise DisprovedError where two tensors are not equal to rounding; see `is_equal`."""
     if not is_equal(mine, whole, least):
-        raise DisprovedError(_difference(mine, whole, what))
+        is_shape = mine is None or whole is None or mine.shape != whole.shape
+        raise DisprovedError(_difference(mine, whole, what), Disproof.OTHER if is_shape else Disproof.RESULT_VALUES)
 
 
 def check_gradient(mine: Tensor | None, whole: Tensor | None, of: str, least: float) -> None:

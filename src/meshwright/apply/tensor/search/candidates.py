@@ -202,13 +202,23 @@ class Options:
 
     def _inner(self, region: Region, norms: set[str]) -> Iterator[Region]:
         """Yield the region with norms that see all entries of the cut tensor."""
+        norms = {name for name in norms if all(map(self._is_vector, self._cut_in(region, name)))}
         if norms and all(name in self.trace.calls and name != self.scope for name in norms):
             cuts = {name: cut for name, cut in region.cuts.items() if name.rpartition(".")[0] not in norms}
             roles: dict[str, Role] = dict.fromkeys(sorted(norms), "inner")
             yield region.replace(cuts=cuts, roles={**region.roles, **roles})
 
+    def _cut_in(self, region: Region, path: str) -> list[Tensor]:
+        """Return the cut parameters of a module. Those of a convolution in groups are no vectors: each group stays by itself."""
+        own = dict(self.trace.module.get_submodule(path).named_parameters(path, recurse=False))
+        return [tensor for name, tensor in own.items() if name in region.cuts]
+
+    @staticmethod
+    def _is_vector(tensor: Tensor) -> bool:
+        return sum(size > 1 for size in tensor.shape) <= 1
+
     def _per_unit(self, region: Region) -> dict[str, Cut]:
-        """Return cuts of vectors with one entry for each unit: slopes, sinks, temperatures of heads."""
+        """Return cuts of tensors with an entry for each unit (slopes, sinks, temperatures of heads), or a row (biases)."""
         scope = self.trace.module.get_submodule(self.scope)
         tensors = [
             (name, tensor)
@@ -219,7 +229,10 @@ class Options:
         return {
             name: Cut(dim=list(tensor.shape).index(region.num_units), groups=(region.num_units,))
             for name, tensor in tensors
-            if name not in region.cuts and tensor.numel() == region.num_units > 1 and region.num_units in tensor.shape
+            if name not in region.cuts
+            and tensor.numel() in (region.num_units, self._row_size)
+            and region.num_units in tensor.shape
+            and region.num_units > 1
         }
 
     def _is_product(self, name: str) -> bool:
@@ -313,7 +326,7 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
             for base, region, before, changes in level:
                 for change in changes:
                     merged = _merge(base, region, change)
-                    if not _may_help(before, base, change):
+                    if not _may_help(before, base, region, change):
                         continue
                     reason = trials.known(merged) or (yield from trials.run(merged))
                     if reason != before:
@@ -351,10 +364,15 @@ class _Trials:
         return f"sizes {self._key(region.replace(cuts=sizes))}"
 
 
-def _may_help(reason: Difference, base: Region, change: Region) -> bool:
-    """Tell whether a change may do something about the reason: a sum in its scope changes gradients alone, a norm results."""
+def _may_help(reason: Difference, base: Region, region: Region, change: Region) -> bool:
+    """Tell whether a change may do something about the reason why a region failed, which is its base with changes so far.
+
+    A sum in its scope changes gradients alone, a norm results. Where one integer had to be the shard's, another may have to be,
+    without which nothing raises: `x.view(..., n_head, x.size(-1) // n_head)` fits any size.
+    """
     if change.roles == base.roles:
-        return reason.kind.is_raised or change.integers == base.integers
+        is_second = reason.kind is Disproof.RESULT_VALUES and region.integers != base.integers
+        return reason.kind.is_raised or change.integers == base.integers or is_second
     if "inner" in change.roles.values():
         return not reason.kind.is_gradient
     return reason.kind is Disproof.GRADIENT_VALUES

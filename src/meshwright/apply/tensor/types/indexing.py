@@ -139,6 +139,24 @@ def _set(op: Operation) -> list[Type]:
     return [own]
 
 
+def copy(op: Operation) -> list[Type]:
+    """Follow x.copy_(y), often into a slice of x: y has x's parts, or the same entry for all of them."""
+    first, source = op.args[0], op.args[1]
+    own, new = op.type(first), op.type(source)
+    if "varying" in (own.kind, new.kind):
+        raise RefusedError(f"writes {new} into {own}")
+    if "partial" in (own.kind, new.kind):
+        op.linear()
+        return [PARTIAL]
+    if own.dim is None or new.dim is None:
+        if own.dim is None:
+            raise RefusedError(f"writes {new} into {own}")
+        _check_source(own.dim, first, source)
+    elif own.dim - first.dim() != new.dim - source.dim():
+        raise RefusedError(f"writes {new} into {own}, along another dim")
+    return [own]
+
+
 def _check_source(sharded: int, first: Tensor, source: Tensor) -> None:
     place = sharded - first.dim() + source.dim()
     if place >= 0 and source.shape[place] != 1:

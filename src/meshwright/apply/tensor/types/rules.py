@@ -53,6 +53,7 @@ def _table() -> dict[str, Rule]:
     rules |= dict.fromkeys(["gather", "take_along_dim", "index_select"], indexing.gather)
     written = "scatter scatter_add index_add index_copy index_fill setitem"
     rules |= dict.fromkeys(written.split(), indexing.put)
+    rules["copy"] = indexing.copy
     rules |= dict.fromkeys(indexing.VALUE_SHAPED, indexing.refuse_value_shape)
     return rules
 

@@ -1,0 +1,198 @@
+"""One cell: two steps of an architecture under a plan on every rank, compared there with what the plain loop recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.any_model import float64
+
+float64.install()
+
+import torch  # noqa: E402
+from benchmarks.any_model import recipes  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import meshwright as mw  # noqa: E402
+from meshwright.measure.recording import GradientRecorder, default_dtype  # noqa: E402
+
+STEPS, LEARNING_RATE = 2, 0.05
+_IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
+
+
+class Build:
+    """Builds a recipe's model; importable, so that ranks can do it."""
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        self.recipe = recipe
+
+    def __call__(self) -> nn.Module:
+        if self.recipe["library"] == "transformers":
+            import transformers
+
+            transformers.logging.set_verbosity_error()
+            return recipes.build_hf(self.recipe)
+        from benchmarks.any_model import libraries
+
+        return libraries.build(self.recipe)
+
+
+# ---- the plain loop
+
+
+def sizes_of_parts(num_samples: int, parts: int) -> list[int]:
+    """Return the documented sizes of contiguous shares: the first n % parts get one more."""
+    return [num_samples // parts + (index < num_samples % parts) for index in range(parts)]
+
+
+def pieces(batch: dict[str, Tensor], ranks: int, micro_batches: int) -> Iterator[dict[str, Tensor]]:
+    """Yield each rank's micro-batches, none of them empty."""
+    start = 0
+    for size in sizes_of_parts(recipes.SAMPLES, ranks):
+        for part in sizes_of_parts(size, micro_batches):
+            if part:
+                yield {name: value[start : start + part] for name, value in batch.items()}
+            start += part
+
+
+def train_plainly(recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1) -> dict[str, Any]:
+    """Train in a plain loop and return losses, gradients and parameters.
+
+    Args:
+        recipe: The recipe.
+        ranks: The shares in which the batch is taken, for models whose samples see one another (BatchNorm).
+        micro_batches: Micro-batches of each share.
+    """
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model = Build(recipe)()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        losses, gradients = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            total = 0.0
+            for piece in pieces(recipes.make_batch(recipe, step), ranks, micro_batches):
+                loss = _loss(model, recipe, piece) * (_count(piece) / recipes.SAMPLES)
+                loss.backward()
+                total += float(loss.detach())
+            losses.append(total)
+            gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+            optimizer.step()
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "values": values}
+
+
+def _count(batch: dict[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _loss(model: nn.Module, recipe: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    outputs = model(**batch)
+    loss_fn = recipes.loss_of(recipe)
+    return outputs.loss if loss_fn is None else loss_fn(outputs, batch)
+
+
+# ---- under a plan
+
+
+def train_under_plan(recipe: dict[str, Any], line: str, reference: str) -> dict[str, Any]:
+    """Train on this rank; return the differences from the plain loop, what was cut, and how long the first step took."""
+    found: dict[str, Any] = {"error": None}
+    model = None
+    begin = time.perf_counter()
+    try:
+        with default_dtype(torch.float64):
+            model = mw.apply_plan(
+                Build(recipe),
+                mw.Plan.parse(line),
+                loss_fn=recipes.loss_of(recipe),
+                optimizer=functools.partial(torch.optim.SGD, lr=LEARNING_RATE),
+                seed=0,
+            )
+            _train(model, recipe, torch.load(Path(reference), weights_only=True), found)
+    except Exception as error:
+        found["error"] = describe_error(error)
+        found["traceback"] = "".join(traceback.format_exception(error))[-2500:]
+    finally:
+        if model is not None:
+            with contextlib.suppress(Exception):
+                model.close()
+    found["all_s"] = round(time.perf_counter() - begin, 3)
+    return found
+
+
+def _train(model: Any, recipe: dict[str, Any], expected: dict[str, Any], found: dict[str, Any]) -> None:
+    recorder = GradientRecorder(model)
+    digest = hashlib.sha1(usedforsecurity=False)
+    worst: tuple[float, str] = (0.0, "")
+    for step in range(STEPS):
+        begin = time.perf_counter()
+        recorder.gradients = {}
+        result = model.step(mw.split_batch(recipes.make_batch(recipe, step), model))
+        if step == 0:
+            found["first_step_s"] = round(time.perf_counter() - begin, 3)
+            _note_plan(model, found, expected["gradients"][0])
+        right = expected["losses"][step]
+        worst = max(worst, (_off(torch.tensor(result.loss), torch.tensor(right)), f"loss {step}"))
+        worst = max(worst, _difference(recorder.gradients, expected["gradients"][step], f"gradient {step} "))
+        for name in sorted(recorder.gradients):
+            value = recorder.gradients[name]
+            digest.update(b"" if value is None else value.contiguous().numpy().tobytes())
+    with model.whole_parameters():
+        values = {name: p.detach().cpu() for name, p in model.module.named_parameters()}
+        worst = max(worst, _difference(values, expected["values"], "value "))
+    found.update(largest=worst[0], where=worst[1], digest=digest.hexdigest())
+
+
+def _note_plan(model: Any, found: dict[str, Any], gradients: dict[str, Any]) -> None:
+    """Note the plan's reasons, and which part of the blocks' parameters that this batch uses is cut."""
+    reasons = [str(reason) for reason in model.plan.reasons]
+    found["reasons"] = [reason[:400] for reason in reasons][:12]
+    layouts = dict(model.plan.layouts)
+    if layouts:
+        sizes = {name: gradient.numel() for name, gradient in gradients.items() if gradient is not None}
+        blocks = {name: size for name, size in sizes.items() if _IN_A_BLOCK.search(name)} or sizes
+        cut = sum(size for name, size in blocks.items() if layouts.get(name, "whole") != "whole")
+        found["cut_of_blocks"] = round(cut / max(1, sum(blocks.values())), 4)
+
+
+def _off(value: Tensor, right: Tensor) -> float:
+    scale = max(float(right.abs().max()), 1e-9) if right.numel() else 1.0
+    return float((value - right).abs().max()) / scale if right.numel() else 0.0
+
+
+def _difference(found: dict[str, Any], right: dict[str, Any], what: str) -> tuple[float, str]:
+    worst: tuple[float, str] = (0.0, "")
+    if set(found) != set(right):
+        return float("inf"), f"{what}names: {sorted(set(found) ^ set(right))[:4]}"
+    top = max((float(v.abs().max()) for v in right.values() if v is not None and v.numel()), default=1.0)
+    for name, value in right.items():
+        mine = found[name]
+        if value is None and mine is None:
+            continue
+        zero = torch.zeros_like(value if value is not None else mine)
+        mine, wanted = (zero if mine is None else mine), (zero if value is None else value)
+        if mine.shape != wanted.shape:
+            return float("inf"), f"{what}{name}: shape {tuple(mine.shape)}"
+        scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-7 * top, 1e-12)
+        off = float((mine - wanted).abs().max()) / scale if wanted.numel() else 0.0
+        worst = max(worst, (off if off == off else float("inf"), what + name))
+    return worst
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return what a verdict needs of an exception."""
+    return {
+        "type": type(error).__name__,
+        "message": str(getattr(error, "message", error)),
+        "fix": getattr(error, "fix", None),
+        "is_ours": isinstance(error, mw.MeshwrightError),
+        "exit_code": getattr(error, "exit_code", None),
+    }

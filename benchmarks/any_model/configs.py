@@ -1,0 +1,210 @@
+"""Tiny configurations, derived from the fields of a configuration class by their names and defaults.
+
+As the model testers of `transformers` do by hand: few layers, narrow streams, small vocabularies. No architecture is named here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from typing import Any
+
+VOCABULARY, HIDDEN, HEADS, HEAD_DIM, INNER, LAYERS = 99, 32, 4, 8, 40, 2
+IMAGE, POSITIONS, EXPERTS = 32, 64, 4
+
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"(char_|.*)vocab_size(_.*)?|vocabulary.*", VOCABULARY),
+    (r"codebook_size|num_embeddings|num_codevectors_per_group", 2 * HIDDEN),
+    (r"type_vocab_size", 2),
+    (r"(.*_)?num_(experts|local_experts|routed_experts)|n_routed_experts|.*num_experts", EXPERTS),
+    (r".*(num_experts_per_tok|experts_per_tok|moe_topk|moe_k|top_k_experts)", 2),
+    (r"n_group|topk_group|num_expert_groups", 1),
+    (r"n_groups|mamba_n_groups", 2),
+    (r"rotary_dim", 4),
+    (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (r".*(num_key_value_heads|num_kv_heads|n_head_kv|num_key_value_groups)", 2),
+    (r".*(attention_heads|num_heads|n_heads?|_heads)", HEADS),
+    (r"head_dim|.*_head_dim|d_kv|attention_head_size|key_dim|linear_head_dim|d_qkv", HEAD_DIM),
+    (r".*(lora_rank|_rank)", 16),
+    (
+        r"(.*_)?(num_)?(hidden_|encoder_|decoder_|transformer_)?(layers|n_layer|blocks|depth)|n_layers?|num_.*_layers",
+        LAYERS,
+    ),
+    (r".*(intermediate_size|ffn_dim|d_ff|inner_dim|mlp_dim|n_inner|d_inner)", INNER),
+    (r".*(feedforward_dim|ffn_hidden_size|dim_feedforward)", INNER),
+    (r".*(image_size|crop_size|img_size)", IMAGE),
+    (
+        r".*(max_position_embeddings|n_positions|max_source_positions|max_target_positions|max_seq_len|context_length)",
+        POSITIONS,
+    ),
+    (r".*num_queries|num_query_tokens|num_object_queries|.*num_latents", 6),
+    (r"sliding_window|attention_window|local_attention", 4),
+    (r"window_size", 2),
+    (r"num_conv_pos_embedding_groups|groups|.*num_groups", 2),
+    (r".*num_mel_bins|n_mels|mel_dim|feature_size", 16),
+    (r"mamba_d_state|state_size|d_state", 8),
+    (r"mamba_n_heads|.*mamba_num_heads|ssm_num_heads", 8),
+    (r"mamba_d_head|mamba_head_dim", 8),
+    (r"(mamba_)?chunk_size|mamba_d_ssm", 4),
+    (r".*(channels|hidden_size|d_model|n_embd|embed_dim|hidden_dim|width|embedding_size)", HIDDEN),
+    (r".*(embedding_dim|projection_dim|hidden|dim|features|units)", HIDDEN),
+    (r".*(_size|_dim)", HIDDEN),
+)
+_SMALL = 64
+"""Values that no rule knows stay up to this."""
+_KEPT = re.compile(
+    r"(.*_)?(kernel_size|patch_size|num_channels|in_channels|input_channels|audio_channels|stride|padding|num_labels|in_chans"
+    r"|merge_size|spatial_patch_size|output_stride|conv_kernel_dim|chunk_size_feed_forward|temporal_patch_size|num_frames"
+    r"|conv_kernel|block_size|mamba_expand|conv_size|out_channels_rgb)"
+)
+_CAPPED = re.compile(r".*(layers|heads|channels|experts|depth|n_layer|blocks|n_head|size|dim|width)")
+
+
+def tiny_int(name: str, value: int) -> int:
+    """Return the tiny value of a field."""
+    if _KEPT.fullmatch(name):
+        return min(value, 8) if "patch_size" in name else value
+    for pattern, size in _RULES:
+        if re.fullmatch(pattern, name):
+            return min(value, size) if value > 0 or size in (1, 2) else value
+    if value > _SMALL and _CAPPED.fullmatch(name):
+        return HIDDEN
+    return value
+
+
+def tiny_list(name: str, value: list[Any]) -> list[Any]:
+    """Return a list of the same length: stages with one or two layers and few channels."""
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return value
+    if re.fullmatch(
+        r"(.*_)?(depths?|num_block_repeats|n_attn_blocks|stage_num_blocks|block_sizes|numb_of_layers)", name
+    ):
+        return [min(item, 2 if index < 2 else 1) for index, item in enumerate(value)]
+    if re.fullmatch(r".*(num_heads|attention_heads)", name):
+        return [min(item, 2 ** min(index + 1, 2)) for index, item in enumerate(value)]
+    if re.fullmatch(r".*(hidden_sizes|embed_dims?|_channels|conv_dim|tdnn_dim|widths|dims)", name):
+        growing = len(set(value)) > 1
+        return [min(item, 16 * 2 ** min(index, 2) if growing else 16) for index, item in enumerate(value)]
+    if re.fullmatch(r".*(indexes|indices|hook_ids|out_features|extract_layers)", name):
+        return [min(item, index % LAYERS) for index, item in enumerate(value)]
+    if name == "mrope_section":
+        return [2, 1, 1]
+    if name == "image_size":
+        return [IMAGE] * len(value)
+    if name.endswith("patch_size") and max(value) > 8:
+        return [8] * len(value)
+    return value
+
+
+class Tokens:
+    """Ids of special tokens: small, and one for each name."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {
+            "pad": 0,
+            "bos": 1,
+            "eos": 2,
+            "decoder_start": 1,
+            "forced_eos": 2,
+            "forced_bos": 1,
+            "sep": 2,
+            "cls": 1,
+        }
+
+    def id_of(self, name: str) -> int:
+        """Return the id of a field such as image_token_id."""
+        key = re.sub(r"_(token_)?(id|index)$", "", name)
+        if key not in self.ids:
+            self.ids[key] = max(3, *self.ids.values()) + 1
+        return self.ids[key]
+
+
+def tiny_fields(cls: Any, tokens: Tokens | None = None, level: int = 0) -> dict[str, Any]:
+    """Return the arguments of a tiny configuration of a class, those of its parts inside."""
+    tokens = tokens or Tokens()
+    found: dict[str, Any] = {}
+    parts = dict(getattr(cls, "sub_configs_defaults", None) or {})
+    for field in dataclasses.fields(cls):
+        if field.name in parts or field.name.startswith("_"):
+            continue
+        value = field.default if field.default is not dataclasses.MISSING else None
+        if value is None and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        new = tiny_value(field.name, value, tokens)
+        if new != value:
+            found[field.name] = new
+    if isinstance(found.get("depths"), list) and found.get("image_size") == IMAGE:
+        found["image_size"] = 2 * IMAGE  # four stages halve it, each with windows
+    if "attention_types" in {field.name for field in dataclasses.fields(cls)}:
+        found["attention_types"] = [[["global", "local"], LAYERS // 2]]
+    if {"expand", "num_heads", "head_dim"} <= {field.name for field in dataclasses.fields(cls)}:
+        found["head_dim"] = 2 * HIDDEN // HEADS  # heads of a state space share the widened stream
+    for name, spec in parts.items():
+        if level < 3 and (part := _tiny_part(spec, tokens, level)) is not None:
+            found[name] = part
+    return found
+
+
+def tiny_value(name: str, value: Any, tokens: Tokens) -> Any:
+    """Return the tiny value of any field."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if re.search(r"(drop|layerdrop|jitter|mask_time_prob|mask_feature_prob)", name) and isinstance(value, int | float):
+        return type(value)(0)
+    if re.search(r"_token_(id|index)$|^(mask|unk|lang)_(id|index)$", name):
+        return (
+            tokens.id_of(name) if isinstance(value, int) else [tokens.id_of(f"{name}{i}") for i, _ in enumerate(value)]
+        )
+    if isinstance(value, int):
+        return tiny_int(name, value)
+    if isinstance(value, list | tuple):
+        return tiny_list(name, list(value)) if value else value
+    if isinstance(value, dict):
+        return {key: tiny_value(key, item, tokens) for key, item in value.items()}
+    if name in ("initializer_range", "init_std") and isinstance(value, float):
+        return 0.2
+    return value
+
+
+def _tiny_part(spec: Any, tokens: Tokens, level: int) -> dict[str, Any] | None:
+    cls = _class_of(spec)
+    if cls is None:
+        return None
+    fields = tiny_fields(cls, tokens, level + 1)
+    for name, value in (spec.init_kwargs or {}).items():
+        fields[name] = tiny_value(name, value, tokens)
+    if cls.model_type:
+        fields["model_type"] = cls.model_type
+    return fields
+
+
+def _class_of(spec: Any) -> Any:
+    cls = spec.config_class
+    if dataclasses.is_dataclass(cls) and getattr(cls, "model_type", ""):
+        return cls
+    return spec.get_config_class(spec.model_type) if spec.model_type else None
+
+
+def variants(cls: Any) -> list[dict[str, Any]]:
+    """Return tiny configurations of a class in the order in which they are tried: some classes ask for more."""
+    plain = tiny_fields(cls)
+    heads = _changed(plain, cls, {"num_key_value_heads": HEADS})
+    sections = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+    found = [plain, heads, _changed(plain, cls, sections), _changed(heads, cls, sections)]
+    return [fields for index, fields in enumerate(found) if fields not in found[:index]]
+
+
+def _changed(fields: dict[str, Any], cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with changes, in a class and in its parts, wherever it has such a field."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    parts = {
+        name: _changed(fields[name], _class_of(spec), changes)
+        for name, spec in (getattr(cls, "sub_configs_defaults", None) or {}).items()
+        if isinstance(fields.get(name), dict)
+    }
+    is_text = "vocab_size" in names
+    own = {
+        n: copy.deepcopy(value) for n, value in changes.items() if n in names and (is_text or n != "rope_parameters")
+    }
+    return {**fields, **own, **parts}

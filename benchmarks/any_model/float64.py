@@ -1,0 +1,61 @@
+"""Import hook: code of `transformers` and its kind, compiled with float64 wherever its source says float32.
+
+Their code computes parts in float32 whatever the weights are: norms, softmax, rotary angles, routers, losses. With that, two
+orders of the same sums differ by 1e-7, and nothing closer could be told. The hook changes attributes of two names in the source,
+before it is compiled: `float32` becomes `float64`, `float` becomes `double`. The result is ordinary code, which no guard, trace
+or thread tells from any other user's.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+
+_NAMES = {"float32": "float64", "float": "double"}
+_MODULES = re.compile(
+    r"transformers\.(models\.\w+\.modeling_|modeling_rope_utils|modeling_layers|masking_utils|activations|loss\."
+    r"|pytorch_utils|time_series_utils|integrations\.(sdpa_attention|moe|eager_paged|finegrained))"
+    r"|(timm|diffusers|torchvision)\.(models|layers)\b"
+)
+_WORDS = re.compile(rb"\.float\b|\.float32\b")
+
+
+class _Renaming(ast.NodeTransformer):
+    """Gives attributes of these names the other one; `float` by itself is Python's, and stays."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = _NAMES.get(node.attr, node.attr)
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType | None:
+        source = self.get_data(self.path)
+        if not _WORDS.search(source):
+            return super().get_code(fullname)
+        tree = _Renaming().visit(ast.parse(source))
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not _MODULES.match(fullname):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Put the hook in place; modules that are imported already stay as they are."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
