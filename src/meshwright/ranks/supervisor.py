@@ -26,7 +26,7 @@ from meshwright.ranks.blame import Sign, death_error, guilty, summarise, templat
 from meshwright.ranks.channel import pack
 from meshwright.ranks.error_transfer import rebuild_error
 from meshwright.ranks.hang_report import STACK_SIGNAL, hang_error, late_start_error, unheeded_stop_error
-from meshwright.ranks.heartbeat import RECORD_BYTES, Board
+from meshwright.ranks.heartbeat import RECORD_BYTES, Beat, Board
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import RankProcess, Reaper, rank_environment, scratch_file
 from meshwright.ranks.signals import StopSignals
@@ -66,6 +66,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._on_event = on_event
+        self.on_beats: Callable[[list[Beat], list[int], float], None] | None = None
         self._owner = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RankProcess] = []
@@ -377,6 +378,8 @@ class Supervisor:
             return
         beats = [self._board.read(rank.rank) for rank in self._ranks]
         self._pace.note(beats, now)
+        if self.on_beats is not None:
+            self.on_beats(beats, self.pids, self._pace.limit_s)
         since, number = min((beat.waiting_since or float("inf"), number) for number, beat in enumerate(beats))
         if self._pace.is_late(since, now):
             late = hang_error(self._ranks, self._board, number, now, self._timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from meshwright.apply.pipeline.notes import (
 from meshwright.apply.pipeline.walking.stand_ins import Meta
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.comm.shm.transport_errors import WrongLengthError
+from meshwright.comm.spans import WAIT
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -200,13 +202,18 @@ class Post:
         tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         rank, tag = self._rank_of[route.source], self._tag(route)
         try:
-            self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait())
+            with self._note_span("receive", rank):
+                self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait())
         except WrongLengthError:
             return None
         note = read_note(tensor)
         if note is not None and note.kind == FAILED:
             raise OtherStageError(f"stage {route.source} has failed while stage {route.target} was waiting for it")
         return note
+
+    def _note_span(self, name: str, rank: int | None = None) -> contextlib.AbstractContextManager[object]:
+        details = self.group.span_details(FRAME_BYTES, rank)
+        return self.group.ledger.span(WAIT, name, None if details is None else details | {"note": True})
 
     def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
@@ -223,7 +230,8 @@ class Post:
             self._notes.append((group.send([tensor], rank + 1, tag), tensor))
         if rank > 0:
             tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
+            with self._note_span("receive", rank - 1):
+                self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
             note = read_note(tensor)
             if note is None or note.num_calls != num_micro_batches:
                 theirs = "another number of" if note is None else note.num_calls
@@ -250,8 +258,10 @@ class Post:
     def finish(self) -> None:
         """Wait until everything sent has left."""
         self.finish_tensors()
-        while self._notes:
-            self._notes.popleft()[0].wait()
+        if self._notes:
+            with self._note_span("send"):
+                while self._notes:
+                    self._notes.popleft()[0].wait()
         self._is_under_way = False
 
     def begin(self) -> None:
