@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import trace_format
 from tests.faults.command import ROOT
 from tests.faults.jobs import trained
 from tests.faults.test_resumed import BATCH, CONFIG, SEED
 
+from meshwright.report.run_files import read_run
+from meshwright.report.step_picture import picture_step
 from meshwright.spec import rank_states
 from meshwright.train.data.order import epoch_order
 from meshwright.watch.follow import RunFollower, WatchedRun
@@ -49,7 +52,7 @@ def test_a_run_is_watched_while_it_stands_still_and_after_a_kill(
     (tmp_path / "c.toml").write_text(CONFIG)
     (tmp_path / "runs" / "run").mkdir(parents=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", "c.toml", "--set", "train.log=['csv']"],
+        [sys.executable, "-m", "meshwright", "train", "c.toml", "--trace", "2-3", "--set", "train.log=['csv']"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
@@ -79,3 +82,10 @@ def test_a_run_is_watched_while_it_stands_still_and_after_a_kill(
         assert [one.pid for one in watched.states.ranks] == pids if watched.states else False
     assert len((tmp_path / "runs" / "run" / "metrics.csv").read_text().splitlines()) == STANDS_STILL_AT
     assert json.loads((tmp_path / "runs" / "run" / "ranks.json").read_text())["limit_s"] is None
+    # What was traced before it is there, and is drawn.
+    assert trace_format.check_file(tmp_path / "runs" / "run" / "trace.json") == []
+    picture = picture_step(read_run(tmp_path / "runs" / "run"))
+    assert picture is not None
+    assert [row[0] for row in picture.steps] == ["2", "3"]
+    assert [lane.label for lane in picture.lanes] == ["rank 0", "rank 1"]
+    assert all(any(box.kind == "load" for box in lane.boxes) for lane in picture.lanes)

@@ -76,8 +76,7 @@ class Pending:
             return
         start = time.perf_counter()
         details = None if self._flight is None else self._flight.details | {"async": True}
-        with self._communicator.ledger.span(WAIT, self._name, details):
-            self._communicator.run_waiting(self._name, lambda: self._communicator.wait_for(work))
+        self._communicator.run_waiting(self._name, lambda: self._communicator.wait_for(work), details)
         if self._flight is not None:
             self._flight.is_over()
         if self._entry is not None:
@@ -153,8 +152,10 @@ class Communicator:
         details = {"bytes": tensor_bytes, "axis": self.axis, "ranks": self.ranks, "check": self.ledger.is_aside}
         return details if peer is None else details | {"peer": self.ranks[peer]}
 
-    def run_waiting(self, name: str, wait: Callable[[], Any]) -> Any:
-        """Call a function that waits for peers: the wait is recorded, and a lost peer is reported by name."""
+    def run_waiting(self, name: str, wait: Callable[[], Any], details: dict[str, Any] | None = None) -> Any:
+        """Call a function that waits for peers: a lost peer is named, and with `span_details` the wait is recorded."""
+        recorder = None if details is None else self.ledger.recorder
+        begin = 0 if recorder is None else recorder.now()
         if self.on_enter is not None:
             self.on_enter(name)
         try:
@@ -167,6 +168,8 @@ class Communicator:
                 ) from error
             raise
         finally:
+            if recorder is not None:
+                recorder.add(WAIT, name, begin, details)
             if self.on_exit is not None:
                 self.on_exit()
 
@@ -215,11 +218,10 @@ class Communicator:
             flight = None if recorder is None or details is None else recorder.begin_flight(name, details)
             return Pending(self, name, self.run_waiting(name, lambda: call(True)), entry, flight)
         start = time.perf_counter()
-        with self.ledger.span(WAIT, name, details):
-            if self.looks_out:
-                self.run_waiting(name, lambda: self.wait_for(call(True)))
-            else:
-                self.run_waiting(name, lambda: call(False))
+        if self.looks_out:
+            self.run_waiting(name, lambda: self.wait_for(call(True)), details)
+        else:
+            self.run_waiting(name, lambda: call(False), details)
         entry.wait_s += time.perf_counter() - start
         return Pending(self, name, None, entry)
 
@@ -336,12 +338,11 @@ class Communicator:
 
         `num_bytes` is the ledger's count where the tensor has more room than is expected.
         """
-        flat = tensor.view(-1).view(torch.uint8)
-        tensor_bytes = tensor.nbytes if num_bytes is None else num_bytes
+        flat, tensor_bytes = tensor.view(-1).view(torch.uint8), tensor.nbytes if num_bytes is None else num_bytes
         entry = self.ledger.record("receive", self.axis, tensor_bytes, self.size)
         start = time.perf_counter()
-        with self.ledger.span(WAIT, "receive", self.span_details(tensor_bytes, source)):
-            self.run_waiting("receive", lambda: self._alive_group.recv([flat], source, tag).wait())
+        details = self.span_details(tensor_bytes, source)
+        self.run_waiting("receive", lambda: self._alive_group.recv([flat], source, tag).wait(), details)
         entry.wait_s += time.perf_counter() - start
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -383,8 +384,7 @@ class Communicator:
             if self.process_group is not None:
                 self.wait_for(self.process_group.barrier(dist.BarrierOptions()))
 
-        with self.ledger.span(WAIT, "barrier", self.span_details(0)):
-            self.run_waiting("barrier", wait)
+        self.run_waiting("barrier", wait, self.span_details(0))
 
 
 def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:

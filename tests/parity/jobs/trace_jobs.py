@@ -93,10 +93,10 @@ class Stopwatch:
         self._plain = Communicator.run_waiting
 
     def __enter__(self) -> Stopwatch:
-        def run_waiting(group: Communicator, name: str, wait: Callable[[], Any]) -> Any:
+        def run_waiting(group: Communicator, name: str, wait: Callable[[], Any], *details: Any) -> Any:
             begin = time.monotonic()
             try:
-                return self._plain(group, name, wait)
+                return self._plain(group, name, wait, *details)
             finally:
                 self.wait_s += time.monotonic() - begin
 

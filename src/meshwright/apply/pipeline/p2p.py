@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -202,8 +201,7 @@ class Post:
         tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         rank, tag = self._rank_of[route.source], self._tag(route)
         try:
-            with self._note_span("receive", rank):
-                self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait())
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait(), self._note_details(rank))
         except WrongLengthError:
             return None
         note = read_note(tensor)
@@ -211,9 +209,9 @@ class Post:
             raise OtherStageError(f"stage {route.source} has failed while stage {route.target} was waiting for it")
         return note
 
-    def _note_span(self, name: str, rank: int | None = None) -> contextlib.AbstractContextManager[object]:
+    def _note_details(self, rank: int | None = None) -> dict[str, Any] | None:
         details = self.group.span_details(FRAME_BYTES, rank)
-        return self.group.ledger.span(WAIT, name, None if details is None else details | {"note": True})
+        return None if details is None else details | {"note": True}
 
     def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
@@ -230,8 +228,8 @@ class Post:
             self._notes.append((group.send([tensor], rank + 1, tag), tensor))
         if rank > 0:
             tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-            with self._note_span("receive", rank - 1):
-                self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
+            details = self._note_details(rank - 1)
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait(), details)
             note = read_note(tensor)
             if note is None or note.num_calls != num_micro_batches:
                 theirs = "another number of" if note is None else note.num_calls
@@ -259,7 +257,7 @@ class Post:
         """Wait until everything sent has left."""
         self.finish_tensors()
         if self._notes:
-            with self._note_span("send"):
+            with self.group.ledger.span(WAIT, "send", self._note_details()):
                 while self._notes:
                     self._notes.popleft()[0].wait()
         self._is_under_way = False
