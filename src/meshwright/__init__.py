@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from meshwright.run.losses.loss import Loss
     from meshwright.run.parallel_model import ParallelModel
     from meshwright.run.result import StepResult
+    from meshwright.run.step_trace import trace_steps
     from meshwright.schedule import PipelineSchedule
     from meshwright.spec import ModelSpec, Plan, Prediction, RunRecord, TrainSpec
     from meshwright.train.data.loader import make_loader
@@ -103,6 +104,7 @@ __all__ = [
     "save_checkpoint",
     "select_strategy",
     "split_batch",
+    "trace_steps",
     "verify_plan",
     "wait_for_checkpoint",
 ]
@@ -144,6 +146,7 @@ _NAMES_OF_MODULE: Final = {
     "run.applying": ("apply_plan",),
     "run.parallel_model": ("ParallelModel",),
     "run.result": ("StepResult",),
+    "run.step_trace": ("trace_steps",),
     "schedule": ("PipelineSchedule",),
     "spec": ("ModelSpec", "Plan", "Prediction", "RunRecord", "TrainSpec"),
     "compare.run_plans": ("compare_plans",),

@@ -11,7 +11,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +48,39 @@ def clean(text: object) -> str:
     'ab'
     """
     return _SURROGATE.sub("?", _CONTROL.sub("", _ESCAPE.sub("", str(text))))
+
+
+def html_block(title: str, *parts: str) -> str:
+    """Return parts of HTML under a title, for a notebook.
+
+    Args:
+        title: Text, which is escaped.
+        *parts: HTML.
+    """
+    return f"<div><p><b>{escape(clean(title))}</b></p>{''.join(parts)}</div>"
+
+
+def html_table(head: Sequence[object], rows: Iterable[Sequence[object]], *, most: int = 200) -> str:
+    """Return a table as HTML, every cell as text.
+
+    Args:
+        head: The columns' names.
+        rows: Cells of each row.
+        most: Rows that are shown; others are counted [count].
+
+    >>> html_table(["a"], [["<b>"]])
+    '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    """
+    found = [list(row) for row in rows]
+    shown = "".join(f"<tr>{''.join(f'<td>{escape(clean(cell))}</td>' for cell in row)}</tr>" for row in found[:most])
+    more = f"<p>{len(found) - most} more rows are not shown</p>" if len(found) > most else ""
+    names = "".join(f"<th>{escape(clean(name))}</th>" for name in head)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{shown}</tbody></table>{more}"
+
+
+def html_text(text: object) -> str:
+    """Return text as a block of HTML that keeps its lines."""
+    return f"<pre>{escape(clean(text))}</pre>"
 
 
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:

@@ -129,7 +129,7 @@ def fake_launch(*lives, events=(), error=None, stopped=False):
     """Ranks that hand out events and then fail, or end; `lives`: what they do at the first start, at the second, ..."""
     left = list(lives or [(events, error)])
 
-    def launch(fn, num_ranks, config_json, resume, *, threads_per_rank, timeout_s, on_event):
+    def launch(fn, num_ranks, config_json, resume, *, threads_per_rank, timeout_s, on_event, on_beats):
         assert timeout_s == 300.0
         fake.resumed.append(resume)
         told, failure = left.pop(0)

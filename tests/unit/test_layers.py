@@ -50,6 +50,7 @@ ORDER = (
         "measure",
         "train",
         "compare",
+        "watch",
     ),
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {part: frozenset(ORDER[:index]) for index, part in enumerate(ORDER)}
@@ -58,10 +59,11 @@ PLANNING = frozenset({"plan", "report"})
 for part in ORDER[ORDER.index("host") : ORDER.index("train")]:
     MAY_IMPORT[part] -= PLANNING
 MAY_IMPORT["testing"] = frozenset(ORDER[: ORDER.index("train")]) - PLANNING
-MAY_IMPORT["cli"] = MAY_IMPORT["__init__"] = frozenset(ORDER)
+MAY_IMPORT["cli_checkpoint"] = MAY_IMPORT["__init__"] = frozenset(ORDER)
+MAY_IMPORT["cli"] = frozenset({*ORDER, "cli_checkpoint"})
 MAY_IMPORT["__main__"] = frozenset({"cli"})
 
-TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli"}
+TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli", "cli_checkpoint"}
 
 MAY_PRINT = {"cli.py", "train/progress.py"}
 MAY_USE_PRIVATE_TORCH = {"_torch_private.py"}
@@ -115,7 +117,7 @@ def torch_where_it_is_free(source: str, path: str) -> list[str]:
         return []
     tree = parsed(source)
     lazy: set[int] = set()
-    if part in ("cli", "__main__"):
+    if part in ("cli", "cli_checkpoint", "__main__"):
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         lazy = {id(inner) for node in ast.walk(tree) if isinstance(node, functions) for inner in ast.walk(node)}
     if part == "__init__":

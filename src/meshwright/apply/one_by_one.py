@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.passes import MicroBatch, StepWork, TermT
+from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
 
@@ -26,6 +27,7 @@ class RunsPasses(Protocol):
     """What an engine does before, around and after a micro-batch; see `apply.engine.Engine`."""
 
     num_replicas: int
+    group: Communicator
 
     @property
     def needs_lockstep(self) -> bool: ...
@@ -56,7 +58,7 @@ def run_one_by_one(engine: RunsPasses, work: StepWork[TermT]) -> list[TermT]:
         is_last = place == len(micro_batches) - 1
         if is_last and torch.is_grad_enabled():
             engine.arm()
-        compute = functools.partial(_run_one, engine, work, micro_batch, list(terms) if is_last else None)
+        compute = functools.partial(_run_one, engine, work, micro_batch, place, list(terms) if is_last else None)
         terms += [term for term in engine.forward_backward(micro_batch.batch, compute) if term is not None]
     if engine.needs_lockstep:
         for _ in range(num_passes - len(micro_batches)):
@@ -70,6 +72,7 @@ def _run_one(
     engine: RunsPasses,
     work: StepWork[TermT],
     micro_batch: MicroBatch,
+    place: int,
     before: list[TermT] | None,
     *given: Any,
 ) -> TermT | None:
@@ -79,6 +82,7 @@ def _run_one(
         engine: The strategy.
         work: What the step has it run.
         micro_batch: The micro-batch.
+        place: Its number in the step.
         before: The losses of those before, where it is the last one.
         *given: The module, and the batch that it takes.
     """
@@ -86,8 +90,10 @@ def _run_one(
     has_backward = torch.is_grad_enabled()
     # A chunk has a weight of its own.
     chunk = micro_batch if batch is micro_batch.batch else MicroBatch(batch)
+    ledger = engine.group.ledger
     try:
-        term = work.loss_of(module, chunk)
+        with ledger.span("forward", f"F{place}", {"micro_batch": place}):
+            term = work.loss_of(module, chunk)
     except Exception as error:
         if engine.may_stop_alone:  # the others hear of it before this rank stops
             work.tell_failure(error, is_alone=True)
@@ -97,7 +103,8 @@ def _run_one(
     if before is not None and engine.num_replicas == 1 and not engine.needs_lockstep:
         work.end_losses([*before, term])
     root = work.root_of(term)
-    engine.begin_backward()
-    if root is not None:
-        torch.autograd.backward(*root)
+    with ledger.span("backward", f"B{place}", {"micro_batch": place}):
+        engine.begin_backward()
+        if root is not None:
+            torch.autograd.backward(*root)
     return term

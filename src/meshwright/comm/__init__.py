@@ -5,6 +5,8 @@ All engines exchange through a `Communicator`, which names, counts and times eac
 communicator  the only caller of torch.distributed's collectives
 functional    collectives with a backward
 ledger        calls, bytes and waiting time, by collective and axis
+spans         what a rank does from when to when, in steps that are traced
+clocks        offsets between the ranks' clocks
 peer_calls    the protocol of `ranks/calls.py`, as a communicator uses it
 shm/          the backend `shm`: shared memory between CPU ranks of one host
 compression/  compressed gradients with error feedback

@@ -15,6 +15,7 @@ from meshwright._torch_private import cpu_backend, cpu_backend_name, exchanges_b
 from meshwright._torch_texts import says_peer_gone
 from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.comm.shm.transport_errors import PeerGoneError, TransportError
+from meshwright.comm.spans import WAIT, Flight
 from meshwright.errors import InternalError, LostPeerError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -39,18 +40,30 @@ def is_lost_peer(error: BaseException) -> bool:
 class Pending:
     """An exchange under way. Call `wait()` before its tensor is used."""
 
-    __slots__ = ("_communicator", "_entry", "_name", "_work")
+    __slots__ = ("_communicator", "_entry", "_flight", "_name", "_work")
 
-    def __init__(self, communicator: Communicator, name: str, work: Any, entry: LedgerEntry | None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        name: str,
+        work: Any,
+        entry: LedgerEntry | None,
+        flight: Flight | None = None,
+    ) -> None:
         self._communicator = communicator
         self._name = name
         self._work = work
         self._entry = entry
+        self._flight = flight
 
     @property
     def is_done(self) -> bool:
         """Whether `wait()` would return at once."""
-        return self._work is None or self._work.is_completed()
+        if self._work is not None and not self._work.is_completed():
+            return False
+        if self._flight is not None:
+            self._flight.is_over()
+        return True
 
     def wait(self) -> None:
         """Wait for the result.
@@ -62,7 +75,10 @@ class Pending:
         if work is None:
             return
         start = time.perf_counter()
-        self._communicator.run_waiting(self._name, lambda: self._communicator.wait_for(work))
+        details = None if self._flight is None else self._flight.details | {"async": True}
+        self._communicator.run_waiting(self._name, lambda: self._communicator.wait_for(work), details)
+        if self._flight is not None:
+            self._flight.is_over()
         if self._entry is not None:
             self._entry.wait_s += time.perf_counter() - start
 
@@ -129,8 +145,17 @@ class Communicator:
         """Release the group, here and in all twins; gloo closes its connections with the last reference."""
         self._held[0] = None
 
-    def run_waiting(self, name: str, wait: Callable[[], Any]) -> Any:
-        """Call a function that waits for peers: the wait is recorded, and a lost peer is reported by name."""
+    def span_details(self, tensor_bytes: int, peer: int | None = None) -> dict[str, Any] | None:
+        """Return what an exchange's span tells; None where nothing is recorded."""
+        if self.ledger.recorder is None:
+            return None
+        details = {"bytes": tensor_bytes, "axis": self.axis, "ranks": self.ranks, "check": self.ledger.is_aside}
+        return details if peer is None else details | {"peer": self.ranks[peer]}
+
+    def run_waiting(self, name: str, wait: Callable[[], Any], details: dict[str, Any] | None = None) -> Any:
+        """Call a function that waits for peers: a lost peer is named, and with `span_details` the wait is recorded."""
+        recorder = None if details is None else self.ledger.recorder
+        begin = 0 if recorder is None else recorder.now()
         if self.on_enter is not None:
             self.on_enter(name)
         try:
@@ -144,6 +169,8 @@ class Communicator:
                 ) from error
             raise
         finally:
+            if recorder is not None:
+                recorder.add(WAIT, name, begin, details)
             if self.on_exit is not None:
                 self.on_exit()
 
@@ -157,7 +184,7 @@ class Communicator:
         return told or LostPeerError(text, rank=self.rank, peer=self.ranks[peer] if 0 <= peer < self.size else None)
 
     def wait_for(self, work: Any) -> None:
-        """Wait for the end of an exchange; with gloo, also end where a rank has raised and will not come."""
+        """Wait for an exchange; with gloo, also end where a rank has raised and will not come."""
         if self.looks_out and self.calls is not None and self.calls.current:
             self.calls.wait_for(work)
         elif work is not None:
@@ -166,7 +193,15 @@ class Communicator:
     def _ranks_text(self) -> str:
         return str(list(self.ranks)) if self.size <= 8 else f"{self.ranks[0]}..{self.ranks[-1]} ({self.size})"
 
-    def issue(self, name: str, tensor_bytes: int, call: Callable[[bool], Any], *, async_op: bool = False) -> Pending:
+    def issue(
+        self,
+        name: str,
+        tensor_bytes: int,
+        call: Callable[[bool], Any],
+        *,
+        async_op: bool = False,
+        peer: int | None = None,
+    ) -> Pending:
         """Count an exchange and start it, for the collectives below and those of other modules of this package.
 
         Args:
@@ -174,18 +209,21 @@ class Communicator:
             tensor_bytes: Bytes for the ledger [bytes].
             call: Starts the exchange; its argument tells whether it may return before the end.
             async_op: That argument.
+            peer: The group's rank that it goes to; None for a collective.
 
         Raises:
             LostPeerError: A peer is gone, or did not come within the timeout.
         """
         entry = self.ledger.record(name, self.axis, tensor_bytes, self.size)
+        details, recorder = self.span_details(tensor_bytes, peer), self.ledger.recorder
         if async_op:
-            return Pending(self, name, self.run_waiting(name, lambda: call(True)), entry)
+            flight = None if recorder is None or details is None else recorder.begin_flight(name, details)
+            return Pending(self, name, self.run_waiting(name, lambda: call(True)), entry, flight)
         start = time.perf_counter()
         if self.looks_out:
-            self.run_waiting(name, lambda: self.wait_for(call(True)))
+            self.run_waiting(name, lambda: self.wait_for(call(True)), details)
         else:
-            self.run_waiting(name, lambda: call(False))
+            self.run_waiting(name, lambda: call(False), details)
         entry.wait_s += time.perf_counter() - start
         return Pending(self, name, None, entry)
 
@@ -294,17 +332,19 @@ class Communicator:
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending a contiguous tensor to the group's rank `target`; it must not change until `wait()` returns."""
         flat = tensor.view(-1).view(torch.uint8)  # bytes: not every backend supports every dtype
-        return self.issue("send", tensor.nbytes, lambda _: self._alive_group.send([flat], target, tag), async_op=True)
+        group = self._alive_group
+        return self.issue("send", tensor.nbytes, lambda _: group.send([flat], target, tag), async_op=True, peer=target)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, *, num_bytes: int | None = None) -> None:
         """Fill a contiguous tensor with what the group's rank `source` sends under this tag.
 
         `num_bytes` is the ledger's count where the tensor has more room than is expected.
         """
-        flat = tensor.view(-1).view(torch.uint8)
-        entry = self.ledger.record("receive", self.axis, tensor.nbytes if num_bytes is None else num_bytes, self.size)
+        flat, tensor_bytes = tensor.view(-1).view(torch.uint8), tensor.nbytes if num_bytes is None else num_bytes
+        entry = self.ledger.record("receive", self.axis, tensor_bytes, self.size)
         start = time.perf_counter()
-        self.run_waiting("receive", lambda: self._alive_group.recv([flat], source, tag).wait())
+        details = self.span_details(tensor_bytes, source)
+        self.run_waiting("receive", lambda: self._alive_group.recv([flat], source, tag).wait(), details)
         entry.wait_s += time.perf_counter() - start
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -346,7 +386,7 @@ class Communicator:
             if self.process_group is not None:
                 self.wait_for(self.process_group.barrier(dist.BarrierOptions()))
 
-        self.run_waiting("barrier", wait)
+        self.run_waiting("barrier", wait, self.span_details(0))
 
 
 def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from meshwright.comm.spans import Spanning, SpanRecorder
 
 __all__: list[str] = []
 
@@ -45,6 +48,9 @@ _RING_FACTOR: dict[str, Callable[[float], float]] = {
 }
 
 
+_NOTHING: Final = contextlib.nullcontext()
+
+
 @dataclasses.dataclass(slots=True)
 class LedgerEntry:
     """Total cost of one kind of exchange on one axis."""
@@ -76,6 +82,8 @@ class Ledger:
     """(collective, axis) -> what that exchange has cost so far."""
     checks: dict[tuple[str, str], LedgerEntry] = dataclasses.field(default_factory=dict)
     """The same of checks of the numbers, which come in some steps and belong to no step's formula."""
+    recorder: SpanRecorder | None = None
+    """Records what this rank does, in the steps that are traced; None in all others."""
     _aside: int = 0
 
     @contextlib.contextmanager
@@ -86,6 +94,23 @@ class Ledger:
             yield
         finally:
             self._aside -= 1
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether exchanges count as checks now."""
+        return self._aside > 0
+
+    def span(
+        self, kind: str, name: str, details: dict[str, Any] | None = None
+    ) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose time is recorded where steps are traced, and which does nothing elsewhere.
+
+        Args:
+            kind: As for `SpanRecorder.add`.
+            name: What stands in its box.
+            details: Plain data.
+        """
+        return _NOTHING if self.recorder is None else Spanning(self.recorder, kind, name, details)
 
     def record(self, collective: str, axis: str, tensor_bytes: int, num_ranks: int) -> LedgerEntry:
         """Count one call and return its entry, to which the caller adds the time it waits.

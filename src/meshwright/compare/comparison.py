@@ -21,6 +21,7 @@ from meshwright.compare.formulas import (
     spread,
 )
 from meshwright.compare.rows import ComparisonRow, Trial
+from meshwright.texts import html_block, html_table, html_text
 from meshwright.units import format_bytes, format_seconds
 from meshwright.values import FrozenMap, Value
 
@@ -61,6 +62,11 @@ class Comparison(Value):
     def __str__(self) -> str:
         blocks = ["\n".join(_align(block)) for block in self.tables()]
         return "\n\n".join([self.title, *blocks, "\n".join(self.legend()), self.conclusion])
+
+    def _repr_html_(self) -> str:
+        """Return the comparison as a notebook shows it."""
+        tables = [html_table(head, rows) for head, *rows in self.tables()]
+        return html_block(self.title, *tables, html_text(self.conclusion), html_text("\n".join(self.legend())))
 
     @property
     def title(self) -> str:

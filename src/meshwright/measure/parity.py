@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ConfigError
+from meshwright.texts import html_block, html_table, html_text
 
 __all__: list[str] = []
 
@@ -210,6 +211,13 @@ class ParityReport:
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def _repr_html_(self) -> str:
+        """Return the report as a notebook shows it, the parameters that differ most first."""
+        rows = sorted(self.parameters, key=lambda row: -max(row.gradient, row.value))
+        cells = [(row.name, f"{row.gradient:.1e}", f"{row.value:.1e}", row.note) for row in rows]
+        verdict, _, rest = self.to_text(max_rows=0).partition("\n")
+        return html_block(verdict, html_table(["parameter", "gradient", "value", ""], cells), html_text(rest.strip()))
 
     def to_json(self) -> str:
         """Return the report as JSON; infinities are written as the text "inf"."""

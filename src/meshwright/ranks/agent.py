@@ -67,6 +67,5 @@ def end_this_rank(why: str, patience_s: float = PATIENCE_S) -> None:
 
 def _tell(why: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # broken, closed, or None
-        sys.stderr.write(f"{why}; the rank stops
-")
+        sys.stderr.write(f"{why}; the rank stops\n")
         sys.stderr.flush()

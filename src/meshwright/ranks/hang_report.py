@@ -83,7 +83,7 @@ def late_start_error(ranks: list[RankProcess], board: Board, patience_s: float) 
 
 
 def lines_about(ranks: list[RankProcess], board: Board, *, goes_on: bool = False) -> list[str]:
-    """Return a line for each of these ranks: its step and phase, and where its threads stand; of ranks that go on the main one."""
+    """Return a line for each of these ranks: its step and phase, and where its threads stand (the main one, where it goes on)."""
     doing = _doing(ranks, board, others=not goes_on)
     return [f"  rank {rank.rank}, {board.read(rank.rank).where()}; {doing[rank.rank]}" for rank in ranks]
 

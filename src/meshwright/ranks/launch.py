@@ -16,6 +16,7 @@ from meshwright.host import usable_cores
 from meshwright.ranks import reaper
 from meshwright.ranks.capacity import check_launch, explain_limit
 from meshwright.ranks.environment import choose_transport
+from meshwright.ranks.heartbeat import Beat
 from meshwright.ranks.supervisor import Supervisor
 
 __all__: list[str] = []
@@ -33,6 +34,7 @@ class RankGroup:
         env: Environment variables for the ranks, beside this process's.
         start_timeout_s: How long the ranks may take to find each other [s].
         stop_grace_s: How long the ranks may take to end after a signal asked them to stop [s].
+        on_beats: As for `launch`.
 
     Raises:
         ConfigError: `num_devices` is not positive, or more than this host or its limits have room for; or this process is itself
@@ -56,6 +58,7 @@ class RankGroup:
         env: dict[str, str] | None = None,
         start_timeout_s: float = 60.0,
         stop_grace_s: float = 30.0,
+        on_beats: Callable[[list[Beat], list[int], float], None] | None = None,
     ) -> None:
         _check_request(num_devices, threads_per_rank)
         check_launch(num_devices)
@@ -71,6 +74,7 @@ class RankGroup:
                 env=env,
                 on_event=on_event,
             )
+            self._supervisor.on_beats = on_beats
             # For a group that was not closed: at its collection, or at the interpreter's end.
             self._finalizer = weakref.finalize(self, self._supervisor.kill)
             self._supervisor.start()
@@ -147,13 +151,15 @@ def launch(
     env: dict[str, str] | None = None,
     start_timeout_s: float = 60.0,
     stop_grace_s: float = 30.0,
+    on_beats: Callable[[list[Beat], list[int], float], None] | None = None,
 ) -> list[Any]:
     """Run ``fn(*args)`` on that many ranks of this host and return the results in rank order. Nothing is left behind.
 
     SIGINT, SIGTERM and SIGHUP ask all ranks to stop (`World.stop_requested`); a second SIGINT kills them.
 
     Args:
-        fn: An importable function; one of the script that is being run will do, if that has a main guard.
+        fn: An importable function; one of the script that is being run will do, if that has a main guard. In a notebook or at a
+            prompt, one that is defined there, with `meshwright[notebook]`: it is copied with what it uses.
         num_devices: Number of ranks, one per device [count].
         *args: The function's arguments.
         threads_per_rank: Threads that each rank computes with [count]; None is an equal share of the cores.
@@ -162,6 +168,8 @@ def launch(
         env: Environment variables for the ranks, beside this process's.
         start_timeout_s: How long the ranks may take to find each other [s].
         stop_grace_s: How long the ranks may take to end after a signal asked them to stop [s].
+        on_beats: Called in this process several times a second with what each rank is doing, their processes, and the wait
+            that would be longer than their steps explain [s].
 
     Returns:
         What each rank returned.
@@ -182,6 +190,7 @@ def launch(
         env=env,
         start_timeout_s=start_timeout_s,
         stop_grace_s=stop_grace_s,
+        on_beats=on_beats,
     ) as group:
         return group.submit(fn, *args)
 
@@ -214,6 +223,8 @@ def _threads(num_devices: int, threads_per_rank: int | None, env: dict[str, str]
 
 def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str | None]:
     """Return the pickled call, and the path or module of the main script if the call refers to it."""
+    if _is_interactive() and (by_value := _pickler_by_value()) is not None:
+        return _pack_by_value(by_value, fn, args), None
     try:
         payload = pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -223,6 +234,33 @@ def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, st
             fix="use a function at the top level of a module, and arguments that can be pickled",
         ) from error
     return payload, _main_script() if b"__main__" in payload or b"__mp_main__" in payload else None
+
+
+def _is_interactive() -> bool:
+    """Tell whether the main program is a notebook or a prompt, which other processes cannot import."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is None and (path is None or not os.path.exists(path))
+
+
+def _pickler_by_value() -> Callable[[Any], bytes] | None:
+    """Return what pickles functions and classes of a notebook with their code; None where the package is not installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return None
+    return cloudpickle.dumps
+
+
+def _pack_by_value(dumps: Callable[[Any], bytes], fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return dumps((fn, args))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ConfigError(
+            f"{name}, what it uses and its arguments cannot be handed to another process: {error}",
+            fix="let it make what cannot be copied (files, locks, connections, GPU tensors) inside of itself",
+        ) from error
 
 
 def _main_script() -> str:
@@ -235,6 +273,6 @@ def _main_script() -> str:
     if path is None or not os.path.exists(path):
         raise ConfigError(
             "the function stands in an interactive session, which other processes cannot import",
-            fix="write it into a module (a .py file) and import it from there",
+            fix="pip install 'meshwright[notebook]', or write it into a module (a .py file) and import it from there",
         )
     return f"path:{os.path.abspath(path)}"

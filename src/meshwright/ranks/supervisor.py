@@ -25,7 +25,7 @@ from meshwright.ranks.blame import Sign, death_error, guilty, summarise, templat
 from meshwright.ranks.channel import pack
 from meshwright.ranks.error_transfer import rebuild_error
 from meshwright.ranks.hang_report import STACK_SIGNAL, late_start_error, unheeded_stop_error
-from meshwright.ranks.heartbeat import RECORD_BYTES, Board
+from meshwright.ranks.heartbeat import RECORD_BYTES, Beat, Board
 from meshwright.ranks.processes import RankProcess, Reaper, rank_environment, scratch_file
 from meshwright.ranks.signals import StopSignals
 from meshwright.ranks.spawning import Spawner
@@ -63,6 +63,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._on_event = on_event
+        self.on_beats: Callable[[list[Beat], list[int], float], None] | None = None
         self._owner = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RankProcess] = []
@@ -374,6 +375,8 @@ class Supervisor:
         if self._signs:
             return
         found = self._waits.look(now)
+        if self.on_beats is not None:
+            self.on_beats(self._waits.beats, self.pids, self._waits.limit_s)
         if found is not None:
             number, error = found
             self._sign(self._ranks[number], Sign(number, now, secondary=False, error=error))

@@ -36,6 +36,13 @@ class Waits:
         self._board = board
         self.timeout_s = timeout_s
         self._pace = Pace(board.num_ranks)
+        self.beats: list[Beat] = []
+        """What each rank was doing at the last look."""
+
+    @property
+    def limit_s(self) -> float:
+        """How long a wait may last before it is told [s]; infinite while no steps say it."""
+        return self._pace.limit_s
 
     def begin_call(self) -> None:
         """Forget the pace of the call before: another one may take other steps."""
@@ -50,7 +57,7 @@ class Waits:
         Args:
             now: The time, `time.monotonic()` [s].
         """
-        beats = [self._board.read(number) for number in range(self._board.num_ranks)]
+        beats = self.beats = [self._board.read(number) for number in range(self._board.num_ranks)]
         self._pace.note(beats, now)
         since, number = min((beat.waiting_since or math.inf, number) for number, beat in enumerate(beats))
         if self._pace.is_late(since, now):

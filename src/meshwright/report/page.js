@@ -134,6 +134,13 @@
     const columns = data.every_step[one.dataset.run];
     if (one.open) paged(one.querySelector("div"), Object.keys(columns), Object.values(columns), "Every step");
   }));
+  // A timeline is a picture: it grows as a whole, and its holder scrolls.
+  document.querySelectorAll("[data-lanes]").forEach((button) => button.addEventListener("click", () => {
+    button.closest("section").querySelectorAll("svg.lanes").forEach((svg) => {
+      const factor = button.dataset.lanes === "larger" ? 1.5 : 1 / 1.5, width = Number(svg.getAttribute("width"));
+      svg.setAttribute("width", String(Math.round(Math.min(40000, Math.max(300, width * factor)))));
+    });
+  }));
   data.figures.forEach(make);
   const redraw = () => charts.forEach((c) => { if (c.isDrawn) c.draw(); });
   let waiting = 0;

@@ -27,6 +27,7 @@ from meshwright.report.figures import Figure, every_step, median_load_s, overlay
 from meshwright.report.pictures import draw_bars, draw_mesh
 from meshwright.report.plan_view import view_plan
 from meshwright.report.run_files import RunFiles, read_run
+from meshwright.report.step_picture import LEFT, TIME_COLUMNS, WIDTH, picture_step
 from meshwright.units import format_bytes, format_seconds
 
 __all__: list[str] = []
@@ -109,6 +110,7 @@ def render(runs: Sequence[RunFiles], *, compared: ComparedPlans | None = None, w
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"LEFT": LEFT, "WIDTH": WIDTH, "TIME_COLUMNS": [name for name, _ in TIME_COLUMNS]}
     environment.filters |= {"number": number_text, "short": short, "ratio": _ratio_text}
     views = [_run_view(run, f"run{index}", with_every_step=with_every_step) for index, run in enumerate(runs)]
     overlays = _overlays(runs)
@@ -130,8 +132,8 @@ def render(runs: Sequence[RunFiles], *, compared: ComparedPlans | None = None, w
         compared=compared,
         style=Markup(style),  # noqa: S704 - files of this package
         script=Markup(script),  # noqa: S704 - files of this package
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+        style_hash=csp_hash(style),
+        script_hash=csp_hash(script),
         data=Markup(json_for_html(data)),  # noqa: S704 - escaped for a script element
         version=metadata.version("meshwright"),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -199,7 +201,8 @@ def _asset(name: str) -> str:
     return resources.files("meshwright.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def csp_hash(text: str) -> str:
+    """Return the hash of a script or style, as a content security policy names it."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -232,10 +235,11 @@ def _run_view(run: RunFiles, key: str, *, with_every_step: bool) -> dict[str, An
         "plan": plan,
         "plan_view": view_plan(plan, record) if plan is not None else None,
         "mesh": draw_mesh(plan) if plan is not None else None,
+        "step": picture_step(run),
         "figures": run_figures(run, key),
         "every_step": every_step(run) if with_every_step else None,
         "facts": _facts(run),
-        "outcome": _outcome(run),
+        "outcome": outcome_of(run) or "not ended, or its end was not told: it may be running, or it was killed",
         "failures": [event for event in run.remarkable if event["event"] == "failed"],
         "history": [
             _history_line(event) for event in run.remarkable if event["event"] not in ("run_started", "failed")
@@ -314,8 +318,8 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     return facts
 
 
-def _outcome(run: RunFiles) -> str:
-    """Return how the run ended, as far as its events go."""
+def outcome_of(run: RunFiles) -> str | None:
+    """Return how the run ended, as its events tell it; None where they tell no end."""
     for event in reversed(run.remarkable):
         kind = event["event"]
         if kind in _OUTCOMES:
@@ -323,7 +327,7 @@ def _outcome(run: RunFiles) -> str:
             return f"{_OUTCOMES[kind]}{f': {short(cause)}' if cause else ''}"
         if kind in ("run_started", "resumed", "restarting"):
             break
-    return "not ended, or its end was not told: it may be running, or it was killed"
+    return None
 
 
 def _history_line(event: Mapping[str, Any]) -> str:

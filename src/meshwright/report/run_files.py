@@ -134,7 +134,7 @@ def read_json_file(path: Path, most_bytes: int = MOST_RECORD_BYTES) -> str | Non
         ConfigError: It is a link, not a regular file, too large, or not UTF-8.
         StorageError: It cannot be read.
     """
-    descriptor = _open(path)
+    descriptor = open_regular(path)
     if descriptor is None:
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -167,8 +167,13 @@ def number_of(value: object) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _open(path: Path) -> int | None:
-    """Open a regular file without following a link; None where there is none."""
+def open_regular(path: Path) -> int | None:
+    """Open a regular file without following a link; None where there is none.
+
+    Raises:
+        ConfigError: It is a link, or not a regular file.
+        StorageError: It cannot be opened.
+    """
     try:
         # Non-blocking: opening a named pipe would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -203,7 +208,7 @@ def _read_record(run: RunFiles) -> bool:
 
 def _read_events(run: RunFiles) -> bool:
     try:
-        descriptor = _open(run.path / EVENTS_FILE)
+        descriptor = open_regular(run.path / EVENTS_FILE)
     except ConfigError as error:
         run.problems.append(f"{EVENTS_FILE} was left out: {error.message}")
         return False
@@ -212,7 +217,7 @@ def _read_events(run: RunFiles) -> bool:
         return False
     with os.fdopen(descriptor, "rb") as file:
         try:
-            reader = _EventReader(run)
+            reader = EventReader(run)
             for number, line in _lines(file, run.problems):
                 reader.take(number, line)
         except OSError as error:
@@ -244,7 +249,13 @@ def _lines(file: Any, problems: list[str]) -> Iterator[tuple[int, bytes]]:
                     break
 
 
-class _EventReader:
+class EventReader:
+    """Takes a run's events into its numbers, one line after the other.
+
+    Args:
+        run: Where they go.
+    """
+
     def __init__(self, run: RunFiles) -> None:
         self._run = run
         self._num_damaged = 0

@@ -14,6 +14,7 @@ losses/         losses with exact weights, and what a loss is a mean over
 sentinels/      comparison of what ranks must have alike, during training
 checkpoints/    save_checkpoint and load_checkpoint
 result          result of a step
+step_trace      trace of some steps, of all ranks on one clock
 accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout

@@ -157,6 +157,7 @@ def apply_plan(
     )
     if recompute is not None:
         recompute.before = engine.before_layer
+        recompute.ledger = world.ledger
         sentinels.recompute = recompute
     if engine.is_prepared:
         pages.finish()

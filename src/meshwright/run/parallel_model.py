@@ -144,7 +144,7 @@ class ParallelModel:
         """
         number = self.num_steps
         switch = self.engine.switch
-        with switch.plain(), self.told("step"), self.stepper.casts.taken_in():
+        with self._recorded(), switch.plain(), self.told("step"), self.stepper.casts.taken_in():
             look_for_step(self)
             switch.moment.steps += 1
             self._number_draws(evaluates=False)
@@ -155,6 +155,11 @@ class ParallelModel:
             )
         self.num_steps += 1
         return result
+
+    def _recorded(self) -> contextlib.AbstractContextManager[object]:
+        recorder = self.ledger.recorder
+        step = self.num_steps + 1 + (0 if recorder is None else recorder.first_step)
+        return self.ledger.span("step", f"step {step}", {"step": step})
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """Return ``{"loss", "weight", "num_samples", "num_tokens"}`` of a global batch, without training on it.

@@ -156,7 +156,7 @@ class Stepper:
             on_phase("optimizer")
             if self.optimizer is not None:
                 guard_step_hooks(self.optimizer, engine.switch)
-                with self.gate.opened(), self._draws.together():
+                with engine.group.ledger.span("optimizer", "optimizer"), self.gate.opened(), self._draws.together():
                     self.optimizer.step()
                 engine.finish_step()
         if sums.buffers_changed:

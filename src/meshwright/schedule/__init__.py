@@ -8,6 +8,7 @@ halves    backward in halves
 pipeline  PipelineSchedule, the public class
 simulate  times of actions, and the bubble
 drawing   a schedule as text, as large as can be read
+svg       a schedule as a picture, for notebooks
 balance   the cut of a chain of layers into stages of equal work
 
 To add a schedule, touch `orders.py` alone; `pipeline.py` checks it.

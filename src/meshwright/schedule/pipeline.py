@@ -11,6 +11,8 @@ from meshwright.schedule import orders
 from meshwright.schedule.action import Action, ActionKind
 from meshwright.schedule.halves import unit_cost
 from meshwright.schedule.simulate import Simulation, first_stuck, peak_activations, walk
+from meshwright.schedule.svg import schedule_svg
+from meshwright.texts import html_block
 from meshwright.values import Problems, Value
 
 __all__: list[str] = []
@@ -209,6 +211,13 @@ class PipelineSchedule(Value):
             f"rank {rank:>{label}}: {' '.join(cell.ljust(width) for cell in row).rstrip()}"
             for rank, row in enumerate(grid)
         )
+
+    def _repr_html_(self) -> str:
+        """Return the schedule as a notebook shows it: drawn, with its bubble."""
+        simulation = self.simulate()
+        title = f"{self.kind}: {self.num_ranks} ranks, {self.num_micro_batches} micro-batches, "
+        title += f"idle for {simulation.bubble_fraction:.1%} with B twice as long as F"
+        return html_block(title, schedule_svg(self.actions, simulation))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; an action is its text."""

@@ -13,6 +13,8 @@ supported   the plans that this version can apply
 prediction  the expected cost of a step
 train       settings of a training beside the model
 record      the record of a run
+timeline    traced steps as a file
+rank_states what each rank of a run is doing, as a file
 
 To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """

@@ -11,6 +11,8 @@ from meshwright.errors import ConfigError
 from meshwright.mesh import MeshSpec
 from meshwright.spec.plan_text import format_line, parse_line, resolve_preset
 from meshwright.spec.prediction import Prediction
+from meshwright.texts import html_block, html_table
+from meshwright.units import format_bytes, format_seconds
 from meshwright.values import FrozenMap, Problems, Value
 
 __all__: list[str] = []
@@ -117,6 +119,24 @@ class Plan(Value):
             if field.name not in _DETAILS and getattr(self, field.name) != implied.get(field.name, field.default)
         }
         return format_line(differing)
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it: what it predicts, why it is laid out so, and where layers lie."""
+        facts: list[tuple[str, str]] = [("devices", str(self.num_devices))]
+        if self.prediction is not None:
+            facts += [
+                ("step, predicted", format_seconds(self.prediction.step_s)),
+                ("peak memory, predicted", format_bytes(self.prediction.peak_bytes)),
+            ]
+        parts = [html_table(["", ""], facts)]
+        if self.reasons:
+            parts.append(html_table(["why"], [[reason] for reason in self.reasons]))
+        places = [
+            (name, self.layouts.get(name, ""), self.stages.get(name, "")) for name in {**self.stages, **self.layouts}
+        ]
+        if places:
+            parts.append(html_table(["layer or tensor", "layout", "stage"], places))
+        return html_block(f"plan {self}", *parts)
 
     @classmethod
     def parse(cls, text: str, num_devices: int | None = None) -> Self:

@@ -5,6 +5,7 @@ The launching side checks the configuration without torch; every rank then runs 
 config/      the configuration and its checks
 data/        sources, order and loading of samples
 planning/    plans and predictions for a configuration on this machine
+loggers/     TensorBoard, Weights & Biases, MLflow, CSV
 session      the training loop, as every rank runs it
 opening      the applied model, its loaders and the event of its start
 checkpoints  checkpoints of a run, as its ranks take them
@@ -17,6 +18,8 @@ model_names  models that a command line names, described
 optim        optimizer, parameter groups and learning rate
 losses       losses that a configuration can name
 events       a run's folder
+tracing_run  trace of a run's steps
+states_file  what each rank is doing, once a second
 held_tensors listing of what each rank holds of each tensor
 lock         the lock of a folder
 progress     display of a run

@@ -10,6 +10,7 @@ Every event is one line of JSON with "event" and "time" (seconds since 1970). Ra
     resumed      in place of run_started, with the same fields; and step, checkpoint, skipped, notes
     saved        step, path, seconds until it was seen on the disk, stall_seconds that training waited, is_best;
                  save_failed: step, text, where the run goes on
+    traced       step, steps that trace.json holds, path, id of the file, seconds; trace_failed: step, text
     restarting   step, number, most, pause_s, exit_code, cause: ranks were lost and are started again
     stopped      step: asked to stop; finished: all steps done, or the time is over
     failed       rank, step, phase, type, text: from every rank that raised

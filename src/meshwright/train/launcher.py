@@ -33,10 +33,12 @@ from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.events import WARM_UP_STEPS, RunDirectory
 from meshwright.train.failures import one_line, report_failure
+from meshwright.train.loggers.fan_out import Loggers
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView
 from meshwright.train.restarts import Restarts, wait
+from meshwright.train.states_file import StatesFile
 
 __all__: list[str] = []
 
@@ -149,6 +151,10 @@ class _Run:
         path = self._config.run_directory
         with RunDirectory(path) as directory:
             self._directory = directory
+            self._states = StatesFile(path)
+            settings = json.loads(self._config.model_dump_json(exclude={"plan"}))
+            self._loggers = Loggers(self._config.train.log, path, self._config.run_name, settings)
+            self._states.remove()
             if directory.doubt:
                 sys.stderr.write(f"{clean(directory.doubt)}\n")
             resume = self._choose_start(directory, resume=resume)
@@ -172,6 +178,7 @@ class _Run:
                             self._view.close()
                             return self._report(StoppedOnRequest("stopped on request between two starts"))
                         resume = directory.has_checkpoints
+            self._loggers.close(has_failed=False)
             self._write_record(summaries)
             self._say_prediction(summaries)
             self._write_report()
@@ -264,10 +271,12 @@ class _Run:
             threads_per_rank=threads,
             timeout_s=self._config.train.timeout_s,
             on_event=self._on_event,
+            on_beats=self._states.note,
         )
 
     def _on_event(self, rank: int, event: dict[str, Any]) -> None:
         self._directory.write_event(event)
+        self._loggers.take(event)
         if event["event"] == "failed":
             self._failures[rank] = event
         elif event["event"] == "step":
@@ -353,6 +362,7 @@ class _Run:
             if remark:
                 sys.stderr.write(f"{remark}\n")
             code = report_failure(self._config, error, self._failures, last_step=self._last_step)
+        self._loggers.close(has_failed=not is_stop)
         try:  # afterwards: a disk that fails now is not what the run ended of
             self._write_record([])
             if not is_stop:

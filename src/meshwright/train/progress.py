@@ -139,6 +139,15 @@ class ProgressView:
         if "warning" in event:
             self.note(f"warning: {event['warning']}")
 
+    def _on_traced(self, event: dict[str, Any]) -> None:
+        self._flush()
+        left_out = f"; {event['num_left_out']:,} spans were left out" if event["num_left_out"] else ""
+        self.note(f"step {event['step']}: traced, {event['path']} ({format_seconds(event['seconds'])}{left_out})")
+
+    def _on_trace_failed(self, event: dict[str, Any]) -> None:
+        self._flush()
+        self.note(f"warning: step {event['step']}: no trace: {event['text']}")
+
     def _on_save_failed(self, event: dict[str, Any]) -> None:
         self._flush()
         self.note(f"warning: step {event['step']} was not saved: {event['text']}")

@@ -16,7 +16,7 @@ _CHANGEABLE = {
     "model": {"pretrained"},  # where it began; the directory may be gone
     "data": {"num_workers", "prefetch"},
     "train": {
-        *("steps", "max_seconds", "max_restarts", "timeout_s", "name", "directory", "print_every"),
+        *("steps", "max_seconds", "max_restarts", "timeout_s", "name", "directory", "print_every", "trace", "log"),
         *("plan", "devices", "micro_batches", "precision"),  # which make the plan
         *("eval_every", "eval_batches", "non_finite", "sentinel_every", "on_finding"),
     },

@@ -26,6 +26,7 @@ from meshwright.train.events import WARM_UP_STEPS
 from meshwright.train.held_tensors import join_ranks, list_parts
 from meshwright.train.opening import apply_config, endless, open_loader, start_event
 from meshwright.train.optim import LRSchedule
+from meshwright.train.tracing_run import RunTrace
 
 __all__: list[str] = []
 
@@ -187,11 +188,14 @@ class _Session:
         if eval_loader is not None and self._owes_evaluation():
             self._evaluate(model, eval_loader)
         batches = endless(self.config, train_loader)
+        trace = RunTrace(self.config, model, self.first_step)
         loop_began = step_began = time.perf_counter()
         try:
             while self.step < train.steps and self.stop_reason is None:
+                trace.begin_step(self.step + 1)
                 self._enter("load")
-                batch = next(batches)
+                with model.ledger.span("load", "load"):
+                    batch = next(batches)
                 lr = schedule.set_step(self.step)
                 self._enter("step")
                 waited = model.ledger.wait_s
@@ -204,6 +208,7 @@ class _Session:
                 self._note_step(result, lr, now - step_began, now - loop_began)
                 self._emit_all(checkpoints.look())
                 self.stop_reason, is_time = self._agree(model, checkpoints, now - loop_began)
+                self._emit_all(trace.end_step(self.step, is_end=self.stop_reason is not None))
                 is_last = self.step == train.steps or self.stop_reason == "max_seconds"
                 is_best = False
                 if eval_loader is not None and (is_last or self._evaluates_now()):
@@ -216,6 +221,7 @@ class _Session:
             self._enter("save")
             self._emit_all(checkpoints.finish())
         finally:
+            trace.close()
             batches.close()
         self._enter("end")
         kind = "stopped" if self.stop_reason == "request" else "finished"

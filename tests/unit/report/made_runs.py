@@ -27,7 +27,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "input", "br", "rect"):
+        if tag not in ("meta", "input", "br"):
             self.open_tags.append(tag)
         self._in_raw = tag if tag in ("script", "style") else self._in_raw
         if tag == "script":

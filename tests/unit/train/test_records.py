@@ -26,7 +26,7 @@ def train(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def train(num_steps, *, resume, error=None):
-        def launch(_function, _ranks, _config, _resume, *, threads_per_rank, timeout_s, on_event):
+        def launch(_function, _ranks, _config, _resume, *, threads_per_rank, timeout_s, on_event, on_beats):
             del threads_per_rank
             for step in range(1, num_steps + 1):
                 numbers = {

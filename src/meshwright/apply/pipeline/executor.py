@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import torch
 
@@ -13,9 +14,19 @@ from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.schedule import ActionKind, PipelineSchedule
+from meshwright.schedule.action import Action
 from meshwright.spec import Plan
 
 __all__: list[str] = []
+
+
+_KINDS: Final = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "input_grad",
+    ActionKind.WEIGHT_GRAD: "weight_grad",
+}
+"""Kinds of their spans."""
 
 
 def make_schedule(plan: Plan, num_micro_batches: int) -> PipelineSchedule:
@@ -65,13 +76,21 @@ class ScheduleExecutor(Generic[TermT]):
         """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
         last = len(self._actions) - 1
         for place, action in enumerate(self._actions):
-            if action.kind is ActionKind.FORWARD:
-                self._forward(action.stage, action.micro_batch)
-                continue
-            if place == last and self._arms_last:
-                self._arm()
-            self._backward(action.stage, action.micro_batch, action.kind)
+            with self._recorded(action):
+                if action.kind is ActionKind.FORWARD:
+                    self._forward(action.stage, action.micro_batch)
+                    continue
+                if place == last and self._arms_last:
+                    self._arm()
+                self._backward(action.stage, action.micro_batch, action.kind)
         return [self._terms[index] for index in sorted(self._terms)]
+
+    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[object]:
+        ledger = self._stages[action.stage].ledger
+        if ledger.recorder is None:
+            return contextlib.nullcontext()
+        details = {"stage": action.stage, "micro_batch": action.micro_batch}
+        return ledger.span(_KINDS[action.kind], str(action), details)
 
     def _forward(self, stage: int, index: int) -> None:
         micro_batch = self._work.micro_batches[index]

@@ -24,6 +24,7 @@ from meshwright.apply.pipeline.notes import (
 from meshwright.apply.pipeline.walking.stand_ins import Meta
 from meshwright.comm.communicator import Communicator, Pending
 from meshwright.comm.shm.transport_errors import WrongLengthError
+from meshwright.comm.spans import WAIT
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -200,13 +201,17 @@ class Post:
         tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         rank, tag = self._rank_of[route.source], self._tag(route)
         try:
-            self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait())
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank, tag).wait(), self._note_details(rank))
         except WrongLengthError:
             return None
         note = read_note(tensor)
         if note is not None and note.kind == FAILED:
             raise OtherStageError(f"stage {route.source} has failed while stage {route.target} was waiting for it")
         return note
+
+    def _note_details(self, rank: int | None = None) -> dict[str, Any] | None:
+        details = self.group.span_details(FRAME_BYTES, rank)
+        return None if details is None else details | {"note": True}
 
     def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.
@@ -223,7 +228,8 @@ class Post:
             self._notes.append((group.send([tensor], rank + 1, tag), tensor))
         if rank > 0:
             tensor = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait())
+            details = self._note_details(rank - 1)
+            self.group.run_waiting("receive", lambda: group.recv([tensor], rank - 1, tag).wait(), details)
             note = read_note(tensor)
             if note is None or note.num_calls != num_micro_batches:
                 theirs = "another number of" if note is None else note.num_calls
@@ -250,8 +256,10 @@ class Post:
     def finish(self) -> None:
         """Wait until everything sent has left."""
         self.finish_tensors()
-        while self._notes:
-            self._notes.popleft()[0].wait()
+        if self._notes:
+            with self.group.ledger.span(WAIT, "send", self._note_details()):
+                while self._notes:
+                    self._notes.popleft()[0].wait()
         self._is_under_way = False
 
     def begin(self) -> None:

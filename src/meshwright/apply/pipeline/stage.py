@@ -26,6 +26,7 @@ from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.stand_ins import Meta, value_of
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay
 from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
+from meshwright.comm.ledger import Ledger
 
 __all__: list[str] = []
 
@@ -86,6 +87,11 @@ class Stage:
         """Whether inputs are checked for what was sent, on all stages."""
         self.findings: list[Finding] = []
         """What was found in the inputs of this one."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank exchanges and does."""
+        return self._post.group.ledger
 
     def forward(self, micro_batch: int, run: Callable[[nn.Module], T], *, in_halves: bool = False) -> T | None:
         """Run this stage's part of a forward; tensors of other stages are stand-ins in what is returned.

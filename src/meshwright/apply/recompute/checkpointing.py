@@ -36,6 +36,7 @@ from meshwright.apply.recompute.repetition import Repetition
 from meshwright.apply.state.attributes import Attributes, Moment
 from meshwright.apply.state.outside import Elsewhere, Outside
 from meshwright.apply.state.random_states import PythonState
+from meshwright.comm.ledger import Ledger
 from meshwright.describe.layers import find_layers
 
 __all__: list[str] = []
@@ -55,6 +56,8 @@ class Recompute:
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.before: Callable[[nn.Module], None] | None = None
         """Called with a layer before its forward runs, again too; a strategy that shards makes its values whole then."""
+        self.ledger = Ledger()
+        """Records repeated forwards, where steps are traced."""
         self.writers = Writers()
         """The layers that write over their inputs."""
         self._inspected: nn.Module | None = None
@@ -106,6 +109,12 @@ class Recompute:
         self._inspected = None  # its first call in the step only, to keep the results of one call
         return Repetition(self._names.get(id(layer), ""), self._findings)
 
+    def recorded(self, layer: nn.Module) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose time is recorded as a repeated forward, where steps are traced."""
+        if self.ledger.recorder is None:
+            return self.ledger.span("recompute", "")
+        return self.ledger.span("recompute", self._names.get(id(layer)) or type(layer).__name__)
+
     def close(self) -> None:
         """Restore the layers' own classes."""
         for layer, original in self._changed:
@@ -154,7 +163,8 @@ def _run_twice(
     kept_args, kept_kwargs = inputs.kept
     inspection = owner.look_at(layer)
     state = owner.attributes_of(layer), owner.outside_of(layer)
-    twice = _Twice(run, state, inputs, type(layer).__name__, inspection)
+    again = functools.partial(owner.recorded, layer)
+    twice = _Twice(run, state, inputs, type(layer).__name__, inspection=inspection, again=again)
     # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.
     with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
         result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
@@ -209,6 +219,7 @@ class _Twice:
         inputs: Its inputs, which it may write over.
         name: The class of the layer, for messages.
         inspection: Compares the results of both runs; None without an inspection.
+        again: Makes the context that the repetition runs in.
     """
 
     def __init__(
@@ -217,8 +228,11 @@ class _Twice:
         state: tuple[Attributes, Outside | None],
         inputs: Inputs,
         name: str,
-        inspection: Repetition | None = None,
+        *,
+        inspection: Repetition | None,
+        again: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
+        self._again = again
         self._name = name
         self._run = run
         self._attributes, self._outside = state
@@ -230,7 +244,7 @@ class _Twice:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             args, kwargs = self._inputs.again(self._name, args, kwargs)
-            with self._attributes.as_of(self._before), self._elsewhere_as_before():
+            with self._again(), self._attributes.as_of(self._before), self._elsewhere_as_before():
                 result = self._run(*args, **kwargs)
             if self._inspection is not None:
                 self._inspection.compare(result)

@@ -17,7 +17,8 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.train import TrainSpec
-from meshwright.units import format_bytes
+from meshwright.texts import html_block, html_table
+from meshwright.units import format_bytes, format_seconds
 
 __all__: list[str] = []
 
@@ -43,6 +44,23 @@ class FoundPlans:
     """Rule -> the first degrees that it left out."""
     num_costed: int
     limit_bytes: float
+
+
+class RankedPlans(list[Plan]):
+    """Plans, the fastest first: a list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for rank, plan in enumerate(self, start=1):
+            cost = plan.prediction
+            cells = ("-",) * 4
+            if cost is not None:
+                mfu = "-" if cost.mfu is None else f"{cost.mfu:.0%}"
+                cells = (format_seconds(cost.step_s), format_bytes(cost.peak_bytes), f"{cost.bubble_fraction:.0%}", mfu)
+            rows.append((str(rank), str(plan), *cells))
+        why = [[reason] for reason in self[0].reasons] if self else []
+        parts = [html_table(["", "plan", "step", "memory", "bubble", "MFU"], rows)]
+        return html_block("plans, the fastest first", *parts, html_table([f"why {self[0]}"], why) if why else "")
 
 
 def make_plans(
@@ -82,7 +100,7 @@ def make_plans(
     if not found.fitting:
         raise _nothing_fits(found)
     base = dataclasses.replace(base_setup(spec, train), cut_by_work=True)
-    return [
+    return RankedPlans(
         plan_of(candidate, train).replace(
             prediction=costs.predict(setup_of(base, candidate.degrees, candidate.choice, train)),
             reasons=reasons_for(
@@ -94,7 +112,7 @@ def make_plans(
             ),
         )
         for candidate in found.fitting
-    ]
+    )
 
 
 def predict_plan(spec: ModelSpec, cluster: ClusterSpec, train: TrainSpec, plan: Plan) -> Prediction:

@@ -7,6 +7,7 @@ load       TOML and overrides, read and checked
 checks     rules beyond types
 imports    callables named in a configuration
 deepspeed  a DeepSpeed configuration beside the training's own
+traced_steps steps that a run records
 
 To add a key, add a field in `types.py`, and its rule in `checks.py`.
 """

@@ -21,7 +21,9 @@ from meshwright.spec.supported import refuse_unbuilt
 from meshwright.texts import is_directory, parse_json, read_text
 from meshwright.train.config.deepspeed import PlanRow, rows_of, settings_of
 from meshwright.train.config.imports import check_callable
+from meshwright.train.config.traced_steps import check_trace
 from meshwright.train.config.types import TrainConfig
+from meshwright.train.loggers.fan_out import require_packages
 
 __all__: list[str] = []
 
@@ -161,6 +163,8 @@ def check_config(config: TrainConfig) -> TrainConfig:
     _check_schedule(config)
     _check_loss(config)
     _check_checkpoint(config)
+    check_trace(config)
+    require_packages(config.train.log)
     notes = (*config.notes, *_warnings(config))
     return config.model_copy(update={"notes": notes})
 

@@ -37,6 +37,11 @@ def _read_plan(value: Any) -> Any:
     return Plan.from_dict(value) if isinstance(value, dict) else value
 
 
+def _step_as_text(value: Any) -> Any:
+    """Return one step, a whole number in TOML, as text."""
+    return str(value) if type(value) is int else value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, ser_json_inf_nan="constants"
@@ -156,6 +161,10 @@ class TrainSection(_Section):
     """A plan's line, a preset, "auto", a plan's JSON file, or a DeepSpeed configuration's."""
     devices: PositiveInt | None = None
     """How many devices a preset is spread over; None: this machine's cores."""
+    trace: Annotated[str | None, BeforeValidator(_step_as_text)] = None
+    """Steps that are recorded on all ranks, as in "10" or "10-12"; None: none."""
+    log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "csv"], ...], Field(strict=False)] = ()
+    """Where the numbers of steps and evaluations go beside events.jsonl."""
     print_every: NonNegativeInt | None = None
     """Steps between lines of progress; 0: none; None: a line every two seconds."""
     max_seconds: PositiveFloat | None = None

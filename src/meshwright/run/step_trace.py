@@ -1,0 +1,183 @@
+"""Trace of some steps: clocks compared, spans recorded on all ranks, gathered and written as one file (ADR 0026)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from meshwright._torch_private import cpu_backend_name
+from meshwright.checkpoint.durable import told_of, write_new_file
+from meshwright.comm.clocks import ClockReading, clock_name, read_clocks
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.spans import SpanRecorder
+from meshwright.errors import ApplyError
+from meshwright.run.parallel_model import ParallelModel
+from meshwright.spec.timeline import RankSpans, chrome_trace
+
+__all__: list[str] = []
+
+_TAG: Final = 2**31 - 3
+_PIECE_BYTES: Final = 4 << 20
+"""Largest message of a gather [bytes]."""
+
+
+class StepTrace:
+    """Records steps of a model on all ranks; every rank calls the same methods.
+
+    Args:
+        model: The model.
+        first_step: Steps that were done before this process began, for the steps' numbers [count].
+        clock: This rank's clock, which only moves forward [ns].
+        clock_name: Its name; ranks with one name share it.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        first_step: int = 0,
+        clock: Callable[[], int] = time.monotonic_ns,
+        clock_name: str = "",
+    ) -> None:
+        self._model = model
+        self._ledger = model.ledger
+        self._group = model.world.default_group
+        self._first_step = first_step
+        self._clock = clock
+        self._clock_name = clock_name
+        self._recorder: SpanRecorder | None = None
+        self._readings: list[ClockReading] = []
+        self._first_traced = 0
+
+    def begin(self) -> None:
+        """Compare clocks, and record from now on.
+
+        Raises:
+            ApplyError: Steps are being recorded already.
+            LostPeerError: A peer is gone.
+        """
+        if self._ledger.recorder is not None:
+            raise ApplyError("steps are being recorded already", fix="end that trace first")
+        self._readings = [self._read_clocks()]
+        self._first_traced = self._first_step + self._model.num_steps + 1
+        self._recorder = self._ledger.recorder = SpanRecorder(self._clock)
+        self._recorder.first_step = self._first_step
+        self._recorder.note_thread()  # the one that computes comes first
+
+    def stop(self) -> None:
+        """Stop recording; nothing is exchanged."""
+        self._ledger.recorder = None
+
+    def end(self, about: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Stop recording, and return the trace on rank 0, None on the others.
+
+        Args:
+            about: Further plain data for the trace's `otherData`.
+
+        Raises:
+            LostPeerError: A peer is gone.
+        """
+        self.stop()
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return None
+        self._readings.append(self._read_clocks())
+        mine = RankSpans(
+            rank=self._group.rank,
+            threads=recorder.threads,
+            spans=recorder.spans,
+            flights=[(one.name, one.begin, one.end, one.thread, one.details) for one in recorder.flights],
+            clock=[(one.at_ns, one.offset_ns, one.error_ns) for one in self._readings],
+            num_left_out=recorder.num_left_out,
+        )
+        with self._ledger.of_checks():
+            ranks = _gather(self._group, self._device, mine)
+        if ranks is None:
+            return None
+        last = self._first_step + self._model.num_steps
+        facts: dict[str, Any] = {
+            "id": secrets.token_hex(8),
+            "plan": str(self._model.plan),
+            "steps": list(range(self._first_traced, last + 1)),
+            "device": self._model.world.device.type,
+            "num_ranks": self._group.size,
+        }
+        return chrome_trace(ranks, facts | (about or {}))
+
+    def _read_clocks(self) -> ClockReading:
+        with self._ledger.of_checks():
+            return read_clocks(self._group, self._device, clock=self._clock, name=self._clock_name or clock_name())
+
+    @property
+    def _device(self) -> torch.device:
+        group = self._group.process_group
+        has_cpu = group is not None and bool(cpu_backend_name(group))
+        return torch.device("cpu") if has_cpu else self._model.world.device
+
+
+@contextlib.contextmanager
+def trace_steps(model: ParallelModel, path: str | Path) -> Iterator[None]:
+    """Record the steps taken inside the context, on all ranks, and write them as a Chrome trace; every rank enters it.
+
+    The file opens in https://ui.perfetto.dev and in chrome://tracing: forward and backward of each micro-batch, exchanges with
+    bytes and ranks, and waiting, of all ranks on one clock. Rank 0 writes it when the context ends. An exception inside leaves
+    no file.
+
+    Args:
+        model: The model.
+        path: The file; one that is there is replaced.
+
+    Raises:
+        ApplyError: Steps are being recorded already.
+        LostPeerError: A peer is gone.
+        StorageError: The file cannot be written.
+    """
+    trace = StepTrace(model)
+    trace.begin()
+    try:
+        yield
+    except BaseException:
+        trace.stop()
+        raise
+    found = trace.end()
+    if found is not None:
+        write_trace(found, Path(path))
+
+
+def write_trace(trace: dict[str, Any], path: Path) -> None:
+    """Write a trace; a reader sees the old file or the new one, never a part.
+
+    Raises:
+        StorageError: The disk is full or gone.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    write_new_file(partial, [json.dumps(trace, separators=(",", ":")).encode(), b"\n"])
+    with told_of(path, "rename"):
+        partial.replace(path)
+
+
+def _gather(group: Communicator, device: torch.device, mine: RankSpans) -> list[RankSpans] | None:
+    """Return what all ranks have, on rank 0; None on the others. One after the other: rank 0 holds what it needs."""
+    if group.group_rank > 0:
+        data = torch.frombuffer(bytearray(zlib.compress(mine.to_json().encode(), 1)), dtype=torch.uint8).to(device)
+        group.send(torch.tensor([data.numel()], dtype=torch.int64, device=device), 0, _TAG).wait()
+        for piece in data.split(_PIECE_BYTES):
+            group.send(piece, 0, _TAG).wait()
+        return None
+    found = [mine]
+    for source in range(1, group.size):
+        length = torch.zeros(1, dtype=torch.int64, device=device)
+        group.receive(length, source, _TAG)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+        for piece in data.split(_PIECE_BYTES):
+            group.receive(piece, source, _TAG)
+        found.append(RankSpans.from_json(zlib.decompress(bytes(data.cpu().numpy())).decode()))
+    return found

@@ -1,0 +1,142 @@
+"""Timeline of traced steps as a file: the Chrome trace event format, with what it has no place for in `otherData` (ADR 0026).
+
+Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, read 2026-11-25.
+
+A process is a rank; its thread 0 is the one that computes. Kinds of spans:
+
+    step         one optimizer step, all of the others inside
+    load         waiting for a batch
+    forward, backward, input_grad, weight_grad      a micro-batch, on a stage under a pipeline
+    recompute    a forward that backward repeats
+    optimizer    the update
+    wait         the thread stands still for an exchange, or a part of one
+    exchange     an exchange beside computation, from its start to when it was known to be over
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+__all__: list[str] = []
+
+TRACE_FILE: Final = "trace.json"
+FORMAT: Final = "meshwright timeline 1"
+KINDS: Final = (
+    *("step", "load", "forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer", "wait", "exchange"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpans:
+    """What one rank has recorded, on its own clock.
+
+    Args:
+        rank: The rank.
+        threads: Thread -> its name; the first computes.
+        spans: Kind, name, begin and end [ns], thread, details.
+        flights: Name, begin, end or None [ns], thread, details.
+        clock: Readings at the begin and at the end: own time, offset to rank 0's, bound of its error [ns].
+        num_left_out: Spans that there was no room for [count].
+    """
+
+    rank: int
+    threads: Mapping[int, str]
+    spans: Sequence[tuple[str, str, int, int, int, Mapping[str, Any] | None]]
+    flights: Sequence[tuple[str, int, int | None, int, Mapping[str, Any]]]
+    clock: Sequence[tuple[int, int, int]]
+    num_left_out: int = 0
+
+    def to_json(self) -> str:
+        """Return it as JSON, for another rank."""
+        # Without the copies of `asdict`: there may be 200,000 spans.
+        return json.dumps(
+            {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, separators=(",", ":")
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSpans:
+        """Read what `to_json` gave."""
+        data: dict[str, Any] = json.loads(text)
+        data["threads"] = {int(thread): name for thread, name in data["threads"].items()}
+        return cls(**data)
+
+
+def common_time(at: int, clock: Sequence[tuple[int, int, int]]) -> int:
+    """Return a rank's time on rank 0's clock; between two readings the offset moves evenly [ns].
+
+    >>> common_time(1500, [(1000, 10, 1), (2000, 20, 1)])
+    1515
+    """
+    (begin, first, _), (end, last, _) = clock[0], clock[-1]
+    if first == last or end <= begin:
+        return at + first
+    return at + first + (last - first) * (at - begin) // (end - begin)
+
+
+def chrome_trace(ranks: Iterable[RankSpans], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spans of all ranks as one Chrome trace.
+
+    Args:
+        ranks: What each has recorded.
+        about: Further plain data for `otherData`.
+    """
+    named: list[dict[str, Any]] = []
+    timed: list[tuple[int, int, dict[str, Any]]] = []
+    clocks: dict[str, dict[str, float]] = {}
+    num_left_out = 0
+    for one in ranks:
+        num_left_out += one.num_left_out
+        clocks[str(one.rank)] = {
+            "offset_s": one.clock[-1][1] / 1e9,
+            "error_s": max(error for _, _, error in one.clock) / 1e9,
+        }
+        named += _names(one)
+        timed += _timed(one)
+    begin = min((at for at, _, _ in timed), default=0)
+    timed.sort(key=lambda entry: entry[:2])  # what contains others stands before them
+    for at, _, event in timed:
+        event["ts"] = (at - begin) / 1e3
+    return {
+        "traceEvents": [*named, *(event for _, _, event in timed)],
+        "displayTimeUnit": "ms",
+        "otherData": {**about, "format": FORMAT, "clocks": clocks, "num_left_out": num_left_out},
+    }
+
+
+def _names(one: RankSpans) -> list[dict[str, Any]]:
+    rank = one.rank
+    events = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+    ]
+    for track, name in enumerate(one.threads.values()):
+        text = "computing" if track == 0 else name
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": text}})
+    return events
+
+
+def _timed(one: RankSpans) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return (time on the common clock, order among equals, event)."""
+    tracks = {thread: track for track, thread in enumerate(one.threads)}
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    for kind, name, begin, end, thread, details in one.spans:
+        at, until = common_time(begin, one.clock), common_time(end, one.clock)
+        event = {
+            "ph": "X",
+            "cat": kind,
+            "name": name,
+            "pid": one.rank,
+            "tid": tracks[thread],
+            "dur": (until - at) / 1e3,
+        }
+        found.append((at, at - until, event if details is None else event | {"args": dict(details)}))
+    last = max((end for _, _, _, end, _, _ in one.spans), default=0)
+    for number, (name, begin, end, thread, details) in enumerate(one.flights):
+        place = {"cat": "exchange", "name": name, "pid": one.rank, "tid": tracks[thread], "id": f"{one.rank}.{number}"}
+        at, until = (common_time(one_end, one.clock) for one_end in (begin, max(last, begin) if end is None else end))
+        args = dict(details) if end is not None else {**details, "end": "not seen"}
+        found += [(at, 0, {"ph": "b", **place, "args": args}), (until, 0, {"ph": "e", **place})]
+    return found
