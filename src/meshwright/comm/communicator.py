@@ -376,17 +376,12 @@ class Communicator:
         return [json.loads(bytes(part.cpu().numpy())) for part in parts]
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
-        if self.size == 1:
-            return
-        self.ledger.record("barrier", self.axis, 0, self.size)
-
-        def wait() -> None:
-            # The group's own limit holds, which lets the launching process report before the transport gives up.
-            if self.process_group is not None:
-                self.wait_for(self.process_group.barrier(dist.BarrierOptions()))
-
-        self.run_waiting("barrier", wait, self.span_details(0))
+        """Return when every rank of the group has called it."""
+        group = self.process_group
+        if group is not None:
+            self.run_waiting(
+                "barrier", lambda: self.wait_for(group.barrier(dist.BarrierOptions())), self.span_details(0)
+            )
 
 
 def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
