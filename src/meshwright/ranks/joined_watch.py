@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.ranks.agent import end_this_rank
@@ -35,6 +35,7 @@ _SILENT_PERIODS = 3.0
 """How long a rank that lives may tell nothing new, on a busy machine [periods]."""
 _UNREACHABLE_S = 3.0
 """From when on a store that has not answered counts as out of reach [s]."""
+_FAILED = "an exchange that has failed"
 HOST_KEY = "here"
 """Before the rank's number: where it says its host's name as it comes."""
 
@@ -89,6 +90,8 @@ class JoinedWatch:
         os.close(descriptor)
         self.pulse = Pulse(self._board, 0)
         """Where this rank notes its steps and waits."""
+        self.has_given_up: Callable[[], bool] = lambda: False
+        """Tells whether an exchange has failed here: this rank waits no more, and is not the one that others wait for."""
         self._pace = Pace(1)
         self._hosts: dict[int, str] = {}
         self._count = 0
@@ -141,6 +144,8 @@ class JoinedWatch:
             elif was is not None and was.count == told.count:
                 state = "gives no sign of life: it was killed or stopped, or its host cannot be reached"
                 silent.append(rank)
+            elif told.exchange == _FAILED:
+                state = "has waited in an exchange that has failed"
             elif not told.exchange:
                 state = "is in no exchange"
                 working.append(rank)
@@ -169,7 +174,8 @@ class JoinedWatch:
         beat = self._board.read(0)
         self._count += 1
         waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
-        told = _Told(self._count, beat.step, beat.phase, beat.collective, waiting_s, end, peer)
+        exchange = _FAILED if self.has_given_up() else beat.collective
+        told = _Told(self._count, beat.step, beat.phase, exchange, waiting_s, end, peer)
         self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
         is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
         self._answered_at = time.monotonic()
