@@ -36,6 +36,8 @@ _SILENT_PERIODS = 3.0
 _UNREACHABLE_S = 3.0
 """From when on a store that has not answered counts as out of reach [s]."""
 _FAILED = "an exchange that has failed"
+FAILURE_KEY = "failure"
+"""Where a rank tells why it fails, or who is missing."""
 HOST_KEY = "here"
 """Before the rank's number: where it says its host's name as it comes."""
 
@@ -92,6 +94,8 @@ class JoinedWatch:
         """Where this rank notes its steps and waits."""
         self.has_given_up: Callable[[], bool] = lambda: False
         """Tells whether an exchange has failed here: this rank waits no more, and is not the one that others wait for."""
+        self.has_news = False
+        """Whether a rank has told of its failure, or of one that is missing."""
         self._pace = Pace(1)
         self._hosts: dict[int, str] = {}
         self._count = 0
@@ -178,6 +182,7 @@ class JoinedWatch:
         told = _Told(self._count, beat.step, beat.phase, exchange, waiting_s, end, peer)
         self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
         is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
+        self.has_news = self._store.check([FAILURE_KEY])
         self._answered_at = time.monotonic()
         return is_given_up
 
