@@ -100,6 +100,7 @@ class JoinedWatch:
         self._hosts: dict[int, str] = {}
         self._count = 0
         self._answered_at = time.monotonic()
+        self._is_lost = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-joined-watch", daemon=True)
 
@@ -118,7 +119,7 @@ class JoinedWatch:
             return
         self._is_over.set()
         self._thread.join(2 * self.period_s)
-        if not self._thread.is_alive():  # else it waits for a store that is out of reach
+        if not self._is_lost and not self._thread.is_alive():  # else it waits for a store that is out of reach
             with contextlib.suppress(RuntimeError):
                 self._tell(end, missing[0] if missing else None)
                 for rank in missing:
@@ -167,7 +168,8 @@ class JoinedWatch:
                 if self._tell():
                     break
             except RuntimeError:
-                return  # the store is gone, or its connection was lost: it answers no more
+                self._is_lost = True  # the store is gone, or its connection was lost: it answers no more
+                return
             self._warn_if_late(time.monotonic())
         else:
             return
