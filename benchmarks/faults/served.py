@@ -64,7 +64,7 @@ class Servers:
             for pid in set(host.processes()) - own:
                 with contextlib.suppress(OSError):
                     name = Path(f"/proc/{pid}/comm").read_text().strip()
-                    if name.startswith("rank"):
+                    if name.startswith("rank") and Path(f"/proc/{pid}/cmdline").read_bytes():  # else it has ended
                         found[int(name[4:])] = pid
         return found
 

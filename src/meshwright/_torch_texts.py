@@ -18,6 +18,7 @@ _PEER_GONE = (
     "connection refused",
     "timed out waiting",
     "timed out after",
+    "application timeout caused pair closure",  # gloo, of exchanges that another one's timeout has ended
     "wait timeout",
     "broken pipe",
     "read error",

@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import json
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ class Calls:
         """Models that plans were applied to, as far as the ranks have compared notes [count]."""
         self.has_given_up = False
         """Whether an exchange has ended in an error here, or was left behind: the groups are of no use any more."""
+        self.hears_of_failure: Callable[[], bool] = lambda: False
+        """Tells whether a rank of this job has failed outside of any call."""
 
     def during(self, kind: str, model: int = 0) -> _PeerCall:
         """Return the context of one call; an exception that leaves it is told to the other ranks.
@@ -132,6 +135,9 @@ class Calls:
             if seen and (told := self.others_error()) is not None:
                 self.has_given_up = True
                 raise told from LostPeerError("an exchange over gloo waits for it", rank=self._rank)
+            if self.hears_of_failure():
+                self.has_given_up = True
+                raise LostPeerError("an exchange over gloo waits, and a rank has told of its failure", rank=self._rank)
             seen = self.has_news()  # a message that it had started to send may still arrive
 
     def has_news(self) -> bool:

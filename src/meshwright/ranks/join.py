@@ -158,7 +158,8 @@ def _world_around(
 
 def _watch(store: Store, address: tuple[str, int], place: Place) -> JoinedWatch:
     """Return the watch of a joined rank, which has begun."""
-    watch = JoinedWatch(store.clone(), place.rank, place.world_size)
+    clone = getattr(store, "clone", None)  # not in torch's stubs
+    watch = JoinedWatch(store if clone is None else clone(), place.rank, place.world_size)
     limit_connections(*address, _STORE_PATIENCE_S)
     watch.start()
     return watch

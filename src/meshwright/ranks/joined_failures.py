@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.errors import LostPeerError, RankNote, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
-from meshwright.ranks.joined_watch import Missing
+from meshwright.ranks.joined_watch import FAILURE_KEY, Missing
 from meshwright.ranks.world import leave_group
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_KEY = "failure"
 _READERS_KEY = "failure readers"
 _NEWS_PATIENCE_S = 2.0
 _MAX_TEXT = 20_000
@@ -49,6 +48,8 @@ def sharing(world: World) -> Iterator[None]:
         if missing is None:
             news, missing = _cause(world, world.store)
             if news is not None:
+                if world.rank == 0:
+                    _linger(world.store, news.get("readers", 0))
                 raise _explained(world, error, news) from error
         if missing is not None:
             raise _named(world, error, missing) from error
@@ -84,10 +85,11 @@ def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: i
     Returns:
         Whether this one counts: the first does.
     """
-    text = json.dumps({**news, "text": news["text"][:_MAX_TEXT], "traceback": news["traceback"][-_MAX_TEXT:]})
+    shortened = {"text": news["text"][:_MAX_TEXT], "traceback": news["traceback"][-_MAX_TEXT:]}
+    text = json.dumps({**news, **shortened, "readers": num_readers})
     is_first = True
     with contextlib.suppress(RuntimeError):
-        is_first = store.compare_set(_KEY, "", text) == text.encode()
+        is_first = store.compare_set(FAILURE_KEY, "", text) == text.encode()
     if news["type"] == _MISSING:
         world.calls.tell_missing(news["rank"], news["text"])
     # This may wait for exchanges of other threads; since the process is about to end, it need not finish.
@@ -114,10 +116,10 @@ def _news(store: Store, patience_s: float) -> dict[str, Any] | None:
     """Return the failing rank's error; None if none is published in time."""
     try:
         if patience_s:
-            store.wait([_KEY], datetime.timedelta(seconds=patience_s))
-        elif not store.check([_KEY]):
+            store.wait([FAILURE_KEY], datetime.timedelta(seconds=patience_s))
+        elif not store.check([FAILURE_KEY]):
             return None
-        news = json.loads(store.get(_KEY))
+        news = json.loads(store.get(FAILURE_KEY))
         store.set(f"{_READERS_KEY} {store.add(_READERS_KEY, 1)}", "read")
     except (RuntimeError, ValueError):
         return None

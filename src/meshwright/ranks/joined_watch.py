@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.ranks.agent import end_this_rank
@@ -35,6 +35,9 @@ _SILENT_PERIODS = 3.0
 """How long a rank that lives may tell nothing new, on a busy machine [periods]."""
 _UNREACHABLE_S = 3.0
 """From when on a store that has not answered counts as out of reach [s]."""
+_FAILED = "an exchange that has failed"
+FAILURE_KEY = "failure"
+"""Where a rank tells why it fails, or who is missing."""
 HOST_KEY = "here"
 """Before the rank's number: where it says its host's name as it comes."""
 
@@ -89,10 +92,15 @@ class JoinedWatch:
         os.close(descriptor)
         self.pulse = Pulse(self._board, 0)
         """Where this rank notes its steps and waits."""
+        self.has_given_up: Callable[[], bool] = lambda: False
+        """Tells whether an exchange has failed here: this rank waits no more, and is not the one that others wait for."""
+        self.has_news = False
+        """Whether a rank has told of its failure, or of one that is missing."""
         self._pace = Pace(1)
         self._hosts: dict[int, str] = {}
         self._count = 0
         self._answered_at = time.monotonic()
+        self._is_lost = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-joined-watch", daemon=True)
 
@@ -111,7 +119,7 @@ class JoinedWatch:
             return
         self._is_over.set()
         self._thread.join(2 * self.period_s)
-        if not self._thread.is_alive():  # else it waits for a store that is out of reach
+        if not self._is_lost and not self._thread.is_alive():  # else it waits for a store that is out of reach
             with contextlib.suppress(RuntimeError):
                 self._tell(end, missing[0] if missing else None)
                 for rank in missing:
@@ -141,6 +149,8 @@ class JoinedWatch:
             elif was is not None and was.count == told.count:
                 state = "gives no sign of life: it was killed or stopped, or its host cannot be reached"
                 silent.append(rank)
+            elif told.exchange == _FAILED:
+                state = "has waited in an exchange that has failed"
             elif not told.exchange:
                 state = "is in no exchange"
                 working.append(rank)
@@ -158,7 +168,8 @@ class JoinedWatch:
                 if self._tell():
                     break
             except RuntimeError:
-                return  # the store is gone, or its connection was lost: it answers no more
+                self._is_lost = True  # the store is gone, or its connection was lost: it answers no more
+                return
             self._warn_if_late(time.monotonic())
         else:
             return
@@ -169,9 +180,11 @@ class JoinedWatch:
         beat = self._board.read(0)
         self._count += 1
         waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
-        told = _Told(self._count, beat.step, beat.phase, beat.collective, waiting_s, end, peer)
+        exchange = _FAILED if self.has_given_up() else beat.collective
+        told = _Told(self._count, beat.step, beat.phase, exchange, waiting_s, end, peer)
         self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
         is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
+        self.has_news = self._store.check([FAILURE_KEY])
         self._answered_at = time.monotonic()
         return is_given_up
 

@@ -115,6 +115,9 @@ class World:
         self.calls = Calls(rank, store)
         """What the ranks are in the middle of; exchanges that wait look there for a rank that has raised."""
         default_group.calls = self.calls
+        if watch is not None:
+            watch.has_given_up = lambda: self.calls.has_given_up
+            self.calls.hears_of_failure = lambda: watch.has_news
         self.is_launched = link is not None
         self.on_event: Callable[[int, dict[str, Any]], None] | None = None
         """Where `emit` goes in a world that was joined, not launched; None drops the events."""

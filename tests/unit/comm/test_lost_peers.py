@@ -18,6 +18,7 @@ _IN_A_CALLBACK = f"Got the following error when running the callback: {PeerGoneE
         (LostPeerError("in other words"), True),
         (RuntimeError(_IN_A_CALLBACK), True),
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),  # the second wait of a rank beyond a cut wire
         (RuntimeError("all_reduce over shared memory: rank 1 is gone"), False),  # our words say nothing
         (DisagreementError("timed out after a read error"), False),
         (WrongLengthError("socket closed", 3), False),

@@ -58,6 +58,15 @@ def test_a_rank_that_works_is_missing_where_all_live(watches: list[JoinedWatch])
     assert watches[0].find_missing().ranks == (2,)
 
 
+def test_ranks_whose_exchange_has_failed_too_are_not_missing(watches: list[JoinedWatch]) -> None:
+    # All that wait for one rank reach their limit in the same moment, and wait no more.
+    for rank in (0, 1, 3):
+        watches[rank].has_given_up = lambda: True
+    missing = watches[0].find_missing()
+    assert missing.ranks == (2,)
+    assert "rank 1 on host0 has waited in an exchange that has failed" in missing.text
+
+
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
