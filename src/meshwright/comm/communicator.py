@@ -376,12 +376,14 @@ class Communicator:
         return [json.loads(bytes(part.cpu().numpy())) for part in parts]
 
     def barrier(self) -> None:
-        """Return when every rank of the group has called it."""
+        """Return when every rank has called it."""
         group = self.process_group
-        if group is not None:
-            self.run_waiting(
-                "barrier", lambda: self.wait_for(group.barrier(dist.BarrierOptions())), self.span_details(0)
-            )
+        if group is None:
+            return
+        self.ledger.record("barrier", self.axis, 0, self.size)
+        # The group's own limit holds, which lets the launching process report before the transport gives up.
+        options = dist.BarrierOptions()
+        self.run_waiting("barrier", lambda: self.wait_for(group.barrier(options)), self.span_details(0))
 
 
 def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
