@@ -16,7 +16,12 @@ checkpoints/    save_checkpoint and load_checkpoint
 result          result of a step
 accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks
-gate            refusal of loops that exchange nothing
+gate            refusal of optimizer steps that nothing was exchanged for
+arrivals        refusal of gradients that nothing would exchange
+own_loop        forward, backward and optimizer as calls of a user's own loop
+own_backward    comparison of such a backward between the ranks
+gather_batch    rows of all ranks of a batch, with gradients
+loss_graph      which models and parameters a loss comes from
 autocast        autocast around a step
 diagnose        origin of a NaN, and the error that names it
 put_back        what a step puts back
