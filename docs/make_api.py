@@ -25,7 +25,16 @@ ERRORS = "Errors"
 CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Training": (
         "meshwright",
-        ("apply_plan", "ParallelModel", "StepResult", "Loss", "make_loader", "split_batch", "GradientAccumulation"),
+        (
+            "apply_plan",
+            "ParallelModel",
+            "StepResult",
+            "Loss",
+            "make_loader",
+            "split_batch",
+            "gather_batch",
+            "GradientAccumulation",
+        ),
     ),
     "Checkpoints": ("meshwright", ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint")),
     "Plans and descriptions": (

@@ -54,15 +54,19 @@ def test_backward_and_optimizer_of_the_scripts_own_are_refused(plan: str) -> Non
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
 @pytest.mark.parametrize("way", list(jobs.OWN_GRADIENTS))
 def test_gradients_that_nobody_exchanges_are_refused_where_they_arrive(plan: str, way: str) -> None:
-    if way == "penalty" and plan == "tp=2":
-        return  # a sum over a part is refused before
-    refused(jobs.own_gradients, 2, plan, way, word="a backward of the script's own")
+    # What takes a part itself is refused before.
+    word = (
+        "needs the whole tensor"
+        if plan == "tp=2" and way in ("penalty", "inner_step")
+        else "a backward of the script's own"
+    )
+    refused(jobs.own_gradients, 2, plan, way, word=word)
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_loss_that_trains_parameters_of_no_model_is_refused(own: bool) -> None:
     refused(jobs.foreign_head, 2, "dp=2", own, word="that is in no model under a plan")
-    assert testing.run_ranks(jobs.foreign_head, 2, "tp=2", False)
+    assert testing.run_ranks(jobs.foreign_head, 2, "tp=2", False) == [True, True]
 
 
 def test_replicas_refuse_an_own_loop_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +62,7 @@ class OptimizerGate:
         self._optimizer = optimizer
         self._plan, self._fix = "", FIX
         self._module: nn.Module | None = None
-        self._is_open = True
+        self._is_shut = self._is_in_step = False
         self._undo: Callable[[], None] | None = None
         self._arrivals: GradientArrivals | None = None
         self.own: StepsByHand | None = None
@@ -77,7 +77,7 @@ class OptimizerGate:
         if isinstance(optimizer, torch.optim.Optimizer):
             # A hook, not a replaced `step`, which learning rate schedulers wrap and whose calls they count.
             hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-            self._undo = lambda: [hook.remove() for hook in hooks] and None
+            self._undo = functools.partial(_remove, hooks)
         elif optimizer is not None:
             step = optimizer.step
 
@@ -103,38 +103,38 @@ class OptimizerGate:
             takes_own_loops: Whether `model.backward` is there.
             has_ranks: Whether gradients are exchanged between ranks.
         """
-        self._is_open, self._module, self._plan = False, module, plan
+        self._is_shut, self._module, self._plan = True, module, plan
         self._fix = FIX if takes_own_loops else FIX_STEP
         _PLANS[module] = plan
         if has_ranks:
             self._arrivals = GradientArrivals(module, switch, plan, self._fix)
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_open:
-            if self.own is None or not self.has_own_gradients:
-                raise ApplyError(
-                    f"{type(self._optimizer).__name__}.step() was called outside of model.step() under the plan "
-                    f"'{self._plan}', and without model.backward(): gradients are summed over its devices there alone, so each "
-                    "would train on its own share of the batch",
-                    fix=self._fix,
-                )
+        if not self._is_in_step and self.own is not None and self.has_own_gradients:
             given = [item for item in (*args, *kwargs.values()) if item is not self._optimizer]
             self.own.before_optimizer(next(iter(given), None))
+        elif not self._is_in_step and self._is_shut:
+            raise ApplyError(
+                f"{type(self._optimizer).__name__}.step() was called outside of model.step() under the plan "
+                f"'{self._plan}', and without model.backward(): gradients are summed over its devices there alone, so each "
+                "would train on its own share of the batch",
+                fix=self._fix,
+            )
         if self.before_step is not None:
             self.before_step()
 
     def _after(self, *_: Any) -> None:
-        if not self._is_open and self.own is not None:
+        if not self._is_in_step and self.own is not None:
             self.own.after_optimizer()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Allow the optimizer to step inside the context."""
-        before, self._is_open = self._is_open, True
+        before, self._is_in_step = self._is_in_step, True
         try:
             yield
         finally:
-            self._is_open = before
+            self._is_in_step = before
 
     def close(self) -> None:
         """Remove the gate's hooks."""
@@ -144,8 +144,13 @@ class OptimizerGate:
             _PLANS.pop(self._module, None)
         if self._arrivals is not None:
             self._arrivals.close()
-        self._undo, self._module, self._arrivals, self._is_open = None, None, None, True
+        self._undo, self._module, self._arrivals, self._is_shut = None, None, None, False
         self.before_step = self.own = None
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _NoBackward(torch.autograd.Function):

@@ -44,8 +44,9 @@ class LossGraph:
 def mark_outputs(outputs: Any, mark: ForwardMark) -> None:
     """Mark the graph nodes of a call's outputs."""
     for tensor in tensors_in(outputs):
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_KEY] = mark
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata[_KEY] = mark
 
 
 def graph_of(tensors: Iterable[Tensor]) -> LossGraph:

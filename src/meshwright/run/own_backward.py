@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from meshwright.apply.engine import Engine
 from meshwright.errors import ApplyError
 from meshwright.run.agreement import raise_first
-from meshwright.run.loss_graph import LossGraph, foreign_error
+from meshwright.run.loss_graph import LossGraph, foreign_error, foreign_parameters
 from meshwright.run.losses.loss import Loss
 from meshwright.run.sentinels.digest import digest_text
-
-if TYPE_CHECKING:
-    from meshwright.run.own_loop import OwnLoop
+from meshwright.spec import Plan
 
 __all__: list[str] = []
 
@@ -25,7 +24,27 @@ _BITS = 20
 """Of a description that ranks compare: sums of its squares are exact in float64."""
 
 
-class OwnBackward:
+class TakesPart(Protocol):
+    """A model of an own loop, as the comparison sees it; see `own_loop.OwnLoop`."""
+
+    number: int
+    plan: Plan
+    engine: Engine
+    num_updates: int
+    has_looked_at_graph: bool
+
+    @property
+    def is_over_several_batches(self) -> bool: ...
+
+    def holds(self, parameter: torch.Tensor) -> bool: ...
+
+    def find_switched(self) -> str | None: ...
+
+
+LoopT = TypeVar("LoopT", bound=TakesPart)
+
+
+class OwnBackward(Generic[LoopT]):
     """One call of `model.backward` on this rank, and what all ranks bring to it.
 
     Args:
@@ -38,11 +57,11 @@ class OwnBackward:
 
     def __init__(
         self,
-        loop: OwnLoop,
+        loop: LoopT,
         loss: torch.Tensor | Loss,
         weight: float | torch.Tensor | None,
         graph: LossGraph,
-        live: Sequence[OwnLoop],
+        live: Sequence[LoopT],
     ) -> None:
         self._loop = loop
         self._is_mean = not isinstance(loss, Loss)
@@ -55,7 +74,7 @@ class OwnBackward:
         """The models whose parameters may get gradients, in one order on all ranks."""
         self._broken = self._find_broken(graph, has_weight=isinstance(loss, Loss) or weight is not None)
         numbers = [
-            (other.number, sum(mark.loop() is other for mark in graph.marks), find_switched(other)) for other in owned
+            (other.number, sum(mark.loop() is other for mark in graph.marks), other.find_switched()) for other in owned
         ]
         self._description = json.dumps([loop.number, self._is_mean, str(self._value.dtype), numbers])
 
@@ -87,8 +106,14 @@ class OwnBackward:
         return self._find_foreign(graph) or self._find_unlike(graph)
 
     def _find_foreign(self, graph: LossGraph) -> ApplyError | None:
+        if not self._loop.is_over_several_batches:
+            return None  # its gradient is the same on all ranks
         foreign = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]
         foreign = [leaf for leaf in foreign if not any(other.holds(leaf) for other in self.loops)]
+        if not foreign and not self._loop.has_looked_at_graph:  # inside of the models' forwards, too
+            known = [parameter for other in self.loops for parameter in other.engine.parameters]
+            foreign = foreign_parameters(self._value, known)
+            self._loop.has_looked_at_graph = not foreign
         return foreign_error(foreign[0], str(self._loop.plan)) if foreign else None
 
     def _find_unlike(self, graph: LossGraph) -> ApplyError | None:
@@ -160,8 +185,3 @@ class OwnBackward:
         total = self._total / self._loop.engine.copies
         share = self._weight / total if self._is_mean else 1.0 / total
         return torch.full_like(self._value, share)
-
-
-def find_switched(loop: Any) -> str | None:
-    """Return a parameter whose `requires_grad` was switched since the last step or backward, or None."""
-    return loop.stepper.find_switched()

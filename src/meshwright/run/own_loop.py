@@ -23,7 +23,7 @@ from meshwright.run.agreement import Agreement
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.loss_graph import ForwardMark, graph_of, mark_outputs
 from meshwright.run.losses.loss import Loss
-from meshwright.run.own_backward import OwnBackward, find_switched
+from meshwright.run.own_backward import OwnBackward
 from meshwright.run.put_back import in_training_mode
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
@@ -67,6 +67,8 @@ class OwnLoop:
         self._wants_stop = wants_stop
         self._on_phase = on_phase
         self._on_update = on_update
+        self.has_looked_at_graph = False
+        """Whether all of a loss's graph has been walked through once."""
         self._value = 0.0
         self._norm_is_finite = False
         self._around_step: contextlib.ExitStack | None = None
@@ -88,7 +90,7 @@ class OwnLoop:
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter is this model's."""
-        return any(parameter is own for own in self.engine.module.parameters())
+        return any(parameter is own for own in self.engine.parameters)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -148,9 +150,10 @@ class OwnLoop:
                 f"several {'stages' if self.plan.pp > 1 else 'threads'}",
                 fix=FIX_PLAN,
             )
-        if not self.has_ranks:
-            return _backward_alone(loss, retain_graph=retain_graph)
         self._leave_step()
+        if not self.has_ranks:
+            self.stepper.gate.has_own_gradients, self._norm_is_finite = True, False
+            return _backward_alone(loss, retain_graph=retain_graph)
         self._on_phase("backward")
         value = loss.sum if isinstance(loss, Loss) else loss
         graph = graph_of([value])
@@ -171,8 +174,12 @@ class OwnLoop:
 
     def follow_switched(self) -> None:
         """Follow a change of `requires_grad`, made on every rank."""
-        if find_switched(self) is not None:
+        if self.find_switched() is not None:
             self.stepper.accept_switched()
+
+    def find_switched(self) -> str | None:
+        """Return a parameter whose `requires_grad` was switched since the last step or backward, or None."""
+        return self.stepper.find_switched()
 
     def refuse_running_hooks(self, has_earlier: bool) -> None:
         """Refuse a hook that one device would call with the sum of this backward's gradients and earlier ones."""
@@ -235,16 +242,15 @@ class OwnLoop:
         """Have ranks agree on the step, and look at the gradients; called by the gate."""
         stepper, engine = self.stepper, self.engine
         self._leave_step()
-        if closure is not None:
+        if closure is not None and self.has_ranks:
             raise ApplyError(
                 f"the optimizer's step was given a closure under the plan '{self.plan}': it would run backward inside of the "
                 "step, and exchange nothing",
                 fix="run forward and model.backward(loss) before model.optimizer.step()",
             )
         self._on_phase("optimizer")
-        stack = contextlib.ExitStack()
-        stack.enter_context(engine.switch.plain())
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(engine.switch.plain())
             stepper.sentinels.begin_step()
             agreement = self._agree(None, moved=engine.buffers_changed())
             agreement.wait()
@@ -252,13 +258,11 @@ class OwnLoop:
             self._buffers_moved = agreement.buffers_moved
             stepper.sentinels.compare_if_due()
             engine.drop_cleared_gradients()
-            self._look_at_norm()
+            if closure is None:
+                self._look_at_norm()
             guard_step_hooks(stepper.optimizer, engine.switch)
             stack.enter_context(stepper.common_draws())
-        except BaseException:
-            stack.close()
-            raise
-        self._around_step = stack
+            self._around_step = stack.pop_all()
 
     def _look_at_norm(self) -> None:
         stepper, engine = self.stepper, self.engine

@@ -98,8 +98,8 @@ class ParallelModel:
         return self.engine.module
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer over the module's parameters."""
+    def optimizer(self) -> Any:
+        """The optimizer over the module's parameters: a torch.optim.Optimizer, or what is like one; None where there is none."""
         return self.stepper.optimizer
 
     @property
@@ -251,7 +251,7 @@ class ParallelModel:
         It is torch.nn.utils.clip_grad_norm_ over all ranks' parts.
 
         Args:
-            max_norm: Above 0.
+            max_norm: The largest 2-norm that stays, above 0 [units of the gradient].
 
         Returns:
             The norm before, equal on every rank.

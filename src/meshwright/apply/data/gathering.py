@@ -365,7 +365,7 @@ class Gathering(OwnGathering):
 
     def learn(self) -> None:
         """Make the first rank's first step (of those with samples) the order of all ranks. Every rank calls it."""
-        if not self._is_learning:
+        if not self._is_learning or self._everything_whole:
             return
         everyone = self._group.all_gather_json(self._events, device=torch.device("cpu"))
         lead = next((events for events in everyone if any(events.values())), None)

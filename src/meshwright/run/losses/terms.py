@@ -75,11 +75,12 @@ class LossTerms:
 
     def _look_at_graph(self, value: torch.Tensor) -> None:
         """Refuse a first loss that trains parameters outside of the model: ranks would not exchange their gradients."""
-        self._has_looked_at_graph = True
         engine = self._engine
         if engine.group.size > 1 and self.watch.failure is None:
-            foreign = foreign_parameters(value, engine.module.parameters())
+            # Not the module's own list: under ZeRO-3 a look into it gathers everything.
+            foreign = foreign_parameters(value, engine.parameters)
             self.watch.failure = foreign_error(foreign[0], engine.switch.moment.plan) if foreign else None
+        self._has_looked_at_graph = self.watch.failure is None
 
     def first_run(self, part: Any) -> FirstRun:
         """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""
