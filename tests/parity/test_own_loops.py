@@ -26,6 +26,8 @@ PLANS = [
     ("dp=2,zero=3,whole_below=1", 2),
     ("dp=3,zero=3,whole_below=1", 3),
     ("tp=2", 2),
+    ("tp=2,recompute=full", 2),
+    ("dp=2,zero=3,whole_below=1,recompute=full", 2),
     ("dp=2,tp=2", 4),
     ("dp=2,tp=2,zero=3,whole_below=1", 4),
 ]
@@ -131,3 +133,12 @@ def test_an_example_has_one_devices_losses(example: str, plan: str) -> None:
 def run_example(name: str, plan: str) -> list[float]:
     path = pathlib.Path(__file__).parents[2] / "examples" / "loops" / f"{name}.py"
     return runpy.run_path(str(path))["train"](plan, steps=3, samples=9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
+def test_buffers_follow_rank_0_and_steps_are_counted(plan: str) -> None:
+    (state, num_steps), (other, _) = testing.run_ranks(jobs.with_buffers, 2, plan)
+    assert num_steps == jobs.STEPS
+    assert state["1.num_batches_tracked"] == jobs.STEPS
+    for name, value in state.items():
+        assert torch.equal(value, other[name]), name

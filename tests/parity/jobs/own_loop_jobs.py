@@ -307,3 +307,20 @@ def empty_share(plan: str) -> Found:
         x, y = batch_of(1)
         told.append(model.backward((model(x) - y).square().mean(), weight=len(x)))
         return {"told": told, "gradients": gradients, "second": _seen(model)}
+
+
+def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
+    """Train a model with running statistics, and a scheduler; return its state and its steps."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).double()
+
+    with mw.apply_plan(build, plan, optimizer=Sgd) as model:
+        scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, gamma=0.5)
+        for step in range(STEPS):
+            x, y = mw.split_batch(batch_of(step), model)
+            model.zero_grad()
+            model.backward((model(x) - y).square().mean(), weight=len(x))
+            model.optimizer.step()
+            scheduler.step()
+        return model.full_state_dict(), model.num_steps
