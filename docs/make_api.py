@@ -32,6 +32,7 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
             "Loss",
             "make_loader",
             "split_batch",
+            "gather_batch",
             "GradientAccumulation",
             "trace_steps",
         ),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshwright.run.applying import apply_plan
     from meshwright.run.checkpoints.loading import load_checkpoint
     from meshwright.run.checkpoints.saving import save_checkpoint, wait_for_checkpoint
+    from meshwright.run.gather_batch import gather_batch
     from meshwright.run.losses.loss import Loss
     from meshwright.run.parallel_model import ParallelModel
     from meshwright.run.result import StepResult
@@ -92,6 +93,7 @@ __all__ = [
     "compare_plans",
     "current_world",
     "describe_model",
+    "gather_batch",
     "join_world",
     "launch",
     "load_checkpoint",
@@ -142,6 +144,7 @@ _NAMES_OF_MODULE: Final = {
     "describe.describing": ("describe_model",),
     "run.checkpoints.loading": ("load_checkpoint",),
     "run.checkpoints.saving": ("save_checkpoint", "wait_for_checkpoint"),
+    "run.gather_batch": ("gather_batch",),
     "run.losses.loss": ("Loss",),
     "run.applying": ("apply_plan",),
     "run.parallel_model": ("ParallelModel",),

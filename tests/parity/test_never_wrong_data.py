@@ -42,15 +42,31 @@ def equal_on_ranks(plan: str, change: Any, **options: Any) -> None:
 # -- own loops -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
-def test_an_optimizer_steps_inside_of_step_alone(plan: str) -> None:
-    refused(jobs.own_loop, 2, plan, word="outside of model.step()")
-
-
-@pytest.mark.parametrize("plan", ["dp=2,zero=2", ZERO3, "pp=2"])
-def test_outputs_without_a_graph_say_so_in_backward(plan: str) -> None:
-    refused(jobs.own_loop, 2, plan, word="backward was called on outputs of model(...)")
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", ZERO3, "tp=2", "pp=2"])
+def test_backward_and_optimizer_of_the_scripts_own_are_refused(plan: str) -> None:
+    word = {"pp=2": "outputs come without a graph", ZERO3: "model.backward()"}.get(
+        plan, "a backward of the script's own"
+    )
+    refused(jobs.own_loop, 2, plan, word=word)
     refused(jobs.step_alone, 2, plan, word="outside of model.step()")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
+@pytest.mark.parametrize("way", list(jobs.OWN_GRADIENTS))
+def test_gradients_that_nobody_exchanges_are_refused_where_they_arrive(plan: str, way: str) -> None:
+    # What takes a part itself is refused before.
+    word = (
+        "needs the whole tensor"
+        if plan == "tp=2" and way in ("penalty", "inner_step")
+        else "a backward of the script's own"
+    )
+    refused(jobs.own_gradients, 2, plan, way, word=word)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loss_that_trains_parameters_of_no_model_is_refused(own: bool) -> None:
+    refused(jobs.foreign_head, 2, "dp=2", own, word="that is in no model under a plan")
+    assert testing.run_ranks(jobs.foreign_head, 2, "tp=2", False) == [True, True]
 
 
 def test_replicas_refuse_an_own_loop_too() -> None:

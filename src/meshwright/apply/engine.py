@@ -17,6 +17,7 @@ from meshwright.apply.gradient_sums import GradientExit
 from meshwright.apply.held_state import HeldPart, whole_parts
 from meshwright.apply.norm import squares_of, total_norm, values_of
 from meshwright.apply.one_by_one import run_one_by_one
+from meshwright.apply.own_passes import OwnPasses
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
@@ -30,7 +31,7 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
-class Engine:
+class Engine(OwnPasses):
     """A module placed on its device(s), and the exchange of its gradients.
 
     The step calls, in this order: `begin_step`, `run`, `finish_gradients`, and after the optimizer `finish_step` and
@@ -136,11 +137,6 @@ class Engine:
         """Return this rank's values of a tensor that a module has just given, plain; None where another rank has them."""
         with without_function_modes():
             return tensor.detach()
-
-    @property
-    def outputs_have_graph(self) -> bool:
-        """Whether a backward could be run from what `forward` returns, though it would exchange nothing."""
-        return True
 
     @property
     def deals_parameters_out(self) -> bool:

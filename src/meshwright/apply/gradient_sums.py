@@ -61,3 +61,11 @@ def _dense_term(parameter: nn.Parameter) -> torch.Tensor:
     if gradient is None:
         return torch.zeros_like(parameter, requires_grad=False)
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def sum_term(shards: Communicator, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the ranks' terms of one gradient, which leaves while backward runs; of a sparse one, dense."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    total = dense.clone(memory_format=torch.contiguous_format)
+    shards.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+    return total

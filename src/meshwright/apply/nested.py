@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.gradient_sums import GradientExit
+from meshwright.apply.own_passes import OwnPasses
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -17,19 +18,20 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 
-def _handed_on(name: str, *, from_the_start: bool = False) -> Any:
+def _handed_on(name: str, *, from_the_start: bool = False, base: type[OwnPasses] = Engine) -> Any:
     """Return a method of `Engine` that asks the inner engine.
 
     Args:
         name: The name in `Engine`.
         from_the_start: Whether the base class answers while there is no inner engine; else that is an error.
+        base: The class that describes the method.
     """
-    base = vars(Engine)[name]
+    described = vars(base)[name]
 
-    @functools.wraps(base)
+    @functools.wraps(described)
     def ask(self: OuterEngine, *args: Any, **kwargs: Any) -> Any:
         if from_the_start and not self.is_prepared:
-            return base(self, *args, **kwargs)
+            return described(self, *args, **kwargs)
         return getattr(self.inner, name)(*args, **kwargs)
 
     return ask
@@ -110,10 +112,6 @@ class OuterEngine(Engine):
         return self.inner.gradients_leave
 
     @property
-    def outputs_have_graph(self) -> bool:
-        return self.inner.outputs_have_graph
-
-    @property
     def num_walks(self) -> int:
         return self.inner.num_walks
 
@@ -137,6 +135,13 @@ class OuterEngine(Engine):
     leave_out_step = _handed_on("leave_out_step")
     load_compression_state = _handed_on("load_compression_state")
     held_tensors = _handed_on("held_tensors")
+    gradient_holders = _handed_on("gradient_holders", base=OwnPasses)
+    drop_cleared_gradients = _handed_on("drop_cleared_gradients", base=OwnPasses)
+    drop_gradients = _handed_on("drop_gradients", base=OwnPasses)
+    take_gradients = _handed_on("take_gradients", base=OwnPasses)
+    begin_own_backward = _handed_on("begin_own_backward", base=OwnPasses)
+    end_own_backward = _handed_on("end_own_backward", base=OwnPasses)
+    end_own_exchange = _handed_on("end_own_exchange", base=OwnPasses)
     take_held_state = _handed_on("take_held_state", from_the_start=True)
     held_state = _handed_on("held_state", from_the_start=True)
     generators = _handed_on("generators", from_the_start=True)

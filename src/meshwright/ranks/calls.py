@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients", "save", "load")
+KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients", "save", "load", "backward")
 """Calls that all ranks make together, and in which code of the user's may run."""
 _MAX_TEXT = 4000
 _LOOK_EVERY = datetime.timedelta(milliseconds=100)

@@ -20,7 +20,12 @@ optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
 draws_of_work   random numbers of one step
-gate            refusal of loops that exchange nothing
+gate            refusal of optimizer steps that nothing was exchanged for
+arrivals        refusal of gradients that nothing would exchange
+own_loop        forward, backward and optimizer as calls of a user's own loop
+own_backward    comparison of such a backward between the ranks
+gather_batch    rows of all ranks of a batch, with gradients
+loss_graph      which models and parameters a loss comes from
 autocast        autocast around a step
 diagnose        origin of a NaN, and the error that names it
 put_back        what a step puts back

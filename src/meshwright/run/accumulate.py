@@ -56,7 +56,8 @@ class GradientAccumulation:
             raise ApplyError(
                 f"GradientAccumulation was given a model under the plan '{plan}', whose gradients are summed over its devices "
                 "in model.step() alone",
-                fix=f"add micro_batches={accumulation_steps} to the plan and call model.step(batch)",
+                fix=f"add micro_batches={accumulation_steps} to the plan and call model.step(batch), or call "
+                "model.backward(loss) several times before model.optimizer.step()",
             )
         self.model = model
         self.optimizer = optimizer

@@ -166,7 +166,11 @@ def apply_plan(
     if example_batch is not None:
         stepper.prepare(example_batch)
     if engine.everyone.size > 1 or engine.num_replicas > 1:
-        gate.shut(module, str(plan))
+        gate.shut(
+            *(module, str(plan), engine.switch),
+            takes_own_loops=engine.takes_own_loops,
+            has_ranks=engine.everyone.size > 1,
+        )
     axes = {name: getattr(plan, name) for name in ("tp", "pp") if getattr(plan, name) > 1}
     axes |= {"zero": plan.zero} if plan.zero and plan.dp > 1 else {}
     if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):

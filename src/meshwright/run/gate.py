@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.errors import ApplyError
+from meshwright.run.arrivals import GradientArrivals
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
 FIX = (
     "call model.step(batch), which runs forward, loss, backward and the optimizer (micro_batches= in the plan accumulates); "
-    "for a loop of your own use the plan 'single', or torch's DistributedDataParallel without apply_plan"
+    "in a loop of your own call model.backward(loss, weight=n) in place of loss.backward(), then model.optimizer.step()"
+)
+FIX_STEP = (
+    "call model.step(batch), which runs forward, loss, backward and the optimizer (micro_batches= in the plan accumulates); "
+    "for a loop of your own use a plan of dp, zero and tp"
 )
 
 _PLANS: weakref.WeakKeyDictionary[nn.Module, str] = (
@@ -31,8 +37,20 @@ def plan_over(module: object) -> str | None:
     return _PLANS.get(module) if isinstance(module, nn.Module) else None
 
 
+class StepsByHand(Protocol):
+    """An own loop, as its gate uses it."""
+
+    def before_optimizer(self, closure: Any) -> None:
+        """Prepare for the optimizer's step."""
+        ...
+
+    def after_optimizer(self) -> None:
+        """Take over what the optimizer has written."""
+        ...
+
+
 class OptimizerGate:
-    """Allows an optimizer to step only inside `Stepper.step`, once it is shut.
+    """Allows an optimizer to step only inside `Stepper.step`, or on gradients of `model.backward`, once it is shut.
 
     It is created before an engine adds hooks to the optimizer, so that it refuses before anything is exchanged.
 
@@ -42,10 +60,15 @@ class OptimizerGate:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._plan = ""
+        self._plan, self._fix = "", FIX
         self._module: nn.Module | None = None
-        self._is_open = True
+        self._is_shut = self._is_in_step = False
         self._undo: Callable[[], None] | None = None
+        self._arrivals: GradientArrivals | None = None
+        self.own: StepsByHand | None = None
+        """The own loop over the model."""
+        self.has_own_gradients = False
+        """Whether the gradients are those of `model.backward`."""
         self.before_step: Callable[[], None] | None = None
         """Called before each step of the optimizer, whoever calls that."""
         self._attach(optimizer)
@@ -53,47 +76,65 @@ class OptimizerGate:
     def _attach(self, optimizer: Any) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             # A hook, not a replaced `step`, which learning rate schedulers wrap and whose calls they count.
-            self._undo = optimizer.register_step_pre_hook(self._check).remove
+            hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+            self._undo = functools.partial(_remove, hooks)
         elif optimizer is not None:
             step = optimizer.step
 
             @functools.wraps(step)
             def checked(*args: Any, **kwargs: Any) -> Any:
-                self._check()
-                return step(*args, **kwargs)
+                self._before(optimizer, args, kwargs)
+                result = step(*args, **kwargs)
+                self._after()
+                return result
 
             optimizer.step = checked
             self._undo = functools.partial(setattr, optimizer, "step", step)
 
-    def shut(self, module: nn.Module, plan: str) -> None:
-        """Refuse steps outside `opened` from now on.
+    def shut(
+        self, module: nn.Module, plan: str, switch: ShardSwitch, *, takes_own_loops: bool, has_ranks: bool
+    ) -> None:
+        """Refuse steps outside `opened`, and gradients of the script's own, from now on.
 
         Args:
             module: The module that the optimizer trains.
-            plan: The plan, for the error.
+            plan: The plan, for errors.
+            switch: Tells whether the engine computes, or the user's code runs.
+            takes_own_loops: Whether `model.backward` is there.
+            has_ranks: Whether gradients are exchanged between ranks.
         """
-        self._is_open, self._module, self._plan = False, module, plan
+        self._is_shut, self._module, self._plan = True, module, plan
+        self._fix = FIX if takes_own_loops else FIX_STEP
         _PLANS[module] = plan
+        if has_ranks:
+            self._arrivals = GradientArrivals(module, switch, plan, self._fix)
 
-    def _check(self, *_: Any) -> None:
-        if not self._is_open:
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_in_step and self.own is not None and self.has_own_gradients:
+            given = [item for item in (*args, *kwargs.values()) if item is not self._optimizer]
+            self.own.before_optimizer(next(iter(given), None))
+        elif not self._is_in_step and self._is_shut:
             raise ApplyError(
                 f"{type(self._optimizer).__name__}.step() was called outside of model.step() under the plan "
-                f"'{self._plan}': gradients are summed over its devices in model.step() alone, so each would train on its "
-                "own share of the batch",
-                fix=FIX,
+                f"'{self._plan}', and without model.backward(): gradients are summed over its devices there alone, so each "
+                "would train on its own share of the batch",
+                fix=self._fix,
             )
         if self.before_step is not None:
             self.before_step()
 
+    def _after(self, *_: Any) -> None:
+        if not self._is_in_step and self.own is not None:
+            self.own.after_optimizer()
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Allow the optimizer to step inside the context."""
-        before, self._is_open = self._is_open, True
+        before, self._is_in_step = self._is_in_step, True
         try:
             yield
         finally:
-            self._is_open = before
+            self._is_in_step = before
 
     def close(self) -> None:
         """Remove the gate's hooks."""
@@ -101,8 +142,15 @@ class OptimizerGate:
             self._undo()
         if self._module is not None:
             _PLANS.pop(self._module, None)
-        self._undo, self._module, self._is_open = None, None, True
-        self.before_step = None
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._undo, self._module, self._arrivals, self._is_shut = None, None, None, False
+        self.before_step = self.own = None
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _NoBackward(torch.autograd.Function):
@@ -116,9 +164,9 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise ApplyError(
-            f"backward was called on outputs of model(...) under the plan '{ctx.plan}': other ranks hold parts of the "
-            "values, and outputs come without a graph",
-            fix=FIX,
+            f"backward was called on outputs of model(...) under the plan '{ctx.plan}': outputs come without a graph, since "
+            "forward and backward are one work of several stages or threads there",
+            fix=FIX_STEP,
         )
 
 

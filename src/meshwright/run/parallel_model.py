@@ -23,6 +23,8 @@ from meshwright.ranks.world import World
 from meshwright.run.building.paged_build import PagedBuild
 from meshwright.run.checkpoints.background import BackgroundSave, close, let_go, look_for_step
 from meshwright.run.gate import without_backward
+from meshwright.run.losses.loss import Loss
+from meshwright.run.own_loop import OwnLoop
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
@@ -33,6 +35,11 @@ __all__: list[str] = []
 def _memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
     dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}.values())
+
+
+def _count_step(model: ParallelModel | None) -> None:
+    if model is not None:
+        model.num_steps += 1
 
 
 class ParallelModel:
@@ -69,8 +76,14 @@ class ParallelModel:
         """A save under way beside training."""
         own = weakref.ref(self)
         stepper.gate.before_step = lambda: let_go(own())
+        self._own_loop = OwnLoop(
+            *(stepper, plan, self._number),
+            wants_stop=world.stop_requested,
+            on_phase=lambda phase: world.report_progress(0 if (model := own()) is None else model.num_steps, phase),
+            on_update=lambda: _count_step(own()),
+        )
         self.num_steps = 0
-        """Calls of `step` so far [count]."""
+        """Calls of `step`, and steps of the optimizer in an own loop, so far [count]."""
 
     @property
     def plan(self) -> Plan:
@@ -86,8 +99,8 @@ class ParallelModel:
         return self.engine.module
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer over the module's parameters."""
+    def optimizer(self) -> Any:
+        """The optimizer over the module's parameters: a torch.optim.Optimizer, or what is like one; None where there is none."""
         return self.stepper.optimizer
 
     @property
@@ -185,15 +198,88 @@ class ParallelModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for these inputs, on this rank alone; "data_parallel" gathers its devices'.
 
-        Under tensor parallelism the ranks that share layers call this together, with the same inputs; under ZeRO-3 all do.
+        Under tensor parallelism the ranks that share layers call this together, with the same inputs; under ZeRO-2 and 3, and
+        wherever a backward follows, all do.
 
-        It is for outputs. `step` trains: a backward from here would exchange nothing, so the optimizer refuses to step.
+        The outputs are for `backward`, which exchanges gradients; a plain ``loss.backward()`` is refused. Pipelines and
+        "data_parallel" give outputs without a graph. Under `torch.no_grad` none has one.
         """
-        with self.engine.switch.plain(), self.told("forward"):
-            outputs = self.stepper.forward(args, kwargs)
-        has_graph = self.engine.outputs_have_graph
-        is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
-        return outputs if has_graph or not is_trained else without_backward(outputs, str(self._plan))
+        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        engine = self.engine
+        with engine.switch.plain(), self.told("forward"), self.stepper.casts.taken_in():
+            if not is_trained or not (self._own_loop.has_ranks or engine.num_replicas > 1):
+                return self.stepper.forward_in_dtype(args, kwargs)
+            if engine.takes_own_loops:
+                return self._own_loop.forward(args, kwargs)
+            with torch.no_grad():
+                outputs = self.stepper.forward_in_dtype(args, kwargs)
+        return without_backward(outputs, str(self._plan))
+
+    def loss(self, batch: Any) -> Loss:
+        """Return the loss of this rank's share by `loss_fn`, with its graph and what it counts, for `backward`.
+
+        Args:
+            batch: This rank's share, of at least one sample; as for `step`, without being cut into micro-batches.
+
+        Raises:
+            ConfigError: The share has no samples.
+            ApplyError: The loss is not a mean over samples, or nothing can be cut as the plan wants it.
+        """
+        with self.engine.switch.plain(), self.told("forward"), self.stepper.casts.taken_in():
+            return self._own_loop.loss(batch)
+
+    def backward(
+        self,
+        loss: torch.Tensor | Loss,
+        *,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> float:
+        """Add to the gradients what ``loss.backward()`` adds on one device with the global batch; every rank calls it.
+
+        What follows reads whole gradients: `clip_grad_norm`, `full_gradients`, ``parameter.grad`` where ranks hold whole ones,
+        and ``model.optimizer.step()``. Gradients stay until `zero_grad`, or the optimizer's, so several calls before a step add
+        up. Where the loss comes from several models under plans, all of them get gradients, as in torch.
+
+        Args:
+            loss: A mean over this rank's share, a scalar computed from outputs of ``model(...)``; or
+                ``meshwright.Loss(sum, weight)``.
+            weight: What the mean is taken over on this rank, samples or valid labels [count]; 0 where the share is empty.
+                Needed where ranks have different shares (dp > 1) and the loss is a mean.
+            retain_graph: Whether another backward through this graph follows.
+
+        Returns:
+            The loss of the global batch, equal on every rank.
+
+        Raises:
+            ApplyError: The plan has no own loops (pp, data_parallel); ranks run different losses; the loss has no graph or no
+                weight, trains parameters of no model under a plan, or comes from parameters that were updated since.
+        """
+        with self.engine.switch.plain(), self.told("backward"):
+            look_for_step(self)
+            return self._own_loop.backward(loss, weight, retain_graph=retain_graph)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the whole model's gradient to a 2-norm of at most `max_norm`; every rank calls it after `backward`.
+
+        It is torch.nn.utils.clip_grad_norm_ over all ranks' parts.
+
+        Args:
+            max_norm: The largest 2-norm that stays, above 0 [units of the gradient].
+
+        Returns:
+            The norm before, equal on every rank.
+
+        Raises:
+            ConfigError: `max_norm` is not above 0.
+        """
+        with self.engine.switch.plain(), self.told("gradients"):
+            return self._own_loop.clip_grad_norm(max_norm)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients of an own loop."""
+        with self.engine.switch.plain():
+            self._own_loop.zero_grad()
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the plain model's state dict: its own FQNs, full CPU tensors, copies; on every rank."""
@@ -269,6 +355,7 @@ class ParallelModel:
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
         close(self.saving)
+        self._own_loop.close()
         self.engine.switch.close()
         self.stepper.close()
         if self._pages is not None:

@@ -25,15 +25,15 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.model_guard import ModelGuard, OptimizerGuard
 from meshwright.apply.norm import clip_
 from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
-from meshwright.describe.batches import BatchSplitter, count_tokens
-from meshwright.errors import CorruptionError, NonFiniteError
+from meshwright.describe.batches import BatchSplitter, count_tokens, model_inputs
+from meshwright.errors import ApplyError, ConfigError, CorruptionError, NonFiniteError
 from meshwright.ranks.allocator import memory_returned
 from meshwright.run.agreement import Agreement, raise_first
 from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
-from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.loss import Loss, LossRule, LossTerm
 from meshwright.run.losses.settle import ModelWatch, enough_samples, settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
@@ -112,6 +112,7 @@ class Stepper:
         """Take one optimizer step on this rank's share; every rank calls it, also with None for an empty share."""
         start = time.perf_counter()
         engine = self.engine
+        self.gate.has_own_gradients = False
         parts = self._micro_batches(batch)
         engine.refuse_lost_writes()
         self._prepare(parts)
@@ -188,10 +189,15 @@ class Stepper:
         """Return the module's outputs; the strategy may look at the model here first, as at the first batch."""
         if self.engine.is_prepared:
             return self.engine.forward(args, kwargs)
-        self._refuse_early_change()
+        self.refuse_early_change()
         outputs = self.engine.forward(args, kwargs)
-        self._is_prepared()
+        self.is_now_prepared()
         return outputs
+
+    def forward_in_dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of `forward` in the dtype of the plan, or of the user's autocast."""
+        with self.casts.in_forward():
+            return self.forward(args, kwargs)
 
     def when_prepared(self, run: Callable[[], None]) -> None:
         """Run something once the strategy has looked at its first batch."""
@@ -207,7 +213,7 @@ class Stepper:
         self.sentinels.forget_state()
         self.engine.note_buffers()
 
-    def _refuse_early_change(self) -> None:
+    def refuse_early_change(self) -> None:
         """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
         broken = self._guard.find_change()
         told = self.engine.everyone.all_gather_json(broken and broken.message, device=self.engine.device)
@@ -217,7 +223,7 @@ class Stepper:
         if self.engine.is_prepared:
             self._settle_loss(parts)
             return
-        self._refuse_early_change()
+        self.refuse_early_change()
         with memory_returned():
             self._settle_loss(parts)
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
@@ -225,7 +231,7 @@ class Stepper:
                 self.engine.prepare(self._terms.first_run(parts[0]) if parts else None)
                 if self.draws is not None:
                     self.draws.learn_cut(self.splitter, self._try_term)
-            self._is_prepared()
+            self.is_now_prepared()
 
     def _draws_of(self, kind: str) -> DrawsOfWork | None:
         return None if self.draws is None else DrawsOfWork(self.draws, kind, self.splitter)
@@ -248,7 +254,8 @@ class Stepper:
         )
         self._learn_draws(parts)
 
-    def _is_prepared(self) -> None:
+    def is_now_prepared(self) -> None:
+        """Take note that the strategy has looked at a first batch."""
         self._watch()  # a strategy may have taken parameters out
         while self._waiting:
             self._waiting.pop()()
@@ -306,11 +313,53 @@ class Stepper:
         may_be_told = switched is not None or knows_first
         if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
-            self._guard.accept_trainable()
-            self.engine.refresh_trainable()
+            self.accept_switched()
         if may_try and agreement.has_changed:
             self._watch_model.refuse_mixing(parts)
         return agreement
+
+    # -- own loops ------------------------------------------------------------------------------------------------
+
+    def own_loss(self, batch: Any, forward: Callable[..., Any]) -> Loss:
+        """Return the loss of this rank's share with what it counts; `forward(args, kwargs)` runs the model."""
+        if not self.splitter.count(batch):
+            raise ConfigError(
+                "model.loss() was given a share without samples",
+                fix="give every rank of an own loop at least one sample, or use model.step(batch)",
+            )
+        part = move_to(batch, self.engine.device)
+        self._prepare([part])
+        weight = self.rule.known_weight(part)
+        self._watch_loss.begin(batch, is_due=False)
+        outputs = forward(*model_inputs(part))
+        with self.engine.switch.user_code(), self._terms.autocast():
+            term = self._terms.empty(outputs) if not weight else self.rule.term(outputs, part, weight)
+            with self.engine.group.ledger.of_checks():
+                self._watch_loss.look(outputs, part)
+        if self._watch_loss.failure is not None:
+            raise self._watch_loss.failure
+        return Loss(term.value * term.weight if term.is_mean else term.value, term.weight)
+
+    def find_change(self) -> ApplyError | None:
+        """Return why this rank's model or optimizer cannot be trained, or None."""
+        return self._guard.find_change() or self._optimizer_guard.find_change()
+
+    def find_switched(self) -> str | None:
+        """Return a parameter whose `requires_grad` was switched since it was last accepted, or None."""
+        return self._guard.find_switched()
+
+    def accept_switched(self) -> None:
+        """Follow a change of `requires_grad`, made on every rank."""
+        self._guard.accept_trainable()
+        self.engine.refresh_trainable()
+
+    def guard_hooks(self) -> None:
+        """Guard the user's hooks on gradients that were registered since the last step."""
+        self._hooks.guard()
+
+    def common_draws(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the optimizer draws alike on all ranks."""
+        return self._draws.together()
 
     # -- what is not finite -------------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ from tests.parity import harness
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.gradient_sums import sum_gradients
-from meshwright.apply.tensor.engine import sum_term
+from meshwright.apply.gradient_sums import sum_gradients, sum_term
 from meshwright.ranks.join import join_world
 
 

@@ -13,6 +13,7 @@ unit_parameters  choice of each unit's parameters
 flat_unit        one unit: its flat memory, pieces for the optimizer, reduction
 flat             offsets of parameters in a unit's flat memory (no tensors)
 gathering        ZeRO-3: units gathered when needed, in one order on all ranks
+own_gathering    whole units for what a script drives
 exchange_order   that order, as lists of numbers
 requests         units needed beyond the order, agreed on per phase
 lookup_hooks     callbacks for the lookup of a parameter

@@ -147,6 +147,7 @@ class GradientBuckets:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.buckets: list[Bucket] = []
         self._is_armed = False
+        self._is_awaited = False
         self._is_learning = True
         self._arrivals: list[int] = []
         self._learned_order: list[int] | None = None
@@ -202,7 +203,11 @@ class GradientBuckets:
         self._num_launched = 0
         self._arrivals = []
         self._taken.clear()
-        self._is_armed = False
+        self._is_armed = self._is_awaited = False
+
+    def wait_for_end(self) -> None:
+        """Have the next backward reduce nothing before its end, and show no order: its graph may be of several models."""
+        self._is_awaited = True
 
     def _learn_order(self) -> None:
         seen = set(self._arrivals)
@@ -270,7 +275,7 @@ class GradientBuckets:
             self._launch_next()
         for bucket in self.buckets:
             bucket.finish(scale)
-        if self._is_learning and self.buckets:
+        if self._is_learning and self.buckets and not self._is_awaited:
             self._learn_order()
 
     def refuse_taken(self) -> None:

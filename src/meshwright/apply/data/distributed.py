@@ -14,6 +14,7 @@ from meshwright.apply.data.expected_bytes import CopiesForecast
 from meshwright.apply.data.unbucketed import LooseGradients
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.norm import squares_of
+from meshwright.apply.own_passes import Kept
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.choose import make_reducer
@@ -83,6 +84,16 @@ class DistributedEngine(DataParallelEngine):
     def begin_step(self) -> None:
         super().begin_step()
         self._buckets.begin_step()
+
+    def take_gradients(self) -> Kept:
+        kept = super().take_gradients()
+        if isinstance(self._buckets, LooseGradients):
+            return kept
+        return [(holder, gradient.clone()) for holder, gradient in kept]  # the next exchange writes over the buckets
+
+    def begin_own_backward(self, *, is_alone: bool) -> None:
+        super().begin_own_backward(is_alone=is_alone)
+        self._buckets.wait_for_end()
 
     def arm(self) -> None:
         self._buckets.arm()

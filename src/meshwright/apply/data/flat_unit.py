@@ -13,6 +13,7 @@ from meshwright._torch_private import foreach_add_, foreach_mul_
 from meshwright.apply.data.buckets import dense_stride
 from meshwright.apply.data.flat import FlatLayout, Span
 from meshwright.apply.data.sharding import Sharding
+from meshwright.apply.shards.classes import known_facts
 from meshwright.comm.communicator import Pending
 from meshwright.comm.compression.reducer import Exchange, GradientSet, GradientSpec, Reducer
 from meshwright.errors import ApplyError
@@ -224,6 +225,13 @@ class FlatUnit:
             parameter.grad = None
         for piece in self.pieces:
             piece.tensor.grad = None
+
+    def drop_cleared_gradients(self) -> None:
+        """Drop the pieces' gradients of parameters whose `.grad` a script has set to None since the last exchange."""
+        for piece in self.pieces:
+            facts = known_facts(self.parameters[piece.span.index])
+            if facts is not None and facts.cleared_in == facts.moment.steps:
+                piece.tensor.grad = None
 
     @property
     def is_ready(self) -> bool:

@@ -29,6 +29,7 @@ from meshwright._torch_private import without_dispatch_modes, without_function_m
 from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_order, complete, forward_order
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.lookup_hooks import WatchedParameters
+from meshwright.apply.data.own_gathering import OwnGathering
 from meshwright.apply.data.requests import agree_on_unit, spare_bytes
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.hooks import OwnHook
@@ -39,7 +40,7 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 
-class Gathering:
+class Gathering(OwnGathering):
     """Gathers and sums of the units of a module, pass by pass.
 
     Args:
@@ -200,8 +201,9 @@ class Gathering:
         flat = self._units[index].flat
         if flat is None:
             raise ApplyError(
-                f"the values of '{self._units[index].names[0]}' were needed in a backward outside of step(), which gathers them",
-                fix="leave backward to step(), or use zero=2",
+                f"the values of '{self._units[index].names[0]}' were needed in a backward outside of step() and "
+                "model.backward(), which gather them",
+                fix="call model.backward(loss) in place of loss.backward()",
             )
         return flat.as_strided(shape, stride, offset)
 
@@ -325,8 +327,9 @@ class Gathering:
         self._is_over, self._keeps_now, self._uses = set(), False, Uses()
 
     def begin_backward(self) -> None:
-        """End the forward and begin its backward."""
-        self._end_phase()
+        """End the forward, where one is under way, and begin a backward."""
+        if self._phase == "forward":
+            self._end_phase()
         if self._backward_is_guessed:
             self._learn_backward()
         self._phase, self._order, self._place = "backward", self._orders["backward"], 0
@@ -362,7 +365,7 @@ class Gathering:
 
     def learn(self) -> None:
         """Make the first rank's first step (of those with samples) the order of all ranks. Every rank calls it."""
-        if not self._is_learning:
+        if not self._is_learning or self._everything_whole:
             return
         everyone = self._group.all_gather_json(self._events, device=torch.device("cpu"))
         lead = next((events for events in everyone if any(events.values())), None)
@@ -372,20 +375,6 @@ class Gathering:
         for phase, events in lead.items():
             order = complete([(kind, index) for kind, index in events], self._gathered, self._trainable)
             self._orders[phase] = [action for action in order if phase == "backward" or action[0] == GATHER]
-
-    @contextlib.contextmanager
-    def everything_whole(self) -> Iterator[None]:
-        """Keep all units whole inside the context. Every rank enters it."""
-        before, self._everything_whole = self._everything_whole, True
-        for index in sorted(self._gathered):
-            self._make_whole(index)
-        try:
-            yield
-        finally:
-            self._everything_whole = before
-            for index in self._gathered:
-                self._units[index].keep_changes()
-            self._let_all_go()
 
     def close(self) -> None:
         """Remove the hooks. Nothing is exchanged, since this rank may have failed alone; gathered units stay released."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from meshwright.apply.data.flat_unit import WRITE_WHOLE, FlatUnit, Piece
 from meshwright.apply.held_state import HeldPart, memory_order
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
+from meshwright.comm.communicator import Communicator
+from meshwright.errors import ApplyError
 from meshwright.layout import ShardLayout
 
 __all__: list[str] = []
@@ -74,3 +77,14 @@ def _held_piece(unit: FlatUnit, piece: Piece) -> HeldPart:
     turned = tuple(shape[dim] for dim in order) if order else shape
     layout = ShardLayout(shape=turned, flat=(span.start, span.stop))
     return HeldPart(name=name, layout=layout, tensor=piece.tensor, owner=piece.tensor, order=order)
+
+
+def raise_recast(group: Communicator, device: torch.device, zero: int, mine: str | None) -> NoReturn:
+    """Raise ApplyError, on every rank, about a parameter whose gradient came in another dtype on some rank."""
+    names = group.all_gather_json(mine, device=device)
+    name = next(name for name in names if name is not None)
+    raise ApplyError(
+        f"a forward changed the dtype of parameter '{name}' (by module.to(...), say), and zero={zero} keeps values and gradients "
+        "in the memory and dtype that they had when the plan was applied",
+        fix="build the model with that parameter in the dtype that its forward wants, or use zero=0",
+    )

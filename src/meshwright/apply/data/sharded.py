@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from meshwright.apply.data.base import DataParallelEngine
 from meshwright.apply.data.expected_bytes import ShardsForecast
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.gathering import Gathering
-from meshwright.apply.data.held import held_parts, held_state
+from meshwright.apply.data.held import held_parts, held_state, raise_recast
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
@@ -173,10 +173,6 @@ class ShardedEngine(DataParallelEngine):
         return self._gathering is not None
 
     @property
-    def outputs_have_graph(self) -> bool:
-        return self._gathering is None
-
-    @property
     def gradients_leave(self) -> GradientExit:
         return GradientExit.AT_END if self._gathering is None else GradientExit.IN_BACKWARD
 
@@ -255,6 +251,35 @@ class ShardedEngine(DataParallelEngine):
             self._gathering.end_pass()
         return outputs
 
+    def own_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._gathering is None:
+            return super().own_forward(args, kwargs)
+        with self._gathering.watching_saved_tensors():
+            self._gathering.begin_forward()
+            outputs = self.module(*args, **kwargs)
+            self._gathering.end_forward()
+        return outputs
+
+    def gradient_holders(self) -> Sequence[torch.Tensor]:
+        return [*(piece.tensor for unit in self.units for piece in unit.pieces), *self._sparse]
+
+    def drop_cleared_gradients(self) -> None:
+        for unit in self.units:
+            unit.drop_cleared_gradients()
+
+    def begin_own_backward(self, *, is_alone: bool) -> None:
+        super().begin_own_backward(is_alone=is_alone)
+        if self._gathering is not None:
+            self._gathering.begin_own_backward(is_alone=is_alone)
+
+    def end_own_backward(self) -> None:
+        if self._gathering is not None:
+            self._gathering.end_own_backward()
+
+    def end_own_exchange(self) -> None:
+        if self._gathering is not None:
+            self._gathering.end_own_exchange()
+
     def finish_gradients(self, scale: float) -> None:
         used = self._take_census()
         if self._gathering is None:
@@ -291,7 +316,7 @@ class ShardedEngine(DataParallelEngine):
         self.group.all_reduce(census)
         *found, is_recast = [count > 0 for count in census.tolist()]
         if is_recast:
-            self._raise_recast(recast)
+            raise_recast(self.group, self.device, self.sharding.zero, recast)
         if gathering is not None:
             for unit, is_late in zip(self.units, found[len(flags) :], strict=False):
                 if is_late:
@@ -301,15 +326,6 @@ class ShardedEngine(DataParallelEngine):
                     gathering.keeps_until_end.add(index)
             gathering.learn()
         return found[: len(flags)]
-
-    def _raise_recast(self, mine: str | None) -> NoReturn:
-        names = self.group.all_gather_json(mine, device=self.device)
-        name = next(name for name in names if name is not None)
-        raise ApplyError(
-            f"a forward changed the dtype of parameter '{name}' (by module.to(...), say), and zero={self.sharding.zero} keeps "
-            "values and gradients in the memory and dtype that they had when the plan was applied",
-            fix="build the model with that parameter in the dtype that its forward wants, or use zero=0",
-        )
 
     def gradient_tensors(self) -> Sequence[torch.Tensor]:
         return self._piece_gradients() + self.sparse_values()

@@ -54,6 +54,9 @@ class LooseGradients:
     def arm(self) -> None:
         """Do nothing: everything happens after backward."""
 
+    def wait_for_end(self) -> None:
+        """Do nothing, for the same reason."""
+
     def finish(self, scale: float) -> None:
         """Sum over the ranks and set every parameter's `.grad`, multiplied by `scale`; None where no rank had one."""
         if not self.parameters:

@@ -127,6 +127,8 @@ class ReplicasEngine(Engine):
             len(devices), "meshwright-replica", initializer=torch.set_num_threads, initargs=(threads,)
         )
 
+    takes_own_loops = False
+
     def forecast(self) -> Forecast:
         return ReplicasForecast(self.module, [replica.device for replica in self.replicas])
 

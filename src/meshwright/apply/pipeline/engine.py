@@ -182,9 +182,7 @@ class PipelineEngine(OuterEngine):
 
     # -- what it says of itself ---------------------------------------------------------------------------------
 
-    @property
-    def outputs_have_graph(self) -> bool:
-        return False
+    takes_own_loops = False
 
     @property
     def deals_parameters_out(self) -> bool:

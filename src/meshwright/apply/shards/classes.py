@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshwright._torch_private import without_function_subclasses
 from meshwright.apply.shards import elementwise as rules
 from meshwright.apply.shards.facts import ShardFacts
+from meshwright.errors import ApplyError
 from meshwright.trees import arguments_in
 
 __all__: list[str] = []
@@ -256,6 +257,12 @@ class _ShardCall:
             and self.facts.gradient_is_elsewhere is not None
             and self.facts.moment.where == "between"
         )
+        if may_pass and self.facts.moment.has_own_gradients:
+            raise ApplyError(
+                f"{self.full_name}() of {self.facts.name} would leave the ranks' pieces of it as they are, and the next "
+                "model.backward() would add to them",
+                fix="call model.zero_grad() or model.optimizer.zero_grad()",
+            )
         if self.facts.ignores_writes or may_pass:
             return self.args[0]
         return self._refuse()

@@ -15,7 +15,7 @@ __all__: list[str] = []
 READ_WHOLE = "read it inside `with model.whole_parameters():`, which every rank enters"
 READ_GRADIENT = (
     "call model.full_gradients() on every rank after the step; its norm is StepResult.grad_norm, and max_grad_norm= of "
-    "apply_plan clips"
+    "apply_plan clips, or model.clip_grad_norm(max_norm) in an own loop"
 )
 LINEAR_HOOK = (
     "in a hook, scale the gradient or set parts of it to zero; max_grad_norm= of apply_plan clips the whole gradient, and "
@@ -35,7 +35,9 @@ class RunMoment:
         self.where: Literal["between", "step", "hook"] = "between"
         """The user code that runs: between steps, in a forward or loss, or in a hook around the optimizer's step."""
         self.steps = 0
-        """Steps that have begun [count]."""
+        """Steps that have begun, and backwards of an own loop [count]."""
+        self.has_own_gradients = False
+        """Whether an own loop has run a backward: gradients then live on until the script drops them."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)

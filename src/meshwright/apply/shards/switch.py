@@ -121,6 +121,11 @@ class ShardSwitch:
         """Whether the user's code runs between two steps, with parameters as the ranks hold them."""
         return self.state == "between" and self.moment.where == "between" and not self._suspended
 
+    @property
+    def runs_users_code(self) -> bool:
+        """Whether a script runs outside of a step, with parameters as the ranks hold them or whole."""
+        return self.state in ("between", "whole") and self.moment.where == "between"
+
     def begin(self) -> None:
         """Guard from here on: user code may reach the tensors, except inside `plain`."""
         self._set("between")

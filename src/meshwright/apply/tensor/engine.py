@@ -16,7 +16,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.forecast import Forecast
-from meshwright.apply.gradient_sums import GradientExit, sum_gradients
+from meshwright.apply.gradient_sums import GradientExit, sum_gradients, sum_term
 from meshwright.apply.held_state import HeldPart, inside_blocks
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.norm import squares_of
@@ -291,6 +291,13 @@ class TensorEngine(OuterEngine):
         with self.switch.user_code():
             return make_whole(self.inner.forward(args, kwargs))
 
+    def own_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.cutting is not None:
+            self.cutting.forget(self.device)
+            self.cutting.begin_step()
+        with self.switch.user_code():
+            return make_whole(self.inner.own_forward(args, kwargs))
+
     def finish_gradients(self, scale: float) -> None:
         leave = self.inner.gradients_leave
         if leave is GradientExit.AT_END:
@@ -385,11 +392,3 @@ class TensorEngine(OuterEngine):
             self.cutting.close()
             self.cutting.fill_with_nan()
             self.cutting = None
-
-
-def sum_term(shards: Communicator, gradient: Tensor) -> Tensor:
-    """Return the sum of the ranks' terms of one gradient, which leaves while backward runs; of a sparse one, dense."""
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    total = dense.clone(memory_format=torch.contiguous_format)
-    shards.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
-    return total

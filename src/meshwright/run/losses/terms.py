@@ -16,6 +16,7 @@ from meshwright.apply.modules.copies import own_copy, repeat_call
 from meshwright.describe.batches import BatchSplitter, call_model
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
+from meshwright.run.loss_graph import foreign_error, foreign_parameters
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.watch import LossWatch
 from meshwright.trees import move_to, tensors_in
@@ -44,6 +45,7 @@ class LossTerms:
         self._engine = engine
         self._rule = rule
         self._splitter = splitter
+        self._has_looked_at_graph = False
         self.casts = Autocast(engine.device.type, autocast)
         """The dtype of forwards and losses."""
 
@@ -59,15 +61,26 @@ class LossTerms:
                 return None
             few = list(itertools.islice(tensors_in(outputs), _NUM_LOOKED_AT))
             if not weight:
-                return self._empty(outputs)
+                return self.empty(outputs)
             first = next(iter(few), None)
             if first is not None and first.device != self._engine.device:
                 part = move_to(part, first.device)  # the last layers may live on another device
             term = self._rule.term(outputs, part, weight)
             with self._engine.group.ledger.of_checks():
                 self.watch.look(outputs, part)
+            if not self._has_looked_at_graph and term.value.requires_grad:
+                self._look_at_graph(term.value)
             shown = [each.dtype for each in few if each.dim() and each.is_floating_point()][:1]
             return dataclasses.replace(term, dtypes=(*shown, term.value.dtype))
+
+    def _look_at_graph(self, value: torch.Tensor) -> None:
+        """Refuse a first loss that trains parameters outside of the model: ranks would not exchange their gradients."""
+        engine = self._engine
+        if engine.group.size > 1 and self.watch.failure is None:
+            # Not the module's own list: under ZeRO-3 a look into it gathers everything.
+            foreign = foreign_parameters(value, engine.parameters)
+            self.watch.failure = foreign_error(foreign[0], engine.switch.moment.plan) if foreign else None
+        self._has_looked_at_graph = self.watch.failure is None
 
     def first_run(self, part: Any) -> FirstRun:
         """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""
@@ -93,7 +106,7 @@ class LossTerms:
         """Return the loss of a part of a batch, whose weight is found where it is not given."""
         return self.of(module, part, self._rule.known_weight(part) if weight is None else weight)
 
-    def _empty(self, outputs: Any) -> LossTerm:
+    def empty(self, outputs: Any) -> LossTerm:
         """Return the term of a micro-batch in which nothing counts: its loss would be 0 / 0, but its forward writes buffers."""
         floats = [each for each in tensors_in(outputs) if each.is_floating_point()]
         given = next((each for each in floats if each.dim()), None)

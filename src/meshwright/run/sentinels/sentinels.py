@@ -221,6 +221,22 @@ class Sentinels:
         """
         if not self.is_due:
             return
+        self.compare_if_due()
+        engine = self._engine
+        self._part = engine.begin_inspection(self._num_inspections)
+        if self.recompute is not None:
+            self.recompute.begin_inspection(self._num_inspections)
+        self._num_inspections += 1
+
+    def compare_if_due(self) -> None:
+        """Compare settings and state if a sentinel is due.
+
+        Raises:
+            ApplyError: Settings differ.
+            CorruptionError: State differs.
+        """
+        if not self.is_due:
+            return
         engine = self._engine
         if self._step == 0:
             warn_of_equal_shares(engine.everyone, self._mesh, self._batch, engine.device)
@@ -228,10 +244,6 @@ class Sentinels:
         self._report(
             [*compare_copies(engine, self._optimizer), *self._watch.compare_imprint(engine.everyone, self._mesh)]
         )
-        self._part = engine.begin_inspection(self._num_inspections)
-        if self.recompute is not None:
-            self.recompute.begin_inspection(self._num_inspections)
-        self._num_inspections += 1
 
     def end_backward(self, loss: float, norm: float) -> None:
         """Report the inspection's findings before the optimizer, and compare this step's loss and norm.

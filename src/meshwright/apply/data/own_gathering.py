@@ -1,0 +1,72 @@
+"""Units gathered for what a script drives: whole parameters, and forwards and backwards of an own loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from meshwright.apply.data.flat_unit import FlatUnit
+
+__all__: list[str] = []
+
+
+class OwnGathering:
+    """Base of `Gathering`."""
+
+    _units: list[FlatUnit]
+    _gathered: set[int]
+    _everything_whole: bool
+    _phase: str
+
+    def _make_whole(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _let_all_go(self) -> None:
+        raise NotImplementedError
+
+    def _end_phase(self) -> None:
+        raise NotImplementedError
+
+    def begin_backward(self) -> None:
+        """Begin a backward."""
+        raise NotImplementedError
+
+    def end_forward(self) -> None:
+        """End a forward whose backward comes later, in an own loop."""
+        self._end_phase()
+        self._phase = "none"
+
+    def begin_own_backward(self, *, is_alone: bool) -> None:
+        """Begin a backward of an own loop; one of several forwards takes place on whole units, in any order."""
+        if is_alone:
+            self.begin_backward()
+            return
+        self._everything_whole = True
+        for index in sorted(self._gathered):
+            self._make_whole(index)
+
+    def end_own_backward(self) -> None:
+        """End it; what has not been summed is summed after it."""
+        if self._phase == "backward":
+            self._end_phase()
+            self._phase = "none"
+
+    def end_own_exchange(self) -> None:
+        """Release the whole units."""
+        if self._everything_whole:
+            self._everything_whole = False
+            self._let_all_go()
+
+    @contextlib.contextmanager
+    def everything_whole(self) -> Iterator[None]:
+        """Keep all units whole inside the context. Every rank enters it."""
+        before, self._everything_whole = self._everything_whole, True
+        for index in sorted(self._gathered):
+            self._make_whole(index)
+        try:
+            yield
+        finally:
+            self._everything_whole = before
+            for index in self._gathered:
+                self._units[index].keep_changes()
+            self._let_all_go()

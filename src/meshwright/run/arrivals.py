@@ -1,0 +1,65 @@
+"""Gradients that reach a model's parameters outside of its step: refused, since nothing would exchange them between the ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from meshwright.apply.shards.switch import ShardSwitch
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+class GradientArrivals:
+    """Watches the parameters of a module under a plan whose ranks exchange gradients.
+
+    A gradient of an own `loss.backward()` or `torch.autograd.grad` is of this rank's share alone. Whatever is made of it (a
+    second optimizer, an update by hand, clipping) would train each rank apart, so it is refused where it arrives.
+
+    Args:
+        module: The module; frozen parameters are watched too, since they may be switched on.
+        switch: Tells whether the engine computes, or the user's code runs.
+        plan: The plan, for the error.
+        fix: What to call instead.
+    """
+
+    def __init__(self, module: nn.Module, switch: ShardSwitch, plan: str, fix: str) -> None:
+        self._switch = switch
+        self._plan = plan
+        self._fix = fix
+        self._hooks = [self._watch(name, parameter) for name, parameter in module.named_parameters() if _can(parameter)]
+
+    def _watch(self, name: str, parameter: nn.Parameter) -> Any:
+        switch = self._switch
+
+        def hook(_: torch.Tensor) -> None:  # called for each parameter in each backward, so it is short
+            if switch.state != "plain" and switch.runs_users_code:
+                self._refuse(name)
+
+        if parameter.requires_grad:
+            return parameter.register_hook(hook)
+        parameter.requires_grad_(True)  # torch registers hooks on trainable tensors only, and keeps them afterwards
+        try:
+            return parameter.register_hook(hook)
+        finally:
+            parameter.requires_grad_(False)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise ApplyError(
+            f"a gradient of parameter '{name}' came from a backward of the script's own under the plan '{self._plan}': it is of "
+            "this rank's share of the batch alone, and nothing would exchange it",
+            fix=self._fix,
+        )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _can(parameter: nn.Parameter) -> bool:
+    return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())

@@ -1,0 +1,55 @@
+"""gather_batch: what the ranks of a batch have computed, as one device has it, with gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.comm.functional import all_gather_along
+from meshwright.errors import ApplyError, ConfigError
+
+if TYPE_CHECKING:
+    from meshwright.run.parallel_model import ParallelModel
+
+__all__: list[str] = []
+
+
+def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
+    """Return the rows of all ranks that share a batch, in the order of `split_batch`; for losses over the global batch.
+
+    Gradients go back to the rank that each row comes from. A contrastive loss of gathered features, which each rank computes
+    whole, has one device's gradients after ``model.backward(loss, weight=n)``, for any weights; so has a loss of this rank's rows
+    beside all rows, a mean over its n rows.
+
+    Args:
+        tensor: [rows of this rank, ...]; rows may differ between ranks, other dims may not.
+        model: What `apply_plan` returned.
+
+    Returns:
+        [rows of all ranks, ...]; `tensor` itself where one rank has the whole batch.
+
+    Raises:
+        ConfigError: The tensor has no dims.
+        ApplyError: Ranks have tensors of other shapes or dtypes, or some require gradients and some do not.
+    """
+    if tensor.dim() == 0:
+        raise ConfigError("gather_batch was given a tensor without dims", fix="give it one row for each sample")
+    group = model.engine.group
+    if group.size == 1:
+        return tensor
+    mine = [
+        tensor.shape[0],
+        list(tensor.shape[1:]),
+        str(tensor.dtype),
+        tensor.requires_grad and torch.is_grad_enabled(),
+    ]
+    told = group.all_gather_json(mine, device=model.engine.device)
+    other = next((place for place, theirs in enumerate(told) if theirs[1:] != told[0][1:]), None)
+    if other is not None:
+        raise ApplyError(
+            f"gather_batch was given [rows, shape of a row, dtype, requires a gradient] {told[0]} on rank {group.ranks[0]} and "
+            f"{told[other]} on rank {group.ranks[other]}",
+            fix="compute the tensor alike on every rank, from rows of one shape",
+        )
+    return all_gather_along(tensor, group, dim=0, sizes=[rows for rows, *_ in told])

@@ -1,0 +1,187 @@
+"""Comparison of a backward of an own loop between the ranks, before any of them runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from meshwright.apply.engine import Engine
+from meshwright.errors import ApplyError
+from meshwright.run.agreement import raise_first
+from meshwright.run.loss_graph import LossGraph, foreign_error, foreign_parameters
+from meshwright.run.losses.loss import Loss
+from meshwright.run.sentinels.digest import digest_text
+from meshwright.spec import Plan
+
+__all__: list[str] = []
+
+_BITS = 20
+"""Of a description that ranks compare: sums of its squares are exact in float64."""
+
+
+class TakesPart(Protocol):
+    """A model of an own loop, as the comparison sees it; see `own_loop.OwnLoop`."""
+
+    number: int
+    plan: Plan
+    engine: Engine
+    num_updates: int
+    has_looked_at_graph: bool
+
+    @property
+    def is_over_several_batches(self) -> bool: ...
+
+    def holds(self, parameter: torch.Tensor) -> bool: ...
+
+    def find_switched(self) -> str | None: ...
+
+
+LoopT = TypeVar("LoopT", bound=TakesPart)
+
+
+class OwnBackward(Generic[LoopT]):
+    """One call of `model.backward` on this rank, and what all ranks bring to it.
+
+    Args:
+        loop: The model that it was called on.
+        loss: A mean, or a sum with its weight.
+        weight: What the mean counts.
+        graph: What the loss comes from.
+        live: All models under plans of several ranks, in the order of their numbers.
+    """
+
+    def __init__(
+        self,
+        loop: LoopT,
+        loss: torch.Tensor | Loss,
+        weight: float | torch.Tensor | None,
+        graph: LossGraph,
+        live: Sequence[LoopT],
+    ) -> None:
+        self._loop = loop
+        self._is_mean = not isinstance(loss, Loss)
+        self._value = loss.sum if isinstance(loss, Loss) else loss
+        self._weight = float(loss.weight) if isinstance(loss, Loss) else (1.0 if weight is None else float(weight))
+        self._total = math.nan
+        marked = {id(mark.loop()) for mark in graph.marks}
+        owned = [other for other in live if id(other) in marked or any(map(other.holds, graph.leaves))]
+        self.loops = owned
+        """The models whose parameters may get gradients, in one order on all ranks."""
+        self._broken = self._find_broken(graph, has_weight=isinstance(loss, Loss) or weight is not None)
+        numbers = [
+            (other.number, sum(mark.loop() is other for mark in graph.marks), other.find_switched()) for other in owned
+        ]
+        self._description = json.dumps([loop.number, self._is_mean, str(self._value.dtype), numbers])
+
+    def _find_broken(self, graph: LossGraph, *, has_weight: bool) -> ApplyError | None:
+        loop, value = self._loop, self._value
+        if value.numel() != 1 or not value.requires_grad:
+            what = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a loss without a graph"
+            return ApplyError(
+                f"model.backward() was given {what}",
+                fix="pass one number that was computed from outputs of model(...), without .detach() or torch.no_grad()",
+            )
+        if loop not in self.loops:
+            return ApplyError(
+                "the loss that model.backward() was given does not come from this model",
+                fix="compute it from outputs of model(...) on every rank, or call backward on the model that it comes from",
+            )
+        if not has_weight and loop.is_over_several_batches:
+            return ApplyError(
+                f"model.backward() was given a mean without its weight under the plan '{loop.plan}': ranks may have different "
+                "numbers of samples, and one device's mean weighs each sample alike",
+                fix="pass weight=, what the mean is taken over on this rank (len(inputs), or the number of valid labels), or "
+                "meshwright.Loss(sum, weight); model.loss(batch) returns such a loss",
+            )
+        if not self._weight >= 0 or math.isinf(self._weight):
+            return ApplyError(
+                f"the weight of a loss is {self._weight}",
+                fix="pass how much it counts, a finite number of at least 0",
+            )
+        return self._find_foreign(graph) or self._find_unlike(graph)
+
+    def _find_foreign(self, graph: LossGraph) -> ApplyError | None:
+        if not self._loop.is_over_several_batches:
+            return None  # its gradient is the same on all ranks
+        foreign = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]
+        foreign = [leaf for leaf in foreign if not any(other.holds(leaf) for other in self.loops)]
+        if not foreign and not self._loop.has_looked_at_graph:  # inside of the models' forwards, too
+            known = [parameter for other in self.loops for parameter in other.engine.parameters]
+            foreign = foreign_parameters(self._value, known)
+            self._loop.has_looked_at_graph = not foreign
+        return foreign_error(foreign[0], str(self._loop.plan)) if foreign else None
+
+    def _find_unlike(self, graph: LossGraph) -> ApplyError | None:
+        own = self._loop.plan
+        for other in self.loops:
+            if (other.plan.dp, other.plan.tp) != (own.dp, own.tp):
+                return ApplyError(
+                    f"a loss comes from models under the plans '{own}' and '{other.plan}', whose ranks share out batches "
+                    "differently",
+                    fix="use plans with the same dp and tp for models that meet in one loss",
+                )
+            stale = [mark for mark in graph.marks if mark.loop() is other and mark.version != other.num_updates]
+            if stale:
+                return ApplyError(
+                    "the parameters were updated by the optimizer between a forward and the backward through it",
+                    fix="run model(...) again after the optimizer's step, or model.backward(loss) before it",
+                )
+            streams = [mark.streams for mark in graph.marks if mark.loop() is other]
+            if other.plan.recompute != "none" and any(stream != streams[0] for stream in streams):
+                return ApplyError(
+                    f"recompute={other.plan.recompute} under tp={own.tp} repeats forwards of other sizes in one backward",
+                    fix="call model.backward(loss) after each model(...), or use recompute=none",
+                )
+        return None
+
+    def agree(self) -> float:
+        """Compare what the ranks run, and return the loss of the global batch.
+
+        Raises:
+            ApplyError: On every rank: one of them cannot run this backward, or they run different ones, or nothing counts.
+        """
+        engine = self._loop.engine
+        everyone, device = engine.everyone, engine.device
+        code = digest_text(self._description) & 2**_BITS - 1
+        mean = self._value.detach().double().sum() if self._value.numel() == 1 else torch.zeros(())
+        total = mean * self._weight if self._is_mean else mean
+        if not self._weight:
+            total = torch.zeros((), dtype=torch.float64)  # the mean over no sample is not a number
+        weight = self._weight if self._broken is None else 0.0
+        mine = [weight, total.item(), float(self._broken is not None), float(code), float(code * code)]
+        told = torch.tensor(mine, dtype=torch.float64, device=device)
+        everyone.all_reduce(told)
+        self._total, loss_sum, num_broken, codes, squares = told.tolist()
+        if num_broken:
+            reasons = everyone.all_gather_json(self._broken and self._broken.message, device=device)
+            raise_first(reasons, self._broken, everyone.ranks)
+        if round(squares) * everyone.size != round(codes) ** 2:
+            self._raise_different()
+        if not self._total:
+            raise ApplyError(
+                "the weights of a loss add up to 0 over all ranks, so that it is 0 / 0",
+                fix="leave out batches in which nothing counts",
+            )
+        return loss_sum / self._total
+
+    def _raise_different(self) -> None:
+        engine = self._loop.engine
+        told = engine.everyone.all_gather_json(self._description, device=engine.device)
+        other = next(place for place, text in enumerate(told) if text != told[0])
+        raise ApplyError(
+            "ranks have called model.backward() on losses of different kinds: [model, is a mean, dtype, [model, forwards, "
+            f"switched parameter]] is {told[0]} on rank {engine.everyone.ranks[0]} and {told[other]} on rank "
+            f"{engine.everyone.ranks[other]}",
+            fix="run the same forwards and backwards on every rank, with a batch of 0 samples and weight=0 where there are none",
+        )
+
+    def root(self) -> torch.Tensor:
+        """Return the gradient from which this rank's backward starts."""
+        total = self._total / self._loop.engine.copies
+        share = self._weight / total if self._is_mean else 1.0 / total
+        return torch.full_like(self._value, share)

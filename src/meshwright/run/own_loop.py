@@ -1,0 +1,318 @@
+"""Own loops: forward, backward and optimizer as three calls of a script, each equal to one device's on the global batch.
+
+- `outputs = model(inputs)`: marks the graph nodes of its outputs.
+- `value = model.backward(loss, weight=n)`: ranks compare what they run; backward, exchange, sum with earlier gradients.
+- `model.optimizer.step()`: hooks around it. Ranks agree, NaN, clipping; then values and buffers are spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.apply.norm import clip_, values_of
+from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks, is_ours
+from meshwright.errors import ApplyError, ConfigError, NonFiniteError
+from meshwright.ranks.allocator import memory_returned
+from meshwright.run.agreement import Agreement
+from meshwright.run.diagnose import unchanged_draws
+from meshwright.run.loss_graph import ForwardMark, graph_of, mark_outputs
+from meshwright.run.losses.loss import Loss
+from meshwright.run.own_backward import OwnBackward
+from meshwright.run.put_back import in_training_mode
+from meshwright.run.step import Stepper
+from meshwright.spec import Plan
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+FIX_PLAN = "call model.step(batch), or use a plan of dp, zero and tp for an own loop"
+
+_LIVE: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
+
+
+class OwnLoop:
+    """The own loop over one model.
+
+    Args:
+        stepper: What steps the model otherwise.
+        plan: The plan.
+        number: Number of the model, equal on all ranks.
+        wants_stop: Tells whether this rank was asked to stop.
+        on_phase: Called with "forward", "backward" and "optimizer".
+        on_update: Called after the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        plan: Plan,
+        number: int,
+        *,
+        wants_stop: Callable[[], bool],
+        on_phase: Callable[[str], None],
+        on_update: Callable[[], None],
+    ) -> None:
+        self.stepper = stepper
+        self.plan = plan
+        self.number = number
+        self.engine = stepper.engine
+        self.num_updates = 0
+        """Updates of the parameters by own loops [count]."""
+        self._wants_stop = wants_stop
+        self._on_phase = on_phase
+        self._on_update = on_update
+        self.has_looked_at_graph = False
+        """Whether all of a loss's graph has been walked through once."""
+        self._value = 0.0
+        self._norm_is_finite = False
+        self._around_step: contextlib.ExitStack | None = None
+        self._buffers_moved = False
+        self.has_ranks = self.engine.everyone.size > 1
+        if self.has_ranks:
+            _LIVE.add(self)
+        stepper.gate.own = self
+
+    def close(self) -> None:
+        """Forget the model."""
+        _LIVE.discard(self)
+        self.stepper.gate.own = None
+
+    @property
+    def is_over_several_batches(self) -> bool:
+        """Whether ranks have different shares of a batch."""
+        return self.engine.group.size > 1
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter is this model's."""
+        return any(parameter is own for own in self.engine.parameters)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the module's outputs with a graph that `backward` recognises."""
+        engine = self.engine
+        self._leave_step()
+        self._on_phase("forward")
+        self._prepare(args, kwargs)
+        if engine.copies > 1:
+            self._agree((args, kwargs)).wait()
+        before = graph_of([t for t in tensors_in((args, kwargs)) if t.requires_grad])
+        with self.stepper.casts.in_forward():
+            outputs = engine.own_forward(args, kwargs)
+        mark = ForwardMark(weakref.ref(self), self.num_updates, engine.streams(), before)
+        mark_outputs(outputs, mark)
+        return outputs
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stepper, engine = self.stepper, self.engine
+        if engine.is_prepared:
+            return
+        stepper.refuse_early_change()
+        with memory_returned(), in_training_mode(engine.module), unchanged_draws(engine):
+            engine.prepare(lambda module: module(*args, **kwargs))
+        stepper.is_now_prepared()
+
+    def _agree(self, batch: Any, *, moved: bool = False) -> Agreement:
+        """Start the exchange in which ranks compare what they must have alike."""
+        stepper, engine = self.stepper, self.engine
+        return Agreement(
+            engine.everyone,
+            engine.device,
+            known_weight=0.0,
+            num_samples=0,
+            num_tokens=0,
+            wants_stop=self._wants_stop(),
+            switched=None,
+            held=engine.trainable_states,
+            broken=stepper.find_change(),
+            sayings=stepper.sentinels.sayings(batch, stepper.casts.dtype),
+            on_difference=stepper.sentinels.explain,
+            moved=moved,
+        )
+
+    def loss(self, batch: Any) -> Loss:
+        """Return the loss of this rank's share, by the `loss_fn` of the plan, with what it counts."""
+        return self.stepper.own_loss(batch, self.forward if self.has_ranks else self.stepper.forward_in_dtype)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor | Loss, weight: float | torch.Tensor | None, *, retain_graph: bool) -> float:
+        """Add the gradient of the global mean of this loss to the gradients, and return the mean."""
+        if self.stepper.draws is not None:
+            raise ApplyError(
+                "model.backward() was called with rng='global' (rule: the place of a sample in the global batch is known in "
+                "model.step alone)",
+                fix="mw.apply_plan(..., rng='torch'), or call model.step(batch)",
+            )
+        if not self.engine.takes_own_loops:
+            raise ApplyError(
+                f"model.backward() was called under the plan '{self.plan}', whose forward and backward are one work of "
+                f"several {'stages' if self.plan.pp > 1 else 'threads'}",
+                fix=FIX_PLAN,
+            )
+        self._leave_step()
+        if not self.has_ranks:
+            self.stepper.gate.has_own_gradients, self._norm_is_finite = True, False
+            return _backward_alone(loss, retain_graph=retain_graph)
+        self._on_phase("backward")
+        value = loss.sum if isinstance(loss, Loss) else loss
+        graph = graph_of([value])
+        work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
+        found = self._value = work.agree()
+        with contextlib.ExitStack() as stack:
+            for loop in work.loops:
+                stack.enter_context(loop.engine.switch.plain())
+            kept = [loop.engine.take_gradients() for loop in work.loops]
+            for loop, gradients in zip(work.loops, kept, strict=True):
+                loop.follow_switched()
+                loop.refuse_running_hooks(bool(gradients))
+                loop.begin_backward(graph.marks, is_alone=len(graph.marks) == 1)
+            torch.autograd.backward(value, work.root(), retain_graph=retain_graph)
+            for loop, gradients in zip(work.loops, kept, strict=True):
+                loop.end_backward(gradients)
+        return found
+
+    def follow_switched(self) -> None:
+        """Follow a change of `requires_grad`, made on every rank."""
+        if self.find_switched() is not None:
+            self.stepper.accept_switched()
+
+    def find_switched(self) -> str | None:
+        """Return a parameter whose `requires_grad` was switched since the last step or backward, or None."""
+        return self.stepper.find_switched()
+
+    def refuse_running_hooks(self, has_earlier: bool) -> None:
+        """Refuse a hook that one device would call with the sum of this backward's gradients and earlier ones."""
+        for name, parameter in self.engine.module.named_parameters() if has_earlier else ():
+            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            if any(isinstance(hook, UserHook) or not is_ours(hook) for hook in hooks.values()):
+                raise ApplyError(
+                    f"a hook waits for the gradient of '{name}', and an own loop runs backward again before the optimizer's "
+                    "step: one device would call it with the sum, which is made later here",
+                    fix="change gradients between model.backward(loss) and model.optimizer.step(), or use register_hook",
+                )
+
+    def begin_backward(self, marks: Sequence[ForwardMark], *, is_alone: bool) -> None:
+        """Prepare the engine and the user's hooks."""
+        engine = self.engine
+        engine.switch.moment.steps += 1
+        engine.switch.moment.has_own_gradients = True
+        streams = [mark.streams for mark in marks if mark.loop() is self]
+        if streams:
+            engine.set_streams(streams[-1])
+        engine.begin_own_backward(is_alone=is_alone)
+        self.stepper.guard_hooks()
+
+    def end_backward(self, kept: Any) -> None:
+        """Exchange the gradients, and add those of earlier backwards."""
+        engine = self.engine
+        engine.end_own_backward()
+        engine.finish_gradients(1.0)
+        engine.end_own_exchange()
+        engine.add_gradients(kept)
+        self.stepper.gate.has_own_gradients = True
+        self._norm_is_finite = False
+
+    # -- between backward and the optimizer -----------------------------------------------------------------------------
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the whole gradient to a norm of at most `max_norm`, and return its norm before."""
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm must be above 0, it is {max_norm}", fix="leave the call out to clip nothing")
+        engine = self.engine
+        norm = engine.norm_of_squares()
+        clip_(self._gradients(), norm, max_norm)
+        self._norm_is_finite = math.isfinite(norm.item())
+        return norm.item()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [values_of(holder.grad) for holder in self.engine.gradient_holders() if holder.grad is not None]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        if not self.engine.is_prepared:
+            return  # there are none
+        for holder in self.engine.gradient_holders():
+            holder.grad = None
+        self.engine.drop_gradients()
+
+    # -- the optimizer ----------------------------------------------------------------------------------------------
+
+    def before_optimizer(self, closure: Any) -> None:
+        """Have ranks agree on the step, and look at the gradients; called by the gate."""
+        stepper, engine = self.stepper, self.engine
+        self._leave_step()
+        if closure is not None and self.has_ranks:
+            raise ApplyError(
+                f"the optimizer's step was given a closure under the plan '{self.plan}': it would run backward inside of the "
+                "step, and exchange nothing",
+                fix="run forward and model.backward(loss) before model.optimizer.step()",
+            )
+        self._on_phase("optimizer")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(engine.switch.plain())
+            stepper.sentinels.begin_step()
+            agreement = self._agree(None, moved=engine.buffers_changed())
+            agreement.wait()
+            stepper.stop_requested = agreement.wants_stop
+            self._buffers_moved = agreement.buffers_moved
+            stepper.sentinels.compare_if_due()
+            engine.drop_cleared_gradients()
+            if closure is None:
+                self._look_at_norm()
+            guard_step_hooks(stepper.optimizer, engine.switch)
+            stack.enter_context(stepper.common_draws())
+            self._around_step = stack.pop_all()
+
+    def _look_at_norm(self) -> None:
+        stepper, engine = self.stepper, self.engine
+        if self._norm_is_finite and stepper.max_grad_norm is None:
+            return
+        norm = engine.norm_of_squares()
+        if math.isfinite(norm.item()):
+            if stepper.max_grad_norm is not None:
+                clip_(self._gradients(), norm, stepper.max_grad_norm)
+            return
+        engine.leave_out_step()
+        if stepper.non_finite == "stop":
+            raise NonFiniteError(
+                f"the gradient of this step is not finite (its norm is {norm.item()}); the parameters are unchanged",
+                fix="look for the first loss that is not finite among those that model.backward() returned, or pass "
+                "non_finite='skip' to apply_plan",
+            )
+        for holder in engine.gradient_holders():
+            holder.grad = None
+
+    def after_optimizer(self) -> None:
+        """Spread the new values and the buffers; called by the gate."""
+        if self._around_step is None:
+            return
+        engine = self.engine
+        try:
+            engine.finish_step()
+            if self._buffers_moved:
+                engine.sync_buffers()
+            self.stepper.sentinels.end_step(self._value, 0.0)
+        finally:
+            self._leave_step()
+        self.num_updates += 1
+        self._norm_is_finite = False
+        self._on_update()
+
+    def _leave_step(self) -> None:
+        """Leave the contexts of an optimizer's step, also of one that has raised."""
+        stack, self._around_step = self._around_step, None
+        if stack is not None:
+            stack.close()
+
+
+def _backward_alone(loss: torch.Tensor | Loss, *, retain_graph: bool) -> float:
+    value = loss.sum / loss.weight if isinstance(loss, Loss) else loss
+    torch.autograd.backward(value, retain_graph=retain_graph)
+    return value.item()
