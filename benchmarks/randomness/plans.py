@@ -6,6 +6,7 @@ python -m benchmarks.randomness.plans --out FILE
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 import time
@@ -59,8 +60,9 @@ def measure(case: str, line: str, wanted: Trained, saved: str) -> dict[str, Any]
     start, num_ranks = time.perf_counter(), mw.Plan.parse(line).num_ranks
     row: dict[str, Any] = {"case": case, "plan": line}
     try:
-        ranks = testing.run_ranks(train, num_ranks, case, line, steps=STEPS)
-        rest = testing.run_ranks(train, num_ranks, case, line, steps=STEPS, first=STEPS, directory=saved)
+        ranks = testing.run_ranks(functools.partial(train, steps=STEPS), num_ranks, case, line)
+        again = functools.partial(train, steps=STEPS, first=STEPS, directory=saved)
+        rest = testing.run_ranks(again, num_ranks, case, line)
     except mw.MeshwrightError as error:
         return row | {"refused": str(error)}
     reasons = sorted({reason for found in ranks for reason in found.reasons})
@@ -76,9 +78,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for case in arguments.cases:
-        wanted = testing.run_ranks(train, 1, case, "single", steps=2 * STEPS)[0]
+        wanted = testing.run_ranks(functools.partial(train, steps=2 * STEPS), 1, case, "single")[0]
         with tempfile.TemporaryDirectory() as saved:
-            testing.run_ranks(train, 2, case, RESUMED, steps=STEPS, directory=saved)
+            testing.run_ranks(functools.partial(train, steps=STEPS, directory=saved), 2, case, RESUMED)
             for line in PLANS:
                 rows.append(measure(case, line, wanted, saved))
                 print(json.dumps(rows[-1]), flush=True)

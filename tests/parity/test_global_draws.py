@@ -54,7 +54,7 @@ def test_two_ranks(case: str, line: str) -> None:
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     whole = single("gpt", 4)
-    first = testing.run_ranks(train, 2, "gpt", "dp=2", directory=str(tmp_path))[0]
+    first = testing.run_ranks(functools.partial(train, directory=str(tmp_path)), 2, "gpt", "dp=2")[0]
     assert first.losses == pytest.approx(whole.losses[:2], rel=FLOAT64)
     rest = train("gpt", "micro_batches=3", first=2, directory=str(tmp_path))
     assert rest.losses == pytest.approx(whole.losses[2:], rel=FLOAT64)
