@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tests.parity import losses
-from tests.parity.models import containers, hf_models, tensor_models, tutorial_models
+from tests.parity.models import containers, hf_models, tensor_convolutions, tensor_models, tutorial_models
 from tests.parity.models import small_models as models
 from torch import nn
 
@@ -308,6 +308,7 @@ TENSOR_STYLES: dict[str, Case] = {
     "style_vgg": Case(tensor_models.build_vgg, _even_images, classes),
     "style_depthwise": Case(tensor_models.build_depthwise, _even_images, classes),
     "style_bottleneck": Case(tensor_models.build_bottlenecks, _even_images, classes),
+    "style_neck": Case(lambda: tensor_convolutions.Neck().double(), _even_images, classes),
     "style_unet": Case(lambda: tensor_models.UNet().double(), _even_images, classes),
     "style_translator": Case(lambda: tensor_models.Translator().double(), _short_language, losses.cross_entropy),
 }

@@ -26,6 +26,7 @@ from tests.parity.models.tensor_attention import (
     UnbindAttention,
     WholeNormAttention,
 )
+from tests.parity.models.tensor_convolutions import GatedConvolution
 from torch import Tensor, nn
 
 VOCABULARY = 29
@@ -75,23 +76,6 @@ class DeepMlp(nn.Module):
         for layer in self.inner:
             x = F.relu(layer(x))
         return self.last(x)
-
-
-class GatedConvolution(nn.Module):
-    """A conformer's convolution: gated channels, one in groups with a bias, and a norm over all channels."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1)
-        self.depthwise_conv = nn.Conv1d(width, width, 3, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.pointwise_conv2 = nn.Conv1d(width, width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.glu(self.pointwise_conv1(x.transpose(1, 2)), dim=1)
-        x = self.depthwise_conv(F.pad(x, (2, 0)))
-        x = F.silu(self.norm(x.transpose(1, 2)).transpose(1, 2))
-        return self.pointwise_conv2(x).transpose(1, 2)
 
 
 class ReadFromOutside(nn.Module):

@@ -58,8 +58,8 @@ def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_
         return _sum_forward(original, running)
     if role == "vocabulary":
         return _vocabulary_forward(original, running)
-    if role == "inner":
-        return _inner_forward(original, running)
+    if role in ("inner", "channels"):
+        return _inner_forward(original, running, -1 if role == "inner" else 1)
     return _column_forward(original, running, role, is_whole=takes_whole)
 
 
@@ -115,12 +115,13 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
     return forward
 
 
-def _inner_forward(original: Forward, running: RunningRegion) -> Forward:
+def _inner_forward(original: Forward, running: RunningRegion, along: int) -> Forward:
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes = running.sizes_of(x, x.dim() - 1)
-        whole = all_gather_along(x, running.group, dim=x.dim() - 1, sizes=sizes)
+        dim = along % x.dim()
+        sizes = running.sizes_of(x, dim)
+        whole = all_gather_along(x, running.group, dim=dim, sizes=sizes)
         result = original(self, whole, *args, **kwargs)
-        return result.split(sizes, -1)[running.group.group_rank]
+        return result.split(sizes, dim)[running.group.group_rank]
 
     return forward
 

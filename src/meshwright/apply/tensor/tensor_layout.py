@@ -28,7 +28,7 @@ def name_below(outer: str, name: str) -> str:
     return name[len(outer) :].removeprefix(".")
 
 
-Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner"]
+Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner", "channels"]
 """What a module of a region does at its edge, beside computing with its shards:
 
 column      takes a whole tensor; backward adds the ranks' gradients of it
@@ -39,6 +39,7 @@ vocabulary  an embedding of some tokens: zeros for others, added over the ranks
 head        a column whose result stays in slices until somebody wants all of it
 attention   torch's nn.MultiheadAttention with some of its heads
 inner       inside a region, takes all of what lies in slices along the last dim, and gives a slice: a norm over all heads
+channels    the same along dim 1: a norm over the channels of an image
 """
 
 

@@ -159,6 +159,12 @@ def test_rows_of_biases_for_heads_and_channels_before_a_norm_are_cut() -> None:
     assert region.roles["blocks.0.mlp.norm"] == "inner"
 
 
+def test_norms_over_channels_of_an_image_see_all_channels() -> None:
+    _, layout = layout_of("neck", 2)
+    region, _ = layout.cuts["blocks.0.0.weight"]
+    assert region.roles["blocks.0.1"] == "channels"
+
+
 def test_a_skip_beside_what_comes_up_leaves_a_reason() -> None:
     _, layout = layout_of("unet", 2)
     assert "up.weight" in layout.cuts or layout.whole["up.weight"]
@@ -201,6 +207,7 @@ _CHANGES = {
     "inputs": _BASE.replace(inputs=((0, 1),)),
     "sum": _BASE.replace(roles={"block": "sum"}),
     "inner": _BASE.replace(roles={**_BASE.roles, "block.norm": "inner"}),
+    "channels": _BASE.replace(roles={**_BASE.roles, "block.norm": "channels"}),
 }
 
 
@@ -208,12 +215,12 @@ _CHANGES = {
 @pytest.mark.parametrize(
     ("kind", "helpful"),
     [
-        (Disproof.UNFIT_SIZES, {"inputs", "inner"}),
-        (Disproof.RAISED, {"inputs", "inner"}),
+        (Disproof.UNFIT_SIZES, {"inputs", "inner", "channels"}),
+        (Disproof.RAISED, {"inputs", "inner", "channels"}),
         (Disproof.GRADIENT_VALUES, {"inputs", "sum"}),
         (Disproof.GRADIENT, {"inputs"}),
-        (Disproof.RESULT_VALUES, {"inputs", "inner"}),
-        (Disproof.OTHER, {"inputs", "inner"}),
+        (Disproof.RESULT_VALUES, {"inputs", "inner", "channels"}),
+        (Disproof.OTHER, {"inputs", "inner", "channels"}),
     ],
 )
 def test_what_may_help_follows_from_the_kind_of_a_disproof_and_never_from_its_words(

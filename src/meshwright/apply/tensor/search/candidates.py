@@ -205,8 +205,9 @@ class Options:
         norms = {name for name in norms if all(map(self._is_vector, self._cut_in(region, name)))}
         if norms and all(name in self.trace.calls and name != self.scope for name in norms):
             cuts = {name: cut for name, cut in region.cuts.items() if name.rpartition(".")[0] not in norms}
-            roles: dict[str, Role] = dict.fromkeys(sorted(norms), "inner")
-            yield region.replace(cuts=cuts, roles={**region.roles, **roles})
+            ways: tuple[Role, ...] = ("inner", "channels")
+            for way in ways:
+                yield region.replace(cuts=cuts, roles={**region.roles, **dict.fromkeys(sorted(norms), way)})
 
     def _cut_in(self, region: Region, path: str) -> list[Tensor]:
         """Return the cut parameters of a module. Those of a convolution in groups are no vectors: each group stays by itself."""
@@ -373,7 +374,7 @@ def _may_help(reason: Difference, base: Region, region: Region, change: Region) 
     if change.roles == base.roles:
         is_second = reason.kind is Disproof.RESULT_VALUES and region.integers != base.integers
         return reason.kind.is_raised or change.integers == base.integers or is_second
-    if "inner" in change.roles.values():
+    if not {"inner", "channels"}.isdisjoint(change.roles.values()):
         return not reason.kind.is_gradient
     return reason.kind is Disproof.GRADIENT_VALUES
 

@@ -21,7 +21,10 @@ from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
-_CLOSED: tuple[Role, ...] = ("attention", "vocabulary", "inner")
+_INNER: dict[Role, int] = {"inner": -1, "channels": 1}
+"""Roles whose modules take and give slices -> the dim in which they lie."""
+
+_CLOSED: tuple[Role, ...] = ("attention", "vocabulary", *_INNER)
 """Roles whose modules run code of ours: what they take and give is known, what is inside is not followed."""
 
 _EXCHANGES: dict[str, tuple[str, str]] = {
@@ -116,8 +119,8 @@ class _Closed:
 
     def _check_taken(self) -> None:
         for index, value in enumerate(self._taken):
-            if self._role == "inner" and index == 0:
-                is_right = value.type == shard(value.tensor.dim() - 1)
+            if self._role in _INNER and index == 0:
+                is_right = value.type == shard(_INNER[self._role] % max(1, value.tensor.dim()))
             else:  # it gathers slices of a layer's stream itself
                 is_part = value.type.dim is not None and bool(self._state.cutting.layout.chains)
                 is_right = value.type.kind == "replicated" or is_part
@@ -139,11 +142,11 @@ class _Closed:
         is_whole = all(value.type.kind == "replicated" for value in made)
         state.tape.add("module" if is_whole else "operation", own, made)
         takes_in = "copy" if self._role == "column" else "module"
-        state.tape.add("operation" if self._role == "inner" else takes_in, taken, made)
+        state.tape.add("operation" if self._role in _INNER else takes_in, taken, made)
 
     def _types(self, op: Operation) -> Sequence[Type]:
         differing = [op.differing(index) for index in range(len(op.outputs))]
-        is_part = self._role in ("inner", "column")
+        is_part = self._role in (*_INNER, "column")
         if any(len(dims) > 1 or (is_part and not dims) for dims in differing):
             raise RefusedError("gives tensors of other shapes than the whole")
         return [shard(dims[0]) if dims else REPLICATED for dims in differing]
