@@ -39,8 +39,8 @@ CASES = (
     ("gpt, 0.8 M parameters", "tp=2", SMALL, 8),
     ("gpt, 0.8 M parameters", "pp=2,micro_batches=4", SMALL, 8),
     ("gpt, 0.8 M parameters", "dp=2,zero=3,whole_below=0B", SMALL, 8),
-    ("gpt, 42 k parameters", "tp=2", TINY, 8),
-    ("gpt, 42 k parameters", "pp=2,micro_batches=4", TINY, 8),
+    ("gpt, 35 k parameters", "tp=2", TINY, 8),
+    ("gpt, 35 k parameters", "pp=2,micro_batches=4", TINY, 8),
 )
 
 
