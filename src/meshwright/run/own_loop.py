@@ -144,12 +144,7 @@ class OwnLoop:
 
     def backward(self, loss: torch.Tensor | Loss, weight: float | torch.Tensor | None, *, retain_graph: bool) -> float:
         """Add the gradient of the global mean of this loss to the gradients, and return the mean."""
-        if self.stepper.draws is not None:
-            raise ApplyError(
-                "model.backward() was called with rng='global' (rule: the place of a sample in the global batch is known in "
-                "model.step alone)",
-                fix="mw.apply_plan(..., rng='torch'), or call model.step(batch)",
-            )
+        self.refuse_global_draws()
         if not self.engine.takes_own_loops:
             raise ApplyError(
                 f"model.backward() was called under the plan '{self.plan}', whose forward and backward are one work of "
@@ -164,6 +159,8 @@ class OwnLoop:
         value = loss.sum if isinstance(loss, Loss) else loss
         graph = graph_of([value])
         work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
+        for loop in work.loops:
+            loop.refuse_global_draws()
         found = self._value = work.agree()
         with contextlib.ExitStack() as stack:
             for loop in work.loops:
@@ -177,6 +174,15 @@ class OwnLoop:
             for loop, gradients in zip(work.loops, kept, strict=True):
                 loop.end_backward(gradients)
         return found
+
+    def refuse_global_draws(self) -> None:
+        """Refuse an own backward of a model whose random numbers go by their samples' places."""
+        if self.stepper.draws is not None:
+            raise ApplyError(
+                "model.backward() was called with rng='global' (rule: the place of a sample in the global batch is known in "
+                "model.step alone)",
+                fix="mw.apply_plan(..., rng='torch'), or call model.step(batch)",
+            )
 
     def follow_switched(self) -> None:
         """Follow a change of `requires_grad`, made on every rank."""
