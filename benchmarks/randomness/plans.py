@@ -48,10 +48,8 @@ STEPS = 3
 
 def gap(found: Trained, wanted: Trained, first: int = 0) -> float:
     """Return the largest relative difference of losses and norms."""
-    pairs = [
-        *zip(found.losses, wanted.losses[first:], strict=True),
-        *zip(found.norms, wanted.norms[first:], strict=True),
-    ]
+    last = first + len(found.losses)
+    pairs = zip(found.losses + found.norms, wanted.losses[first:last] + wanted.norms[first:last], strict=True)
     return max(abs(one - other) / abs(other) for one, other in pairs)
 
 

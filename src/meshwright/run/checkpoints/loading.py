@@ -296,6 +296,9 @@ class _Load:
         if source is None:
             if not again:
                 begin_streams(own["dp"], self._model.seed, self._manifest.step)
+            draws = self._model.stepper.draws
+            if draws is not None and not draws.is_off:
+                return []  # what forwards draw does not depend on them
             return [
                 "another number of data-parallel ranks: their random streams begin anew, from the seed and the step"
             ]

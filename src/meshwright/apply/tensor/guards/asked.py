@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright._torch_private import draws_untouched
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.guards.asked_sizes import AskedSize, origins_in, plain_sizes
 from meshwright.apply.tensor.types.typed_run import READS, is_torchs_own, name_of
@@ -238,7 +239,8 @@ def _other_numbers(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
     generator = torch.Generator().manual_seed(tensor.numel())
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).requires_grad_()
+    with draws_untouched():
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).requires_grad_()
 
 
 def sizes_of(arguments: Any) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import WrapperTensor, current_function_mode, without_function_modes
+from meshwright._torch_private import WrapperTensor, current_function_mode, draws_untouched, without_function_modes
 from meshwright.apply.modules.copies import rebind
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.random_states import kept_random_states
@@ -250,7 +250,8 @@ def _for_proof(tensor: Tensor) -> Tensor:
     if isinstance(tensor, WrapperTensor):
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        drawn = torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(20261))
+        with draws_untouched():
+            drawn = torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(20261))
         return drawn.to(tensor.dtype).requires_grad_(tensor.requires_grad)
     if not isinstance(tensor, Slices):
         return tensor
