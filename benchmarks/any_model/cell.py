@@ -34,14 +34,10 @@ class Build:
         self.recipe = recipe
 
     def __call__(self) -> nn.Module:
-        if self.recipe["library"] == "transformers":
-            import transformers
+        import transformers
 
-            transformers.logging.set_verbosity_error()
-            return recipes.build_hf(self.recipe)
-        from benchmarks.any_model import libraries
-
-        return libraries.build(self.recipe)
+        transformers.logging.set_verbosity_error()
+        return recipes.build_hf(self.recipe)
 
 
 # ---- the plain loop

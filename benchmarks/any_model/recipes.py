@@ -116,7 +116,8 @@ class OutputsLoss:
         self.paths = paths
 
     def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        found = per_sample_tensors(outputs, len(next(iter(batch.values()))))
+        # Those that are named may have no gradient: a loss is tried out without.
+        found = per_sample_tensors(outputs, len(next(iter(batch.values()))), needs_grad=self.paths is None)
         paths = sorted(found) if self.paths is None else self.paths
         total = None
         for index, path in enumerate(paths):
@@ -132,17 +133,18 @@ class OutputsLoss:
 _MIXED = re.compile(r"logits_per_|similarity|past_key_values|loss$")
 
 
-def per_sample_tensors(outputs: Any, count: int, path: str = "") -> dict[str, Tensor]:
-    """Return the tensors with a gradient that have so many entries in dim 0, by their places."""
+def per_sample_tensors(outputs: Any, count: int, path: str = "", *, needs_grad: bool = True) -> dict[str, Tensor]:
+    """Return the tensors, with a gradient, that have so many entries in dim 0, by their places."""
     if isinstance(outputs, Tensor):
-        fits = outputs.is_floating_point() and outputs.requires_grad and outputs.dim() > 0 and len(outputs) == count
+        fits = outputs.is_floating_point() and outputs.dim() > 0 and len(outputs) == count
+        fits = fits and (outputs.requires_grad or not needs_grad)
         return {path: outputs} if fits else {}
     found: dict[str, Tensor] = {}
     items = outputs.items() if hasattr(outputs, "items") else ()
     items = enumerate(outputs) if isinstance(outputs, tuple | list) else items
     for key, value in items:
         if not _MIXED.search(str(key)):
-            found |= per_sample_tensors(value, count, f"{path}.{key}")
+            found |= per_sample_tensors(value, count, f"{path}.{key}", needs_grad=needs_grad)
     return found
 
 

@@ -68,7 +68,7 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if errors:
         is_refused = len(errors) == len(ranks) and all(e["is_ours"] and e["fix"] for e in errors)
         kind = "refused" if is_refused else "hung" if any(e["type"] == "LostPeerError" for e in errors) else "crashed"
-        if kind == "crashed" and any(e["exit_code"] == 15 for e in errors):
+        if any(e["exit_code"] == 15 for e in errors):
             kind = "caught"
         error = next((e for e in errors if e["type"] not in ("LostPeerError",)), errors[0])
         text = f"{error['type']}: {error['message']}"
