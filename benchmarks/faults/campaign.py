@@ -78,7 +78,10 @@ def summarise(paths: list[Path], summary: Path) -> int:
     rows.sort(key=lambda row: (ENTRIES.index(row["entry"]), row["seed"]))
     found = table(rows)
     lines = ",\n".join(json.dumps(brief(row)) for row in rows)
-    head = json.dumps({"environment": environment(), "table": found.splitlines()}, indent=1)[:-2]
+    begins = [
+        line for path in paths for line in path.read_text(encoding="utf-8").splitlines() if "environment" in line[:20]
+    ]
+    head = json.dumps({"begun": [json.loads(line) for line in begins], "table": found.splitlines()}, indent=1)[:-2]
     summary.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
     print(found)
     return 1 if any(row["wrong"] for row in rows) else 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.faults.events import ERRORS, codes, guilty, is_death, is_hang, is_stop
+from benchmarks.faults.events import ERRORS, HANG_S, codes, guilty, is_death, is_hang, is_stop
 
 LIMIT_S = 3.0
 GROUPS = ("deaths", "exceptions", "hangs", "stops", "wires", "agents", "launchers", "limits")
@@ -73,6 +74,8 @@ def seconds_of(row: dict[str, Any]) -> float | None:
     found = row.get("seconds_beyond_limit", row.get("seconds"))
     if isinstance(found, list):
         found = max(found) if found and None not in found else None
+        if found is not None and is_hang(row["kind"]):
+            found -= HANG_S
     return found
 
 
@@ -96,7 +99,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _figures(times: list[float]) -> str:
-    return f"{statistics.median(times):.2f}, {times[int(0.95 * (len(times) - 1))]:.2f}, {times[-1]:.2f}"
+    return f"{statistics.median(times):.2f}, {times[math.ceil(0.95 * (len(times) - 1))]:.2f}, {times[-1]:.2f}"
 
 
 def brief(row: dict[str, Any]) -> dict[str, Any]:
