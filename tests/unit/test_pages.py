@@ -55,7 +55,8 @@ def test_result_files_of_the_index_exist() -> None:
         patterns = re.findall(r"`([^`]+)`", cells[3])
         assert patterns
         for pattern in patterns:
-            found = sorted(folder.glob(pattern if pattern.endswith(".json") else f"{pattern}.json"))
+            found = sorted(folder.glob(pattern if pattern.endswith((".json", ".jsonl")) else f"{pattern}.json"))
             assert found, f"{folder.name}: {pattern}"
             for path in found:
-                json.loads(path.read_text())
+                for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+                    json.loads(text)
