@@ -2,7 +2,7 @@
 
 - `outputs = model(inputs)`: marks the graph nodes of its outputs.
 - `value = model.backward(loss, weight=n)`: ranks compare what they run; backward, exchange, sum with earlier gradients.
-- `model.optimizer.step()`: hooks around it. Ranks agree, NaN, clipping; then values and buffers are spread.
+- `model.optimizer.step()`: hooks around it. Ranks agree, buffers, NaN, clipping; then values are spread.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class OwnLoop:
         self._value = 0.0
         self._norm_is_finite = False
         self._around_step: contextlib.ExitStack | None = None
-        self._buffers_moved = False
         self.has_ranks = self.engine.everyone.size > 1
         if self.has_ranks:
             _LIVE.add(self)
@@ -267,7 +266,8 @@ class OwnLoop:
             agreement = self._agree(None, moved=engine.buffers_changed())
             agreement.wait()
             stepper.stop_requested = agreement.wants_stop
-            self._buffers_moved = agreement.buffers_moved
+            if agreement.buffers_moved:  # not earlier: backward may need what a forward has saved of them
+                engine.sync_buffers()
             stepper.sentinels.compare_if_due()
             engine.drop_cleared_gradients()
             if closure is None:
@@ -296,14 +296,12 @@ class OwnLoop:
             holder.grad = None
 
     def after_optimizer(self) -> None:
-        """Spread the new values and the buffers; called by the gate."""
+        """Spread the new values; called by the gate."""
         if self._around_step is None:
             return
         engine = self.engine
         try:
             engine.finish_step()
-            if self._buffers_moved:
-                engine.sync_buffers()
             self.stepper.sentinels.end_step(self._value, 0.0)
         finally:
             self._leave_step()
