@@ -346,10 +346,13 @@ void ShmBackend::reduce_slices(const TensorList& tensors, const std::vector<int6
   const Kind kind = elements_of(tensors[0]).kind;
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK(tensor.is_contiguous() && elements_of(tensor).kind == kind, "reduce_slices: contiguous tensors of one dtype");
+    TORCH_CHECK(tensor.numel() == 0 || tensor.data_ptr() != nullptr, "reduce_slices: a tensor of ", tensor.nbytes(),
+                " bytes without memory, as FakeTensorMode makes them");
     parts.push_back({static_cast<char*>(tensor.data_ptr()), tensor.nbytes()});
   }
   std::vector<size_t> byte_ends;
   for (const int64_t end : ends) byte_ends.push_back(static_cast<size_t>(end) * size_of(kind));
+  TORCH_CHECK(std::is_sorted(byte_ends.begin(), byte_ends.end()), "reduce_slices: ends that do not ascend: ", ends);
   const Pieces pieces(std::move(parts));
   submit(c10d::OpType::REDUCE_SCATTER, "shm:reduce_scatter", tensors, tensors, c10d::kUnsetTimeout, false,
          [&](const Terms& terms) { collectives_.reduce_slices(pieces, byte_ends, kind, Reduction::kSum, terms); });
