@@ -41,3 +41,10 @@ def test_outputs_of_a_call_by_hand_may_be_written_over(plan: str) -> None:
     expected = jobs.plain_outputs() / 2.0
     for found in testing.run_ranks(jobs.divide_outputs, 2, plan):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_tensor_without_values_that_code_has_cached_is_refused() -> None:
+    # Its memory is none: the exchange of such gradients ended the process.
+    outcomes = testing.run_outcomes(jobs.step_after_a_trial, 2)
+    assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+    assert all("keeps a tensor of a trial without values" in str(outcome.error) for outcome in outcomes)

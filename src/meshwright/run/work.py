@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from meshwright._torch_private import FakeTensor
 from meshwright.apply.engine import Engine
 from meshwright.apply.passes import MicroBatch, Root
+from meshwright.errors import ApplyError
 from meshwright.run.agreement import Agreement
 from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.exchange import SumExchange, Sums
@@ -66,7 +68,14 @@ class LossWork:
 
     def loss_of(self, module: nn.Module, micro_batch: MicroBatch) -> LossTerm | None:
         with contextlib.nullcontext() if self._draws is None else self._draws.forward(micro_batch):
-            return self._terms.of_any(module, micro_batch.batch, micro_batch.weight)
+            term = self._terms.of_any(module, micro_batch.batch, micro_batch.weight)
+        if term is not None and isinstance(term.value, FakeTensor):
+            raise ApplyError(
+                "the loss has no values: the model's code keeps a tensor of a trial without values, which an earlier plan of "
+                "this process ran (functools.lru_cache around what a layer computes)",
+                fix="clear that cache (cache_clear()) before apply_plan, or apply the plan in a new process",
+            )
+        return term
 
     def root_of(self, term: LossTerm) -> Root | None:
         return self._terms.root(term, self._agreement, alone=self._is_alone)

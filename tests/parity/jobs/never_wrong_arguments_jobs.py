@@ -12,6 +12,7 @@ from tests.parity.jobs.textbook_loop import steps_of
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.describe.fakes import make_fake_mode
 
 
 class Cache:
@@ -118,6 +119,35 @@ class RememberingStack(nn.Module):
         return self.head(x)
 
 
+@functools.lru_cache
+def factors(width: int) -> Tensor:
+    """Factors that are computed once for each width."""
+    return torch.linspace(0.5, 1.0, width, dtype=torch.float64)
+
+
+class Factored(nn.Module):
+    """A model whose code caches a tensor for the whole process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.up(x)) * factors(12))
+
+
+def step_after_a_trial() -> list[tuple[float, float]]:
+    """Train on one rank whose cache an earlier trial without values has filled."""
+    factors.cache_clear()
+    try:
+        if (world := mw.current_world()) is not None and world.rank == 1:
+            with make_fake_mode():
+                factors(12)
+        return run_planned("factored", "dp=2,zero=3")
+    finally:
+        factors.cache_clear()
+
+
 class Grouped(nn.Module):
     """Experts in one product, which torch's fake tensors know for bfloat16 alone."""
 
@@ -180,6 +210,7 @@ class PatchedStack(nn.Module):
 BUILD: dict[str, tuple[type[nn.Module], int, torch.dtype]] = {
     "caching": (CachingStack, 8, torch.float64),
     "remembering": (RememberingStack, 8, torch.float64),
+    "factored": (Factored, 8, torch.float64),
     "grouped": (GroupedStack, 16, torch.float32),
     "patched": (PatchedStack, 8, torch.float64),
 }
