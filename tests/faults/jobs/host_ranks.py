@@ -23,7 +23,7 @@ WIDTH = 16
 SAMPLES = 7
 NUM_STEPS = 2
 _SET_NAME = 15  # PR_SET_NAME
-LOST_S = 3.0
+LOST_S = 60.0
 """How long an exchange of forked ranks may wait [s]."""
 
 
@@ -135,6 +135,7 @@ def forked(index: int, count: int, plan: str) -> int:
             continue
         place = {"RANK": index * count + local, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
         os.environ.update({name: str(value) for name, value in place.items()})
+        ctypes.CDLL(None).prctl(_SET_NAME, f"rank{place['RANK']}".encode())
         code = 1
         try:
             join_world(timeout_s=LOST_S)
