@@ -70,7 +70,8 @@ def test_a_rank_cannot_launch() -> None:
         launch(jobs.launch_again, 2)
 
 
-def test_what_cannot_be_pickled_is_refused_before_it_is_sent() -> None:
+def test_what_cannot_be_pickled_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with RankGroup(1) as group:
         with pytest.raises(ConfigError, match="cannot be handed to another process"):
             group.submit(lambda: None)
@@ -145,7 +146,8 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
 
 
 def test_an_interactive_function_is_refused() -> None:
-    text = "from meshwright.ranks.launch import launch\ndef f(): pass\nlaunch(f, 1)"
+    text = "import sys; sys.modules['cloudpickle'] = None\nfrom meshwright.ranks.launch import launch\n"
+    text += "def f(): pass\nlaunch(f, 1)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert "ConfigError" in done.stderr
     assert "interactive session" in done.stderr

@@ -76,7 +76,9 @@ def _named(world: World, error: Exception, missing: Missing) -> LostPeerError:
     names = ", ".join(map(str, missing.ranks))
     who = f"rank{'s' if len(missing.ranks) > 1 else ''} {names} of {world.world_size} left an exchange waiting"
     noticed = f"{who} (rank {world.rank} noticed by: {what})" if names else what
-    return LostPeerError(f"{noticed}\n{missing.text}", rank=world.rank, peer=missing.peer)
+    # The exchange itself may know: a process of this host has ended.
+    peer = missing.peer if missing.ranks or not isinstance(error, LostPeerError) else error.peer
+    return LostPeerError(f"{noticed}\n{missing.text}".rstrip(), rank=world.rank, peer=peer)
 
 
 def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: int) -> bool:

@@ -65,13 +65,21 @@ class OptimizerGate:
         self._is_shut = self._is_in_step = False
         self._undo: Callable[[], None] | None = None
         self._arrivals: GradientArrivals | None = None
-        self.own: StepsByHand | None = None
-        """The own loop over the model."""
+        self._own: weakref.ref[StepsByHand] | None = None
         self.has_own_gradients = False
         """Whether the gradients are those of `model.backward`."""
         self.before_step: Callable[[], None] | None = None
         """Called before each step of the optimizer, whoever calls that."""
         self._attach(optimizer)
+
+    @property
+    def own(self) -> StepsByHand | None:
+        """The own loop over the model; not held, so that a model which nobody has any more goes at once, with its threads."""
+        return None if self._own is None else self._own()
+
+    @own.setter
+    def own(self, loop: StepsByHand | None) -> None:
+        self._own = None if loop is None else weakref.ref(loop)
 
     def _attach(self, optimizer: Any) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -110,9 +118,9 @@ class OptimizerGate:
             self._arrivals = GradientArrivals(module, switch, plan, self._fix)
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_in_step and self.own is not None and self.has_own_gradients:
+        if not self._is_in_step and (own := self.own) is not None and self.has_own_gradients:
             given = [item for item in (*args, *kwargs.values()) if item is not self._optimizer]
-            self.own.before_optimizer(next(iter(given), None))
+            own.before_optimizer(next(iter(given), None))
         elif not self._is_in_step and self._is_shut:
             raise ApplyError(
                 f"{type(self._optimizer).__name__}.step() was called outside of model.step() under the plan "
@@ -124,8 +132,8 @@ class OptimizerGate:
             self.before_step()
 
     def _after(self, *_: Any) -> None:
-        if not self._is_in_step and self.own is not None:
-            self.own.after_optimizer()
+        if not self._is_in_step and (own := self.own) is not None:
+            own.after_optimizer()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
