@@ -13,6 +13,8 @@ from tests.parity.models import containers, hf_models, tensor_convolutions, tens
 from tests.parity.models import small_models as models
 from torch import nn
 
+BIAS_OF_ANOTHER_STAGE = "The size of tensor a (3) must match the size of tensor b (6)"
+"""A bias of heads that an earlier stage has made is whole, and a layer that was proven with its slice runs whole."""
 AROUND_ALL_STAGES = "that is outside of it"
 """Two layers at a model's root are a part around all stages, which a rank cannot prove: others' parameters are NaN there."""
 
@@ -258,7 +260,12 @@ HUGGING_FACE: dict[str, Case] = {
         losses.logits_cross_entropy,
         runs_whole_in_stages=AROUND_ALL_STAGES,
     ),
-    "hf_t5": Case(hf_models.build_t5, translations, losses.logits_cross_entropy),
+    "hf_t5": Case(
+        hf_models.build_t5,
+        translations,
+        losses.logits_cross_entropy,
+        runs_whole_in_stages=BIAS_OF_ANOTHER_STAGE,
+    ),
     "hf_vit": Case(hf_models.build_vit, pixel_values, losses.logits_cross_entropy),
     "hf_mixtral": Case(hf_models.build_mixtral, prompts, losses.logits_cross_entropy),
     "hf_albert": Case(hf_models.build_albert, prompts, losses.logits_cross_entropy),

@@ -230,11 +230,14 @@ class Options:
         return {
             name: Cut(dim=list(tensor.shape).index(region.num_units), groups=(region.num_units,))
             for name, tensor in tensors
-            if name not in region.cuts
-            and tensor.numel() in (region.num_units, self._row_size)
-            and region.num_units in tensor.shape
-            and region.num_units > 1
+            if name not in region.cuts and region.num_units > 1 and self._has_units(tensor, region.num_units)
         }
+
+    def _has_units(self, tensor: Tensor, num_units: int) -> bool:
+        """Tell whether a tensor has an entry for each unit, or a row: not a table with a column for each, say."""
+        if tensor.numel() == num_units:
+            return num_units in tensor.shape
+        return tensor.dim() > 0 and tensor.shape[0] == num_units and tensor.numel() == self._row_size
 
     def _is_product(self, name: str) -> bool:
         keys = [*self._keys, self.pair.row.parameter]
