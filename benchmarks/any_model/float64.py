@@ -8,15 +8,16 @@ or thread tells from any other user's.
 
 from __future__ import annotations
 
-import ast
 import importlib.abc
 import importlib.machinery
 import re
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
-_NAMES = {"float32": "float64", "float": "double"}
+from tests.parity.models.hf_float64 import Float64Loader
+
 _MODULES = re.compile(
     r"transformers\.(models\.\w+\.modeling_|modeling_rope_utils|modeling_layers|masking_utils|activations|loss\."
     r"|pytorch_utils|time_series_utils|integrations\.(sdpa_attention|moe|eager_paged|finegrained))"
@@ -25,22 +26,11 @@ _MODULES = re.compile(
 _WORDS = re.compile(rb"\.float\b|\.float32\b")
 
 
-class _Renaming(ast.NodeTransformer):
-    """Gives attributes of these names the other one; `float` by itself is Python's, and stays."""
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        node.attr = _NAMES.get(node.attr, node.attr)
-        return node
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
+class _Loader(Float64Loader):
     def get_code(self, fullname: str) -> CodeType | None:
-        source = self.get_data(self.path)
-        if not _WORDS.search(source):
-            return super().get_code(fullname)
-        tree = _Renaming().visit(ast.parse(source))
-        return compile(tree, self.path, "exec", dont_inherit=True)
+        if not _WORDS.search(self.get_data(self.path)):
+            return SourceFileLoader.get_code(self, fullname)
+        return super().get_code(fullname)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -50,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not _MODULES.match(fullname):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(fullname, spec.loader.path)
         return spec
 

@@ -1,13 +1,9 @@
 """cli.py and train/launcher.py: messages, exit codes, and what the launching process never imports."""
 
-import contextlib
-import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +11,6 @@ from typer.testing import CliRunner
 from meshwright import __version__, cli
 from meshwright.errors import (
     CheckpointError,
-    ConfigError,
     LostPeerError,
     NonFiniteError,
     RankNote,
@@ -24,8 +19,7 @@ from meshwright.errors import (
     UserCodeError,
     WorkerKilledError,
 )
-from meshwright.ranks import join
-from meshwright.train import launcher, session
+from meshwright.train import launcher
 from meshwright.train.config.load import load_config
 from meshwright.train.events import read_events
 
@@ -367,64 +361,3 @@ def test_a_failure_ends_with_a_line_for_machines(run, in_tmp, error, code, last)
     if isinstance(error, KeyboardInterrupt):
         assert lines == [last]
     assert read_events(in_tmp / "runs" / "my run")[-1]["exit_code"] == code
-
-
-def test_a_joined_rank_says_in_which_step_and_phase_it_failed(in_tmp, monkeypatch, capsys):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29555")
-
-    def train(_config, world, *, resume):
-        world.on_event(
-            1, {"event": "failed", "rank": 1, "step": 4, "phase": "load", "traceback": "Traceback of rank 1"}
-        )
-        raise OSError("no such file")
-
-    world = SimpleNamespace(rank=1, world_size=2, sharing_failures=contextlib.nullcontext)
-    monkeypatch.setattr(join, "join_world", lambda **_: world)
-    monkeypatch.setattr(session, "train", train)
-    assert launcher.run_training(load_config(EXAMPLE)) == 10
-    assert "rank=1 step=4 phase=load cause=OSError: no such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_joined_rank_that_has_failed_reports_though_the_agent_ends_it(in_tmp, monkeypatch, capsys, rank):
-    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}.items():
-        monkeypatch.setenv(name, value)
-
-    @contextlib.contextmanager
-    def sharing_failures():
-        try:
-            yield
-        finally:  # another rank, which was told, has ended meanwhile
-            signal.raise_signal(signal.SIGTERM)
-
-    def train(_config, _world, *, resume):
-        raise OSError("no such file")
-
-    world = SimpleNamespace(rank=int(rank), world_size=2, sharing_failures=sharing_failures)
-    monkeypatch.setattr(join, "join_world", lambda **_: world)
-    monkeypatch.setattr(session, "train", train)
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
-    try:
-        assert launcher.run_training(load_config(EXAMPLE)) == 10
-        assert not heard
-        signal.raise_signal(signal.SIGTERM)
-        assert heard  # afterwards it does what it did before
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert f"rank={rank} step=0 phase=run cause=OSError: no such file" in capsys.readouterr().err
-
-
-def test_a_plan_that_does_not_fit_the_job_is_refused(in_tmp, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29555")
-    with pytest.raises(ConfigError, match=r"the plan 'dp=2' has 2 ranks, this job .* has 3") as caught:
-        launcher.run_training(load_config(EXAMPLE))
-    plan = re.match(r"--plan (\S+),", caught.value.fix)[1]
-    assert load_config(EXAMPLE, plan=plan).plan

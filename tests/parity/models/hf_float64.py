@@ -29,8 +29,10 @@ class _Renaming(ast.NodeTransformer):
         return node
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType:
+class Float64Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from its source, changed so."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
         """Compile the changed source; the bytecode that lies beside the file is that of the other."""
         tree = _Renaming().visit(ast.parse(self.get_data(self.path)))
         return compile(tree, self.path, "exec", dont_inherit=True)
@@ -45,7 +47,7 @@ def in_float64(name: str) -> ModuleType:
     copy_name = name + _SUFFIX
     if copy_name not in sys.modules:
         original = importlib.import_module(name)
-        spec = importlib.util.spec_from_loader(copy_name, _Loader(copy_name, str(original.__file__)))
+        spec = importlib.util.spec_from_loader(copy_name, Float64Loader(copy_name, str(original.__file__)))
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -99,7 +99,7 @@ def test_what_the_binary_depends_on(
             (other / source.name).write_bytes(source.read_bytes() + b"\n")
         monkeypatch.setattr(build, "_SOURCES", other)
     elif what == "flags":
-        monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-g"))
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     else:
         monkeypatch.setattr(build, "describe_processor", lambda: "another")
     assert build_extension() != path

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.apply.randomness.philox import ElementPlace, Level
 from meshwright.comm.shm.build import (
+    FLAGS,
     BuildError,
     cache_directory,
     describe_processor,
@@ -29,16 +30,7 @@ __all__: list[str] = []
 
 _LOG = logging.getLogger("meshwright")
 _SOURCE = Path(__file__).parent / "csrc" / "philox.cpp"
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fwrapv",
-    "-std=c++20",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-pthread",
-)
+_FLAGS = (*FLAGS, "-pthread")
 _MAX_LEVELS = 8
 _PER_THREAD = 2**19
 """Elements for which another thread is worth its start [count]."""

@@ -41,7 +41,7 @@ _SEALED = "sha256"
 _NAP_S = 0.05
 _MOST_UNITS = 4
 # No fused multiply-add, which would round differently from processor to processor; signed integers wrap as torch's do.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-std=c++20", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-std=c++20", "-fPIC", "-fvisibility=hidden")
 
 
 class BuildError(Exception):
@@ -179,7 +179,7 @@ def _key(torch_folder: Path) -> str:
         digest.update(source.read_bytes())
     digest.update((torch_folder / "version.py").read_bytes())
     # A binary outlives its compiler, which is therefore not part of the key; the processor is, because of -march=native.
-    digest.update(repr((_SEALED, _FLAGS, sysconfig.get_config_var("SOABI"), describe_processor())).encode())
+    digest.update(repr((_SEALED, FLAGS, sysconfig.get_config_var("SOABI"), describe_processor())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -225,7 +225,7 @@ def _compile(torch_folder: Path, target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)  # from a killed build: the builder holds the lock
     common = [
         *compiler,
-        *_FLAGS,
+        *FLAGS,
         f"-I{_SOURCES}",
         f"-DMESHWRIGHT_MODULE={_MODULE}",
         *(f"-isystem{folder}" for folder in includes),

@@ -238,7 +238,7 @@ class Sentinels:
         if not self.is_due:
             return
         engine = self._engine
-        if self._step == 0:
+        if self._step == 0 and self._mesh.dp * self._mesh.cp > 1:
             warn_of_equal_shares(engine.everyone, self._mesh, self._batch, engine.device)
         settings.require_equal_settings(engine.everyone, self._rows(), engine.device)
         self._report(

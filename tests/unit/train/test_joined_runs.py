@@ -1,0 +1,80 @@
+"""Runs in a job that another launcher has started: what its ranks report, and which plans fit it."""
+
+import contextlib
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.ranks import join
+from meshwright.train import launcher, session
+from meshwright.train.config.load import load_config
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_python.toml"
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def be_rank(monkeypatch, rank, world_size):
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29555}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_joined_rank_says_in_which_step_and_phase_it_failed(monkeypatch, capsys):
+    be_rank(monkeypatch, 1, 2)
+
+    def train(_config, world, *, resume):
+        world.on_event(
+            1, {"event": "failed", "rank": 1, "step": 4, "phase": "load", "traceback": "Traceback of rank 1"}
+        )
+        raise OSError("no such file")
+
+    world = SimpleNamespace(rank=1, world_size=2, sharing_failures=contextlib.nullcontext)
+    monkeypatch.setattr(join, "join_world", lambda **_: world)
+    monkeypatch.setattr(session, "train", train)
+    assert launcher.run_training(load_config(EXAMPLE)) == 10
+    assert "rank=1 step=4 phase=load cause=OSError: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_joined_rank_that_has_failed_reports_though_the_agent_ends_it(monkeypatch, capsys, rank):
+    be_rank(monkeypatch, rank, 2)
+
+    @contextlib.contextmanager
+    def sharing_failures():
+        try:
+            yield
+        finally:  # another rank, which was told, has ended meanwhile
+            signal.raise_signal(signal.SIGTERM)
+
+    def train(_config, _world, *, resume):
+        raise OSError("no such file")
+
+    world = SimpleNamespace(rank=rank, world_size=2, sharing_failures=sharing_failures)
+    monkeypatch.setattr(join, "join_world", lambda **_: world)
+    monkeypatch.setattr(session, "train", train)
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+    try:
+        assert launcher.run_training(load_config(EXAMPLE)) == 10
+        assert not heard
+        signal.raise_signal(signal.SIGTERM)
+        assert heard  # afterwards it does what it did before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert f"rank={rank} step=0 phase=run cause=OSError: no such file" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_the_job_is_refused(monkeypatch):
+    be_rank(monkeypatch, 0, 3)
+    with pytest.raises(ConfigError, match=r"the plan 'dp=2' has 2 ranks, this job .* has 3") as caught:
+        launcher.run_training(load_config(EXAMPLE))
+    plan = re.match(r"--plan (\S+),", caught.value.fix)[1]
+    assert load_config(EXAMPLE, plan=plan).plan
