@@ -115,6 +115,7 @@ class ClusterSpec(Value):
         network: What connects a device to other hosts; needed with more than one.
         efficiency: Shares of the device's peaks that were measured here; None means those of the table of known devices.
         made_of: The kinds of hosts, where there are several; the other numbers are then the smallest of all of them.
+        taken_by_others: Of the cores that measured this cluster, what other programs took meanwhile [share].
 
     Raises:
         ConfigError: A count is below 1, or there are several hosts and no network.
@@ -130,6 +131,7 @@ class ClusterSpec(Value):
     network: LinkSpec | None = None
     efficiency: Efficiency | None = None
     made_of: tuple[str, ...] = ()
+    taken_by_others: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -137,6 +139,9 @@ class ClusterSpec(Value):
         for name in ("devices_per_host", "num_hosts"):
             number = getattr(self, name)
             problems.require(number >= 1, f"{name}={number} (rule: it is at least 1)", fix=f"{name}=1")
+        problems.require(
+            0 <= self.taken_by_others <= 1, f"taken_by_others={self.taken_by_others} (rule: it is between 0 and 1)"
+        )
         problems.require(
             self.num_hosts <= 1 or self.network is not None,
             f"{self.num_hosts} hosts and no network (rule: several hosts need one)",

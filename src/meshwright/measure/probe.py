@@ -15,6 +15,7 @@ from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
 from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.host import memory_group, usable_cores
+from meshwright.measure.probe_cores import CoreUse, share_of_others
 from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, PRODUCT, STAGES, attention_rates, exchange_name
 from meshwright.ranks.launch import launch
 
@@ -117,6 +118,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
         device=device,
         devices_per_host=count,
         link=link,
+        taken_by_others=share_of_others([CoreUse(**rank["cores"]) for rank in ranks]),
         efficiency=Efficiency(
             num_units=facts["num_units"],
             matmul=dict.fromkeys(peaks, 1.0),

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.errors import StorageError
 from meshwright.hardware.cluster import ClusterSpec
 from meshwright.hardware.exchanges import Rows
+from meshwright.measure.probe_cores import disturbed_text, is_disturbed
 from meshwright.units import format_bandwidth, format_bytes, format_seconds
 
 __all__: list[str] = []
@@ -58,6 +59,8 @@ def show_cluster(cluster: ClusterSpec) -> str:
         lines.append(f"{'':18}{format_seconds(link.latency_s or 0.0):16}{link.sources.get('latency_s', '')}")
     if efficiency is not None:
         lines += [_show_exchange(kind, rows) for kind, rows in efficiency.exchanges.items()]
+    if is_disturbed(cluster):
+        lines.append(f"warning: {disturbed_text(cluster)}")
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.host import peak_resident_bytes
+from meshwright.measure.probe_cores import start_watch
 from meshwright.measure.probe_exchanges import measure_exchanges
 from meshwright.measure.probe_functions import FUNCTIONS, moved_bytes
 from meshwright.measure.probe_runtime import measure_runtime
@@ -59,10 +61,13 @@ def measure_rank(budget_s: float) -> dict[str, Any]:
         raise RuntimeError("a rank without a world")
     probe = _Probe(world, budget_s)
     found: dict[str, Any] = {"device": _device_facts(world)}
+    world.default_group.barrier()
+    cores = start_watch(torch.get_num_threads())
     for stage in STAGES:
         world.emit({"probe": stage})
         found |= getattr(probe, stage.replace(" ", "_"))()
         world.default_group.barrier()
+    found["cores"] = dataclasses.asdict(cores())
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,21 @@ def test_a_kept_file_that_was_cut_is_measured_anew(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "probe_cluster", lambda *_args, **_options: cluster)
     assert machine.this_machine(2, 1) == cluster
     assert machine.this_machine(2, 1, measure=False) == cluster
+
+
+def test_what_was_measured_beside_others_is_measured_anew_once_they_are_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    quiet = kept(monkeypatch, tmp_path / "cache")
+    disturbed = dataclasses.replace(quiet, taken_by_others=0.5)
+    machine.keep_cluster(disturbed, 2, 1)
+    monkeypatch.setattr(machine, "probe_cluster", lambda *_args, **_options: quiet)
+    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    assert machine.this_machine(2, 1) == disturbed
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    assert machine.this_machine(2, 1, measure=False) == disturbed
+    assert machine.this_machine(2, 1) == quiet
+    assert machine.this_machine(2, 1, measure=False) == quiet
 
 
 def test_a_named_cluster_takes_the_machines_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,12 @@ def foresee(config: TrainConfig, *, can_measure: bool) -> tuple[TrainConfig, lis
     lines: list[str] = []
     predictor = Predictor(config, measure=config.plan_is_auto, tell=lines.append)
     if config.plan_is_auto:
-        return choose(config, predictor)
+        chosen, reasons = choose(config, predictor)
+        return chosen, lines + reasons
     foreseen = predictor.predict(config.plan)
     if foreseen.prediction is None:
-        return config, []
-    return config.model_copy(update={"plan": config.plan.replace(prediction=foreseen.prediction)}), []
+        return config, lines
+    return config.model_copy(update={"plan": config.plan.replace(prediction=foreseen.prediction)}), lines
 
 
 def choose(config: TrainConfig, predictor: Predictor) -> tuple[TrainConfig, list[str]]:

@@ -10,6 +10,7 @@ from meshwright.errors import ApplyError, ConfigError
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.cluster import LinkSpec
 from meshwright.host import usable_cores
+from meshwright.measure.probe_cores import disturbed_text, is_disturbed
 from meshwright.plan.search.ranking import make_plans, predict_plan
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import Prediction
@@ -18,7 +19,7 @@ from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described, describe_config
 from meshwright.train.planning.stage_messages import can_be_foreseen, foresee_stage_messages
-from meshwright.train.planning.this_machine import is_switched_off, this_machine
+from meshwright.train.planning.this_machine import is_outdated, is_switched_off, this_machine
 
 __all__: list[str] = []
 
@@ -54,6 +55,7 @@ class Predictor:
         self._tell = tell
         self._described: Described | None = None
         self._why_not = ""
+        self._told_disturbed = False
 
     def predict(self, plan: Plan, threads: int | None = None) -> Foreseen:
         """Return what a step of a plan should cost.
@@ -156,12 +158,15 @@ class Predictor:
         cluster = this_machine(num_ranks, threads, measure=False)
         if cluster is not None:
             cluster = _part_of(cluster, num_ranks)  # of one that was named
-        if cluster is None and self._measure and not is_switched_off():
+        if self._measure and not is_switched_off() and (cluster is None or is_outdated(cluster)):
             ranks = (
                 f"{num_ranks} rank{'' if num_ranks == 1 else 's'} with {threads} thread{'' if threads == 1 else 's'}"
             )
             self._tell(f"measuring this machine for {ranks}, once; it is kept for later runs")
             cluster = this_machine(num_ranks, threads)
+        if cluster is not None and is_disturbed(cluster) and not self._told_disturbed:
+            self._told_disturbed = True
+            self._tell(f"warning: {disturbed_text(cluster)}")
         return cluster
 
 

@@ -15,6 +15,7 @@ from meshwright.hardware import ClusterSpec, load_cluster
 from meshwright.host import private_cache_directory, processor_name, usable_cores
 from meshwright.kept_files import keep_file, read_kept_file
 from meshwright.measure.probe import probe_cluster
+from meshwright.measure.probe_cores import is_busy, is_disturbed
 from meshwright.ranks.environment import choose_transport
 from meshwright.train.config.checks import visible_devices
 
@@ -62,12 +63,19 @@ def this_machine(
     if kept is not None:
         # A file that was cut, changed or planted, or is of a later version: measured anew.
         with contextlib.suppress(ConfigError, OSError, ValueError):
-            return ClusterSpec.from_json(read_kept_file(kept).decode())
+            cluster = ClusterSpec.from_json(read_kept_file(kept).decode())
+            if not (measure and is_outdated(cluster)):
+                return cluster
     if not measure:
         return None
     cluster = probe_cluster(num_ranks, threads_per_device=threads, on_stage=on_stage)
     keep_cluster(cluster, num_ranks, threads)
     return cluster
+
+
+def is_outdated(cluster: ClusterSpec) -> bool:
+    """Tell whether a kept cluster was measured beside other programs that no longer run; the answer takes 0.2 s then."""
+    return is_disturbed(cluster) and not is_busy()
 
 
 def keep_cluster(cluster: ClusterSpec, num_ranks: int, threads: int) -> None:
