@@ -304,9 +304,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     " (did you mean 'micro_batches'?)"
     >>> did_you_mean("zzz", ["dp"])
     ''
+    >>> did_you_mean("DPP", ["pp", "dp"])
+    " (did you mean 'dp'?)"
     """
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    wanted = word.lower()
+    close = difflib.get_close_matches(wanted, by_lower, n=3, cutoff=0.6)
+    # Of those that are equally close, the one that begins alike.
+    close.sort(key=lambda name: (difflib.SequenceMatcher(a=name, b=wanted).ratio(), name[0] == wanted[0]), reverse=True)
+    return f" (did you mean '{by_lower[close[0]]}'?)" if close else ""
 
 
 def tensors_differ(lines: Sequence[str], most: int = 12) -> str:

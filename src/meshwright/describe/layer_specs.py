@@ -116,8 +116,8 @@ class LayerAssembly:
             self.notes.append(f"with this batch {listed}{more} did not run: parameters are counted, work is not")
         if self._flow.num_pairs:
             self.notes.append(
-                f"{self._flow.num_pairs} pairs of column and row products are proposed for tensor parallelism; only the proof "
-                "that apply_plan runs decides each"
+                f"for tensor parallelism, pairs of column and row products are proposed: {self._flow.num_pairs}; only the "
+                "proof that apply_plan runs decides each"
             )
         return tuple(made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -57,6 +58,8 @@ _PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "bucket_bytes": _parse_bytes_word,
     "whole_below": _parse_bytes_word,
 }
+
+_KEY: Final = re.compile(rf"\b({'|'.join(_PARSERS)}) *=")
 
 _DEGREES: Final = ("dp", "tp", "pp", "cp")
 
@@ -128,17 +131,28 @@ def parse_line(text: str) -> tuple[str | None, dict[str, Any]]:
             first = f"; a preset comes first: '{word},...'" if word in PRESETS else ""
             problems.add(f"'{word}' is no key=value{first}" if word else "there is an empty entry between commas")
         elif key not in _PARSERS:
-            problems.add(f"unknown key '{key}'{did_you_mean(key, _PARSERS)}; known: {', '.join(_PARSERS)}")
+            start = key.partition(" ")[0]
+            first = f"; a preset stands alone before a comma: '{start},...'" if start in PRESETS else ""
+            problems.add(f"unknown key '{key}'{first or did_you_mean(key, _PARSERS)}; known: {', '.join(_PARSERS)}")
         elif key in entries:
             problems.add(f"'{key}' is given twice", fix=f"keep one {key}=")
         else:
             try:
+                if _KEY.search(value):
+                    problems.add(f"'{word}' (rule: commas separate keys)", fix=f"write '{_with_commas(text)}'")
+                    continue
                 entries[key] = _PARSERS[key](value)
             except ConfigError as error:
                 problems.add(f"{key}='{value}' {error.message}")
                 entries[key] = None
     problems.check()
     return preset, entries
+
+
+def _with_commas(text: str) -> str:
+    """Return a line whose keys are separated by something else with commas between them."""
+    starts = [*(found.start() for found in _KEY.finditer(text)), len(text)]
+    return ",".join(text[start:end].strip(" ,;|+") for start, end in itertools.pairwise(starts))
 
 
 def format_line(entries: Mapping[str, Any]) -> str:

@@ -150,7 +150,7 @@ def test_drop_rates_made_as_tensors_need_no_values() -> None:
             super().__init__(width=64, inner=128)
             self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
 
-    assert describe_model(Rates, floats_of(2, 64)).notes[0].startswith("1 pairs")
+    assert "products are proposed: 1;" in describe_model(Rates, floats_of(2, 64)).notes[0]
 
 
 def test_a_function_that_returns_one_module_again_does_not_have_it_changed() -> None:

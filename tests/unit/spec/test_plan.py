@@ -187,10 +187,13 @@ def test_each_rule_has_a_fix_that_works(line: str, message: str, fixed: str) -> 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("dpp=2", r"unknown key 'dpp' \(did you mean"),
+        ("dpp=2", r"unknown key 'dpp' \(did you mean 'dp'"),
         ("micro_batch=2", r"did you mean 'micro_batches'"),
         ("distribute", r"unknown preset 'distribute' \(did you mean 'distributed'\?\)"),
         ("dp2", r"unknown preset 'dp2'(?s:.*)fix: write 'dp=2'"),
+        ("dp=2 tp=2 zero=1", r"commas separate keys(?s:.*)fix: write 'dp=2,tp=2,zero=1'"),
+        ("zero1 dp=2", r"a preset stands alone before a comma: 'zero1,...'"),
+        ("DP=2", r"did you mean 'dp'"),
         ("tp16,zero=1", r"fix: write 'tp=16'"),
         ("dp=2,distributed", "a preset comes first: 'distributed,...'"),
         ("dp=2,dp=2", "'dp' is given twice"),

@@ -7,11 +7,11 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, MissingDependencyError
+from meshwright.errors import ConfigError, MissingDependencyError, did_you_mean
 from meshwright.host import usable_cores
 from meshwright.plan.deepspeed.reader import is_saved_value, parse_text, read_deepspeed
 from meshwright.ranks.environment import read_place
@@ -351,8 +351,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         raise ConfigError(f"optimizer.momentum is sgd's, optimizer.name is {optimizer.name!r}")
     if optimizer.name not in BUILT_IN_OPTIMIZERS:
         if ":" not in optimizer.name:
-            known = ", ".join(BUILT_IN_OPTIMIZERS)
-            raise ConfigError(f"optimizer.name = {optimizer.name!r}; known: {known}, package.module:callable")
+            raise _unknown("optimizer.name", optimizer.name, BUILT_IN_OPTIMIZERS)
         check_callable(optimizer.name, key="optimizer.name", roots=config.import_roots)
 
 
@@ -373,7 +372,7 @@ def _check_loss(config: TrainConfig) -> None:
     if loss in BUILT_IN_LOSSES:
         return
     if ":" not in loss:
-        raise ConfigError(f"train.loss = {loss!r}; known: {', '.join(BUILT_IN_LOSSES)}, package.module:callable")
+        raise _unknown("train.loss", loss, BUILT_IN_LOSSES)
     check_callable(loss, key="train.loss", roots=config.import_roots, positional=2, keywords={})
 
 
@@ -388,3 +387,8 @@ def _check_checkpoint(config: TrainConfig) -> None:
 def _require_package(module: str, extra: str, what: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise MissingDependencyError(f"{what} needs the package '{module}'", fix=f"pip install 'meshwright[{extra}]'")
+
+
+def _unknown(key: str, name: str, known: Iterable[str]) -> ConfigError:
+    hint = did_you_mean(name, known)
+    return ConfigError(f"{key} = {name!r}{hint}; known: {', '.join(known)}, package.module:callable")
