@@ -10,6 +10,7 @@ import torch
 from tests.parity.jobs import never_wrong_data_jobs as jobs
 from tests.parity.jobs import never_wrong_iterators as iterators
 from tests.parity.jobs import never_wrong_replica_jobs as replica_jobs
+from tests.parity.jobs import own_gradient_jobs as gradient_jobs
 from tests.parity.jobs import rank_data_jobs as rank_jobs
 
 import meshwright as mw
@@ -52,7 +53,7 @@ def test_backward_and_optimizer_of_the_scripts_own_are_refused(plan: str) -> Non
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
-@pytest.mark.parametrize("way", list(jobs.OWN_GRADIENTS))
+@pytest.mark.parametrize("way", list(gradient_jobs.OWN_GRADIENTS))
 def test_gradients_that_nobody_exchanges_are_refused_where_they_arrive(plan: str, way: str) -> None:
     # What takes a part itself is refused before.
     word = (
@@ -60,7 +61,7 @@ def test_gradients_that_nobody_exchanges_are_refused_where_they_arrive(plan: str
         if plan == "tp=2" and way in ("penalty", "inner_step")
         else "a backward of the script's own"
     )
-    refused(jobs.own_gradients, 2, plan, way, word=word)
+    refused(gradient_jobs.own_gradients, 2, plan, way, word=word)
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -22,9 +21,10 @@ from meshwright.comm.shm.build import (
     describe_processor,
     find_compiler,
     held_lock,
+    is_sound,
     run_all,
 )
-from meshwright.kept_files import keep_file, read_kept_file
+from meshwright.kept_files import keep_file
 
 __all__: list[str] = []
 
@@ -64,22 +64,15 @@ def _build() -> Path:
     directory = cache_directory()
     digest = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, describe_processor())).encode()).hexdigest()[:20]
     target = directory / f"_meshwright_philox-{digest}.so"
-    if _is_there(target):
+    if is_sound(target):
         return target
     with held_lock(directory / "build.lock"):
-        if not _is_there(target):
+        if not is_sound(target):
             with tempfile.TemporaryDirectory(prefix="philox-", dir=directory) as scratch:
                 made = Path(scratch, target.name)
                 run_all([[*find_compiler(), *_FLAGS, "-shared", str(_SOURCE), "-o", str(made)]])
                 keep_file(target, made.read_bytes())
     return target
-
-
-def _is_there(target: Path) -> bool:
-    with contextlib.suppress(OSError):
-        read_kept_file(target)
-        return True
-    return False
 
 
 def takes(place: ElementPlace, device: torch.device) -> bool:

@@ -89,10 +89,10 @@ def build_extension() -> Path:
         torch_folder = _find_torch()
         directory = cache_directory()
         target = directory / f"{_MODULE}-{_key(torch_folder)}.so"
-        if _is_sound(target):
+        if is_sound(target):
             return target
         with held_lock(directory / "build.lock"):
-            if not _is_sound(target):
+            if not is_sound(target):
                 _build(torch_folder, target)
     except OSError as error:
         raise BuildError(f"{error.filename or 'the cache directory'} cannot be used: {error.strerror}") from error
@@ -109,7 +109,7 @@ def _build(torch_folder: Path, target: Path) -> None:
         raise
 
 
-def _is_sound(target: Path) -> bool:
+def is_sound(target: Path) -> bool:
     """Tell whether the extension is there as it was built; say so once where it is there in another way."""
     try:
         read_kept_file(target)
