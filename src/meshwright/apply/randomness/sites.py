@@ -192,7 +192,7 @@ class StepDraws:
     def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
         known = self.dims.get(call)
-        if known is not None and known.num_dims == len(shape):
+        if known is not None and known.num_dims == len(shape) and known.kind in ("", kind):
             return known
         if not shape:
             return SiteDims(None)  # one number, of all samples

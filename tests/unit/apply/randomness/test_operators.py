@@ -240,6 +240,8 @@ def test_a_call_without_a_known_dim_is_told_and_differs_from_share_to_share() ->
         ({("other", 0): SiteDims(0, num_dims=2)}, True, True),  # all draws of the model
         ({("other", 0): SiteDims(0, num_dims=2), ("third", 0): SiteDims(1, num_dims=2)}, False, True),
         ({("", 0): SiteDims(0, num_dims=3)}, False, True),  # it drew another tensor then
+        ({("", 0): SiteDims(0, num_dims=2, kind="uniform_")}, True, False),
+        ({("", 0): SiteDims(0, num_dims=2, kind="bernoulli_")}, True, True),  # another call then
     ],
 )
 def test_a_call_that_the_first_batch_did_not_make(known: dict[Call, SiteDims], place: bool, is_told: bool) -> None:
