@@ -64,6 +64,7 @@ __all__ = [
     "num_users",
     "offer_monitored_barrier",
     "pytree",
+    "recorded_shape",
     "replace_draws",
     "run_backward",
     "set_worker_info",
@@ -103,6 +104,12 @@ without_view = torch.ops.aten._unsafe_view.default
 def is_in_backward() -> bool:
     """Tell whether autograd's engine is running this thread: in hooks, and in forwards that a checkpoint repeats."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def recorded_shape(node: Any) -> tuple[int, ...] | None:
+    """Return the shape that a graph node expects of its gradient; None where it has none."""
+    known = getattr(node, "_input_metadata", None)
+    return tuple(map(int, known[0].shape)) if known else None
 
 
 # A TorchFunctionMode sees not the called function, but the functions that it calls.

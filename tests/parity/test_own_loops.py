@@ -80,6 +80,12 @@ def test_a_loss_over_the_gathered_batch_is_one_devices(plan: str, num_ranks: int
         assert_equal(found, expected("contrastive"))
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=1", "tp=2,recompute=full"])
+def test_gradients_pass_through_a_frozen_model(plan: str) -> None:
+    for found in testing.run_ranks(jobs.under_plan, 2, "frozen_critic", plan, SHARES[2 if "dp=2" in plan else 1]):
+        assert_equal(found, expected("frozen_critic"))
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=1"])
 def test_a_rank_without_samples_counts_for_nothing(plan: str) -> None:
     model = jobs.Plain(jobs.build_net)
@@ -108,6 +114,8 @@ def test_a_rank_without_samples_counts_for_nothing(plan: str) -> None:
         ("clipped by torch", "dp=2,zero=1", "model.clip_grad_norm"),
         ("clipped by torch", "tp=2", "model.clip_grad_norm"),
         ("zeroed", "dp=2,zero=1", "model.zero_grad()"),
+        ("shared", "dp=2", "is in another model under the plan"),
+        ("read early", "tp=2", "had another shape"),
         ("pipeline", "pp=2", "several stages"),
     ],
 )

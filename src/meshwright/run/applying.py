@@ -36,6 +36,7 @@ from meshwright.run.building.pretrained import with_pretrained
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.own_loop import refuse_shared
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
 from meshwright.run.step import Stepper
@@ -117,6 +118,7 @@ def apply_plan(
         build_model = with_pretrained(build_model, pretrained)
     pages = PagedBuild()
     module = build_module(build_model, seed, plan, world, pages)
+    refuse_shared(module, str(plan))
     if world.rank == 0:
         _tell_what_does_nothing(plan, module)
     splitter = BatchSplitter(split)

@@ -129,7 +129,7 @@ class DrawTrials:
             shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
             dims = find_dims([(count(share), note.shape), *shapes])
             if dims is not None:
-                found.dims[call] = dims
+                found.dims[call] = dataclasses.replace(dims, kind=note.kind)
         found.is_proven = yield from self._prove(found, placed, found.dims)
         if not found.is_proven and any(dims.is_merged for dims in found.dims.values()):
             turned = {c: dataclasses.replace(d, is_minor=d.is_merged) for c, d in found.dims.items()}

@@ -245,8 +245,8 @@ class GlobalDraws:
 
 
 def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
-    return [[*call, d.dim, d.is_minor, d.num_dims, d.is_merged] for call, d in dims.items()]
+    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged] for call, d in dims.items()]
 
 
 def _from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
-    return {(name, number): SiteDims(*rest) for name, number, *rest in rows}
+    return {(name, number): SiteDims(*rest, kind=kind) for name, number, kind, *rest in rows}

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright._torch_private import recorded_shape
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
@@ -39,6 +40,8 @@ class LossGraph:
     """The calls, those that only lead to others too."""
     leaves: list[Tensor] = dataclasses.field(default_factory=list)
     """Leaves that get a gradient without such a call: parameters that a loss reads, inputs that require one."""
+    recut: Tensor | None = None
+    """A leaf that was read when it had another shape, before its layer was cut."""
 
 
 def mark_outputs(outputs: Any, mark: ForwardMark) -> None:
@@ -58,6 +61,8 @@ def graph_of(tensors: Iterable[Tensor]) -> LossGraph:
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             leaves[id(variable)] = variable
+            if recorded_shape(node) not in (None, tuple(variable.shape)):
+                found.recut = variable
     waiting = list(marks.values())
     while waiting:
         mark = waiting.pop()

@@ -103,6 +103,12 @@ class OwnBackward(Generic[LoopT]):
                 f"the weight of a loss is {self._weight}",
                 fix="pass how much it counts, a finite number of at least 0",
             )
+        if graph.recut is not None:
+            return ApplyError(
+                f"the loss reads a parameter that had another shape when it did: the first model(...) under the plan "
+                f"'{loop.plan}' has cut it to {tuple(graph.recut.shape)} since",
+                fix="compute the loss from parameters after model(...), or pass example_batch= to apply_plan",
+            )
         return self._find_foreign(graph) or self._find_unlike(graph)
 
     def _find_foreign(self, graph: LossGraph) -> ApplyError | None:

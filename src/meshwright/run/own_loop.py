@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.apply.norm import clip_, values_of
 from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks, is_ours
@@ -34,6 +35,23 @@ __all__: list[str] = []
 FIX_PLAN = "call model.step(batch), or use a plan of dp, zero and tp for an own loop"
 
 _LIVE: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
+
+
+def refuse_shared(module: nn.Module, plan: str) -> None:
+    """Refuse a plan over parameters of a model under another plan: both would exchange their gradients.
+
+    Raises:
+        ApplyError: A parameter is in both.
+    """
+    own = {id(parameter): name for name, parameter in module.named_parameters()}
+    for loop in _LIVE:
+        shared = next((own[id(other)] for other in loop.engine.parameters if id(other) in own), None)
+        if shared is not None:
+            raise ApplyError(
+                f"parameter '{shared}' is in another model under the plan '{loop.plan}' too, and the plan '{plan}' would "
+                "exchange its gradients again",
+                fix="put both models into one module for one apply_plan, or call close() on the earlier one before",
+            )
 
 
 class OwnLoop:

@@ -28,6 +28,7 @@ from meshwright.run.own_loop import OwnLoop
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -204,7 +205,8 @@ class ParallelModel:
         The outputs are for `backward`, which exchanges gradients; a plain ``loss.backward()`` is refused. Pipelines and
         "data_parallel" give outputs without a graph. Under `torch.no_grad` none has one.
         """
-        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        given = (*self.parameters(), *tensors_in((args, kwargs)))  # a frozen model may lead to one that is trained
+        is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         engine = self.engine
         with engine.switch.plain(), self.told("forward"), self.stepper.casts.taken_in():
             if not is_trained or not (self._own_loop.has_ranks or engine.num_replicas > 1):

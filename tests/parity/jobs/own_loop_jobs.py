@@ -254,7 +254,22 @@ def contrastive(make: Any, share: Share) -> Found:
     return {"told": told, "gradients": gradients, "state": model.full_state_dict()}
 
 
-OTHER_SCRIPTS = {"by_torch": by_torch, "contrastive": contrastive}
+def frozen_critic(make: Any, share: Share) -> Found:
+    """A model that trains nothing of its own in one of two terms; gradients pass through it."""
+    maker, critic, told = make(build_generator), make(build_critic), []
+    for parameter in critic.module.parameters():
+        parameter.requires_grad_(False)
+    for step in range(STEPS):
+        noise = share(numbers(200 + step, 7, 4))
+        maker.zero_grad()
+        fake = maker(noise)
+        told.append(maker.backward(fake.abs().mean() + critic(fake).square().mean(), weight=len(noise)))
+        gradients = _seen(maker)
+        maker.optimizer.step()
+    return {"told": told, "gradients": gradients, "state": maker.full_state_dict()}
+
+
+OTHER_SCRIPTS = {"by_torch": by_torch, "contrastive": contrastive, "frozen_critic": frozen_critic}
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -265,7 +280,8 @@ def refused_way(plan: str, way: str) -> None:
     rank = 0 if (world := mw.current_world()) is None else world.rank
     with mw.apply_plan(build_net, plan, optimizer=Sgd) as model, mw.apply_plan(build_net, plan) as other:
         x, y = (part[: len(part) // 2] for part in batch_of(0))
-        loss = (model(x) - y).square().mean()
+        read = model.module[0].up.weight.square().sum() if way == "read early" else 0.0
+        loss = (model(x) - y).square().mean() + read
         if way == "no weight":
             model.backward(loss)
         elif way == "no graph":
@@ -286,6 +302,8 @@ def refused_way(plan: str, way: str) -> None:
         elif way == "not finite":
             model.backward(loss * float("nan"), weight=1)
             model.optimizer.step()
+        elif way == "shared":
+            mw.apply_plan(nn.Sequential(model.module[1], nn.Linear(5, 2)), plan)
         elif way == "clipped by torch":
             model.backward(loss, weight=1)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

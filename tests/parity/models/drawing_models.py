@@ -113,6 +113,32 @@ class Recurrent(nn.Module):
         return self.head(self.drop(stream)).transpose(0, 1)
 
 
+class Residual(nn.Module):
+    """A layer whose last saved tensor is the input of its last product, where a checkpoint ends its repetition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after the layer."""
+        return x + self.down(F.dropout(self.up(x).tanh(), 0.3, self.training))
+
+
+class Residuals(nn.Module):
+    """Three such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `vae_loss` takes."""
+        for layer in self.layers:
+            x = layer(x)
+        return x, x, x
+
+
 class Skipping(nn.Module):
     """Leaves layers out by chance, decided by Python's and NumPy's generators, and drops in them."""
 
@@ -165,6 +191,10 @@ def build_skipping() -> nn.Module:
     return Skipping().double()
 
 
+def build_residuals() -> nn.Module:
+    return Residuals().double()
+
+
 def build_lstm() -> nn.Module:
     return Recurrent().double()
 
@@ -197,5 +227,6 @@ CASES = {
     "vae": (build_vae, vae_loss, vectors),
     "lstm": (build_lstm, token_loss, tokens),
     "skipping": (build_skipping, vae_loss, vectors),
+    "residuals": (build_residuals, vae_loss, vectors),
 }
 """Name -> the model, its loss, and (step, samples) -> global batch."""

@@ -43,6 +43,10 @@ _OWN: Final = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
+    "normal_functional",
+    "randperm.generator_out",
+    "rrelu_with_noise.out",
+    "rrelu_with_noise_functional",
 )
 """What is left to torch."""
 _EXACT: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -115,8 +119,24 @@ def _write(out: Tensor, made: Tensor) -> Tensor:
     return out.copy_(made.to(out.dtype) if out.is_complex() else made)
 
 
+def _write_parts(out: Tensor, fill: Kernel, *numbers: float) -> Any:
+    """Draw the real and the imaginary parts of a complex tensor."""
+    parts = fill(torch.empty((*out.shape, 2), dtype=out.dtype.to_real(), device=out.device), *numbers)
+    return parts if parts is NotImplemented else _write(out, torch.view_as_complex(parts))
+
+
+def _with_graph(name: str, given: Sequence[Any], made: Any) -> Any:
+    """Return numbers with torch's graph, which gives tensors among these arguments zeros as gradients."""
+    has_graph = any(isinstance(value, Tensor) and value.requires_grad for value in given)
+    if made is NotImplemented or not (has_graph and torch.is_grad_enabled()):
+        return made
+    result = _as_torch(name, *given)
+    result.detach().copy_(made)
+    return result
+
+
 def _bernoulli(out: Tensor, p: float = 0.5) -> Any:
-    place = place_of_draw(shape_of(out), "bernoulli_")
+    place = place_of_draw(shape_of(out), "bernoulli_") if 0 <= p <= 1 else None
     if place is None:
         return NotImplemented
     if out.is_contiguous() and not out.is_complex() and not (out.requires_grad and torch.is_grad_enabled()):
@@ -129,12 +149,18 @@ def _bernoulli(out: Tensor, p: float = 0.5) -> Any:
 
 
 def _bernoulli_of(out: Tensor, p: Tensor) -> Any:
+    if p.device.type == "cpu" and not bool(((p >= 0) & (p <= 1)).all()):
+        return NotImplemented  # torch's own error
     return _fill(
         out, "bernoulli_", lambda place: distributions.uniform(place, torch.float64, out.device).view(out.shape) < p
     )
 
 
 def _uniform(out: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
+    if not low <= high:
+        return NotImplemented  # torch's own error
+    if out.is_complex():
+        return _write_parts(out, _uniform, low, high)
     dtype = out.dtype if out.dtype in _EXACT else torch.float64
 
     def make(place: ElementPlace) -> Tensor:
@@ -145,13 +171,16 @@ def _uniform(out: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
 
 
 def _normal(out: Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
-    if std < 0 or out.is_complex():
+    if not std >= 0:
         return NotImplemented  # torch's own error
+    if out.is_complex():  # a variance of std ** 2, half of it in each part
+        parts = _write_parts(out, _normal, 0.0, std * 0.5**0.5)
+        return parts if parts is NotImplemented or not mean else out.add_(mean)
     return _fill(out, "normal_", lambda place: distributions.normal(place, out.device) * std + mean)
 
 
 def _exponential(out: Tensor, lambd: float = 1.0) -> Any:
-    if lambd <= 0:
+    if not lambd > 0:
         return NotImplemented
     return _fill(out, "exponential_", lambda place: distributions.exponential(place, out.device) / lambd)
 
@@ -166,6 +195,9 @@ def _geometric(out: Tensor, p: float) -> Any:
 
 
 def _cauchy(out: Tensor, median: float = 0.0, sigma: float = 1.0) -> Any:
+    if not sigma > 0:
+        return NotImplemented
+
     def make(place: ElementPlace) -> Tensor:
         return median + sigma * (torch.pi * (distributions.uniform_open(place, out.device) - 0.5)).tan()
 
@@ -173,7 +205,7 @@ def _cauchy(out: Tensor, median: float = 0.0, sigma: float = 1.0) -> Any:
 
 
 def _log_normal(out: Tensor, mean: float = 1.0, std: float = 2.0) -> Any:
-    if std <= 0:
+    if not std > 0:
         return NotImplemented
     return _fill(out, "log_normal_", lambda place: (distributions.normal(place, out.device) * std + mean).exp())
 
@@ -224,15 +256,19 @@ def _rrelu(tensor: Tensor, noise: Tensor, *numbers: Any) -> Any:
     return tensor * noise
 
 
-def _rrelu_in_place(tensor: Tensor, noise: Tensor, *numbers: Any) -> Any:
-    found = _rrelu(tensor.clone(), noise, *numbers)
-    return found if found is NotImplemented else tensor.copy_(found)
+def _rrelu_in_place(tensor: Tensor, *given: Any) -> Any:
+    return made if (made := _rrelu(tensor.clone(), *given)) is NotImplemented else tensor.copy_(made)
 
 
 def _normal_of(mean: Any, std: Any = 1.0) -> Any:
-    given = torch.broadcast_tensors(*[value for value in (mean, std) if isinstance(value, Tensor)])[0]
-    drawn = _normal(torch.empty(given.shape, dtype=given.dtype, device=given.device))
-    return NotImplemented if drawn is NotImplemented else drawn * std + mean
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+    with torch.no_grad():
+        like = torch.broadcast_tensors(*tensors)[0]
+        drawn = _normal(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        if drawn is not NotImplemented:
+            drawn = drawn * std + mean
+    kind = "_".join("Tensor" if isinstance(value, Tensor) else "float" for value in (mean, std))
+    return _with_graph(f"normal.{kind}", (mean, std), drawn)
 
 
 def _randperm(n: int, **options: Any) -> Any:
@@ -252,6 +288,8 @@ def _multinomial(weights: Tensor, num_samples: int, replacement: bool = False) -
     given = weights.detach().double()
     if bool((given < 0).any()) or not bool(given.isfinite().all()) or bool((given.sum(-1) <= 0).any()):
         return NotImplemented  # torch's own error
+    if not replacement and bool(((given > 0).sum(-1) < num_samples).any()):
+        return NotImplemented  # torch's own way with too few of them
     if not replacement:  # whose exponential clock rings first; as torch does it
         clocks = given / distributions.exponential(place, weights.device).view(drawn)
         return clocks.topk(int(num_samples), dim=-1).indices
@@ -300,7 +338,7 @@ def _randint_like_from(like: Tensor, low: int, high: int, **options: Any) -> Any
 
 
 def _bernoulli_made(p: Tensor) -> Any:
-    return _bernoulli_of(torch.empty_like(p, requires_grad=False), p.detach())
+    return _with_graph("bernoulli", (p,), _bernoulli_of(torch.empty_like(p, requires_grad=False), p.detach()))
 
 
 def _bernoulli_with(like: Tensor, p: float) -> Any:
@@ -309,6 +347,16 @@ def _bernoulli_with(like: Tensor, p: float) -> Any:
 
 def _normal_made(mean: float, std: float, size: Sequence[int], **options: Any) -> Any:
     return _normal(torch.empty(size, **_options(options)), mean, std)
+
+
+def _into(kernel: Kernel) -> Kernel:
+    """Return a kernel that writes the result of another into `out`, as torch's variants of operators do."""
+
+    def write(*args: Any, out: Tensor, **options: Any) -> Any:
+        made = kernel(*args, **options)
+        return made if made is NotImplemented else out.resize_(made.shape).copy_(made)
+
+    return write
 
 
 _KERNELS: Final[dict[str, Kernel]] = {
@@ -342,4 +390,10 @@ _KERNELS: Final[dict[str, Kernel]] = {
     "bernoulli.p": _bernoulli_with,
     "randperm": _randperm,
     "multinomial": _multinomial,
+    "bernoulli.out": _into(_bernoulli_made),
+    "normal.Tensor_float_out": _into(_normal_of),
+    "normal.float_Tensor_out": _into(_normal_of),
+    "normal.Tensor_Tensor_out": _into(_normal_of),
+    "randperm.out": _into(_randperm),
+    "multinomial.out": _into(_multinomial),
 }

@@ -39,6 +39,8 @@ class SiteDims:
     """Whether a layer on slices of the stream draws for its slice, which the running chain knows."""
     is_apart: bool = False
     """Whether each rank of the layer draws numbers of its own, since no cut of the full tensor was found."""
+    kind: str = dataclasses.field(default="", compare=False)
+    """What drew when the dim was found; another kind is another call. Empty: not known."""
 
 
 Slicing = tuple[int, tuple[int, ...], int]

@@ -15,6 +15,7 @@ import functools
 import math
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from meshwright._torch_private import MODULE_CALL, draws_intercepted, draws_untouched, is_in_backward
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -55,7 +57,7 @@ class Names:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names: dict[int, tuple[nn.Module, str | None]] = {}
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}
 
     def running(self) -> Iterator[str]:
         """Yield the names of the model's modules whose forwards are running, the innermost first."""
@@ -69,10 +71,13 @@ class Names:
 
     def _name_of(self, module: nn.Module) -> str | None:
         """Return a module's name; None for one that is not the model's, a loss for example."""
-        if id(module) not in self._names:
-            self._names.update({id(child): (child, name) for name, child in self._module.named_modules()})
-            self._names.setdefault(id(module), (module, None))
-        return self._names[id(module)][1]
+        key = id(module)
+        found = self._names.get(key)
+        if found is None or found[0]() is not module:  # a forward may make modules, whose memory later ones get
+            self._names[key] = (weakref.ref(module, lambda _: self._names.pop(key, None)), None)
+            self._names.update({id(child): (weakref.ref(child), name) for name, child in self._module.named_modules()})
+            found = self._names[key]
+        return found[1]
 
     def find(self) -> str:
         """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
@@ -136,6 +141,7 @@ class StepDraws:
         self.part = part
         self.on_unknown = on_unknown
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
+        self._twice: set[int] = set()
 
     def call_at(self, mark: int, forward: ForwardDraws | None) -> tuple[Call, ForwardDraws] | None:
         """Return the call that draws now, and its forward; None where none is running.
@@ -143,12 +149,28 @@ class StepDraws:
         Args:
             mark: The number that torch's generator gave.
             forward: The forward that is running.
+
+        Raises:
+            ApplyError: A repeated draw cannot be told from another.
         """
         if is_in_backward():
+            if mark in self._twice:
+                raise ApplyError(
+                    "a forward that is repeated in backward seeds torch's generator, so that its draws cannot be told apart "
+                    "with rng='global'",
+                    fix="use recompute=none, mw.apply_plan(..., rng='torch'), or torch.rand(..., generator=...) for such numbers",
+                )
+            if mark not in self._known:
+                self.on_unknown(
+                    "code that runs in backward draws, which is left to torch's generator: each rank draws for itself"
+                )
             return self._known.get(mark)
         if forward is None:
             return None
-        found = self._known[mark] = (forward.next_call(self.names.find()), forward)
+        before, found = self._known.get(mark), (forward.next_call(self.names.find()), forward)
+        if before is not None and (before[0] != found[0] or before[1] is not forward):
+            self._twice.add(mark)
+        self._known[mark] = found
         return found
 
     def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> ElementPlace:
@@ -170,24 +192,39 @@ class StepDraws:
     def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
         known = self.dims.get(call)
-        if known is not None and known.num_dims == len(shape):
+        if known is not None and known.num_dims == len(shape) and known.kind in ("", kind):
             return known
-        alike = {place: dims for place, dims in self.dims.items() if dims.num_dims == len(shape)}
-        of_module = {dims for (name, _), dims in alike.items() if name == call[0]}
-        if len(of_module) == 1:
-            return of_module.pop()
-        found = set(alike.values())
-        if of_module or len(found) != 1:
-            return None
-        dims = found.pop()
-        is_plain = dims.cut is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
-        if not is_plain or dims.dim is None or shape[dims.dim] != num_samples:
-            return None
-        self.on_unknown(
-            f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
-            "taken to be that of the model's other draws"
-        )
+        if not shape:
+            return SiteDims(None)  # one number, of all samples
+        dims = self._dims_of_others(call, shape, num_samples)
+        if dims is not None:
+            self.on_unknown(
+                f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
+                "taken to be that of the model's other draws"
+            )
         return dims
+
+    def _dims_of_others(self, call: Call, shape: tuple[int, ...], num_samples: int) -> SiteDims | None:
+        name, number = call
+        alike = {place: dims for place, dims in self.dims.items() if dims.num_dims == len(shape)}
+        series = _series_of(name)
+        for chosen in (
+            {dims for (other, _), dims in alike.items() if other == name},
+            {dims for (other, n), dims in alike.items() if n == number and _series_of(other) == series},
+        ):
+            if chosen:
+                return chosen.pop() if len(chosen) == 1 else None
+        found = set(alike.values())
+        dims = found.pop() if len(found) == 1 else None
+        if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
+            return None
+        return None if dims.cut is not None or dims.on_stream or dims.is_apart or dims.is_merged else dims
+
+
+@functools.lru_cache(maxsize=4096)
+def _series_of(name: str) -> str:
+    """Return a name without its numbers, which layers of one kind share."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 _located = functools.lru_cache(maxsize=4096)(locate)
@@ -207,6 +244,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_under_way: list[StepDraws] = []
+"""Steps that run in this process, for autograd's threads of other devices, in which backward repeats forwards."""
 
 
 def running_step() -> StepDraws | None:
@@ -224,11 +263,15 @@ def in_step(step: StepDraws | None) -> Iterator[None]:
     """Draw for a step inside the context, in forwards and what backward repeats of them; None draws as torch does."""
     before = _running.step, _running.forward
     _running.step, _running.forward = step, None
+    if step is not None:
+        _under_way.append(step)
     try:
         with draws_intercepted(step is not None):
             yield
     finally:
         _running.step, _running.forward = before
+        if step is not None:
+            _under_way.remove(step)
 
 
 @contextlib.contextmanager
@@ -280,6 +323,8 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
         kind: What draws, for messages.
     """
     step = _running.step
+    if step is None and _under_way and is_in_backward():
+        step = _under_way[-1]
     if step is None:
         return None
     with draws_untouched():

@@ -1,7 +1,8 @@
 """Inputs that a repeated layer writes over, for instance because an in-place activation comes first.
 
 The caller sees the writes, as without recompute; the repetition gets copies of the original inputs. A layer's first forward
-shows whether it needs copies. They take no more memory than the inputs that are written over.
+shows whether it needs copies. They take no more memory than the inputs that are written over. Objects among the inputs (a cache
+of keys and values) are copied without their tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import pytree, without_dispatch_modes, without_function_modes
+from meshwright.apply.modules.copies import copy_call
 from meshwright.apply.recompute.kept import tensors_in
 from meshwright.errors import ApplyError
 
@@ -62,7 +64,9 @@ class Inputs:
         self._firsts = _firsts(tensors)
         self._versions = [(tensor, tensor._version) for tensor in plain]
         self._before = [version for _, version in self._versions]
-        self.kept = _copies(self.given) if self.is_copied else self.given
+        kept = _copies(self.given) if self.is_copied else self.given
+        self.kept: tuple[Any, Any] = (copy_call(kept[0]), copy_call(kept[1]))
+        """What the repetition gets: a cache among them is as it was before the first forward."""
 
     def are_written(self) -> bool:
         """Tell whether an input was written since, and drop the inputs."""
@@ -76,6 +80,7 @@ class Inputs:
 
         A tensor that was passed twice is passed twice again, since attention checks whether its queries are its keys.
         """
+        args, kwargs = copy_call(args), copy_call(kwargs)  # there may be another repetition
         tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         if not self.is_copied:
             if [tensor._version for tensor in tensors if _is_plain(tensor)] != self._before:

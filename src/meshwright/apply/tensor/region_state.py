@@ -34,16 +34,18 @@ class Drawing:
     def __init__(self, group: Communicator) -> None:
         self._group = group
         self._state: tuple[Tensor, Tensor | None] | None = None
+        self._own = 0
+        """Seed of this rank's own numbers."""
 
     def apart(self, device: torch.device) -> None:
         """Start drawing per rank, from a state derived from the common one, so that recompute can repeat it."""
-        if self._state is not None:
+        if self.is_apart:
             return
         with draws_untouched():
             seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._state = (torch.get_rng_state(), cuda)
-        own = (seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63
+        self._own = own = (seed + 0x9E3779B97F4A7C15 * (self._group.group_rank + 1)) % 2**63
         torch.default_generator.manual_seed(own)  # torch.manual_seed takes 100 us: it seeds every kind of device
         if cuda is not None:
             with torch.cuda.device(device):
@@ -51,18 +53,25 @@ class Drawing:
 
     def together(self, device: torch.device) -> None:
         """Start drawing the same numbers on all ranks again."""
+        was_apart = self.is_apart
         if self._state is None:
             return
         state, cuda = self._state
         self._state = None
+        if not was_apart:
+            return
         torch.set_rng_state(state)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
     @property
     def is_apart(self) -> bool:
-        """Whether each rank is drawing for itself."""
-        return self._state is not None
+        """Whether each rank is drawing for itself.
+
+        A checkpoint ends a repetition inside of a region, once it has the last tensor that backward needs, and puts the common
+        generator back by itself.
+        """
+        return self._state is not None and torch.default_generator.initial_seed() == self._own
 
 
 class RunningChain:

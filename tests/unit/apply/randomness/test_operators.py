@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright._torch_private import FakeTensorMode
-from meshwright.apply.randomness.operators import install_operators
+from meshwright.apply.randomness.operators import _KERNELS, _OWN, install_operators
 from meshwright.apply.randomness.sample_dims import SiteDims
 from meshwright.apply.randomness.sites import LOSS, Call, DrawNote, ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.errors import ApplyError
 
 N, WIDTH = 6, 64
 
@@ -51,6 +53,9 @@ ROWS = {
     "multinomial": lambda x: torch.multinomial(x.sigmoid(), 5),
     "multinomial again": lambda x: torch.multinomial(x.sigmoid(), 5, replacement=True),
     "transposed": lambda x: torch.empty(WIDTH, x.shape[0]).T.uniform_(),
+    "bernoulli into": lambda x: torch.bernoulli(x.sigmoid(), out=torch.empty(0)),
+    "normal into": lambda x: torch.normal(x, 2.0, out=torch.empty_like(x)),
+    "multinomial into": lambda x: torch.multinomial(x.sigmoid(), 5, out=torch.empty(0, dtype=torch.int64)),
 }
 
 
@@ -231,10 +236,12 @@ def test_a_call_without_a_known_dim_is_told_and_differs_from_share_to_share() ->
 @pytest.mark.parametrize(
     ("known", "place", "is_told"),
     [
-        ({("", 1): SiteDims(0, num_dims=2)}, True, False),  # another draw of the same module
+        ({("", 1): SiteDims(0, num_dims=2)}, True, True),  # another draw of the same module
         ({("other", 0): SiteDims(0, num_dims=2)}, True, True),  # all draws of the model
         ({("other", 0): SiteDims(0, num_dims=2), ("third", 0): SiteDims(1, num_dims=2)}, False, True),
         ({("", 0): SiteDims(0, num_dims=3)}, False, True),  # it drew another tensor then
+        ({("", 0): SiteDims(0, num_dims=2, kind="uniform_")}, True, False),
+        ({("", 0): SiteDims(0, num_dims=2, kind="bernoulli_")}, True, True),  # another call then
     ],
 )
 def test_a_call_that_the_first_batch_did_not_make(known: dict[Call, SiteDims], place: bool, is_told: bool) -> None:
@@ -275,3 +282,114 @@ def test_a_leaf_that_requires_gradients_refuses_as_in_torch() -> None:
         _run(Model(lambda _: leaf.uniform_()), torch.ones(N, WIDTH))
     with torch.no_grad():
         _run(Model(lambda _: leaf.uniform_()), torch.ones(N, WIDTH))
+
+
+def test_every_operator_of_torch_that_draws_on_a_cpu_is_replaced_or_told() -> None:
+    known = {
+        *_KERNELS,
+        *_OWN,
+        "_fused_sdp_choice",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    }  # without dropout, there
+    missing = []
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix("aten::")
+        base, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, base, None) if full.startswith("aten::") else None
+        operator = getattr(packet, overload or "default", None)
+        if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags or name in known:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(full, "CPU"):  # others call such ones
+            missing.append(name)
+    assert missing == []
+
+
+def test_complex_numbers_are_drawn_by_place() -> None:
+    for draw, variance in ((torch.randn, 1.0), (torch.rand, 1 / 6)):
+        module = Model(lambda x, draw=draw: draw(len(x), 20_000, dtype=torch.complex128))
+        dims = {("", 0): SiteDims(0, num_dims=3)}
+        whole = _run(module, torch.ones(N, 1), dims=dims)
+        parts = [_run(module, torch.ones(2, 1), dims=dims), _run(module, torch.ones(4, 1), first=2, dims=dims)]
+        assert torch.equal(torch.cat(parts), whole)
+        assert float(whole.var(correction=0).abs()) == pytest.approx(variance, rel=0.02)
+
+
+@pytest.mark.parametrize("draw", [torch.bernoulli, lambda x: torch.normal(x, x), lambda x: torch.normal(x, 2.0)])
+def test_arguments_get_the_gradients_that_torch_gives_them(draw: Callable[[Tensor], Tensor]) -> None:
+    x = torch.full((N, WIDTH), 0.5, requires_grad=True)
+    _run(Model(draw), x, backward=True)
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.empty_like(x).bernoulli_(1.5),
+        lambda x: torch.bernoulli(x * float("nan")),
+        lambda x: torch.empty_like(x).uniform_(2, 1),
+        lambda x: torch.empty_like(x).cauchy_(0, -1),
+    ],
+)
+def test_what_torch_refuses_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"expects|Expected"):
+        _run(Model(draw), torch.ones(N, WIDTH))
+
+
+def test_one_number_is_shared_by_all_samples() -> None:
+    module, told = Model(lambda x: torch.rand(()) * x), []
+    whole = _run(module, torch.ones(N, WIDTH), told=told)
+    assert torch.equal(_run(module, torch.ones(2, WIDTH), first=4), whole[:2])
+    assert told == []
+
+
+def test_a_layer_that_the_first_batch_left_out_draws_as_its_siblings() -> None:
+    layers = nn.ModuleList(nn.Dropout(0.5) for _ in range(2))
+    module, told = Model(lambda x: layers[1](x.reshape(-1, 8)).reshape(x.shape)), []
+    module.layers = layers
+    dims = {("layers.0", 0): SiteDims(0, num_dims=2, is_merged=True), ("", 0): SiteDims(1, num_dims=2)}
+    whole = _run(module, torch.ones(N, WIDTH), dims=dims, told=told)
+    parts = [_run(module, torch.ones(n, WIDTH), first=first, dims=dims) for n, first in ((2, 0), (4, 2))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert len(told) == 1
+    assert "'layers.1'" in told[0]
+
+
+def test_a_repeated_draw_that_cannot_be_told_from_another_is_refused() -> None:
+    class Seeded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return x * torch.rand(x.shape)
+
+    module = nn.Sequential(Seeded(), Seeded())
+    run = Model(lambda x: checkpoint(module[1], checkpoint(module[0], x, use_reentrant=False), use_reentrant=False))
+    run.layers = module
+    x = torch.ones(N, WIDTH, requires_grad=True)
+    with pytest.raises(ApplyError, match="seeds torch's generator"):
+        _run(run, x, backward=True)
+
+
+def test_draws_of_backward_are_told() -> None:
+    told: list[str] = []
+    x = torch.ones(N, WIDTH, requires_grad=True)
+    x.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
+    _run(Model(lambda x: 2 * x), x, told=told, backward=True)
+    assert any("in backward" in text for text in told)
+
+
+def test_modules_that_a_forward_makes_are_not_kept() -> None:
+    install_operators()
+    names = Names(nn.Linear(1, 1))
+    made: list[weakref.ref[nn.Module]] = []
+
+    def run(x: Tensor) -> Tensor:
+        module = nn.Dropout(0.5)
+        made.append(weakref.ref(module))
+        return module(x)
+
+    with in_step(StepDraws("", names, {})), in_forward(ForwardDraws(0, N)):
+        for _ in range(3):
+            run(torch.ones(N, WIDTH))
+    assert all(reference() is None for reference in made)
+    assert len(names._names) == 1, "the model's own"
