@@ -21,6 +21,7 @@ __all__: list[str] = []
 
 MOST_RANKS = 32
 """Ranks that are listed; of more, the late ones and the first [count]."""
+_LARGEST_DRAWN = 1e150
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -40,7 +41,7 @@ def view(watched: WatchedRun, *, width: int = 100, height: int = 12) -> Renderab
     if watched.states is not None:
         parts.append(_ranks(watched))
     elif watched.run.start:
-        parts.append(Text("what ranks do is told by those that `meshwright train` itself has started"))
+        parts.append(Text("what the ranks do has not been told yet"))
     parts += [Text(visible(problem), style="yellow") for problem in run.problems if "record.json" not in problem]
     return Group(*parts)
 
@@ -64,7 +65,7 @@ def verdict(watched: WatchedRun) -> str:
 def _style(watched: WatchedRun) -> str:
     if watched.late or watched.outcome.startswith(("killed", "failed")):
         return "bold red"
-    return "green"
+    return "yellow" if watched.is_quiet else "green"
 
 
 def _head(watched: WatchedRun) -> Text:
@@ -110,30 +111,36 @@ def _curve(watched: WatchedRun, width: int, height: int) -> Text:
         return Text("too few steps for a curve")
     stride = math.ceil(len(pairs) / (2 * width))
     pairs = [*pairs[::stride], pairs[-1]]
+    values = [value for _, value in pairs]
     try:
         from plotext import build, clear_figure, plot, plotsize, theme  # pyright: ignore
-    except ImportError:  # not there, or of another major release
-        values = [value for _, value in pairs]
+
+        if max(map(abs, values)) > _LARGEST_DRAWN:
+            raise ImportError
+    except ImportError:  # not there, or of another major release; or it cannot scale these
         return Text(f"{spark(values, width)}\n{values[0]:.5g} at step {pairs[0][0]}, now {values[-1]:.5g}; lowest "
                     f"{min(values):.5g}   (a curve with axes: pip install meshwright[watch])")  # fmt: skip
     clear_figure()
     theme("clear")
     plotsize(width, height)
-    plot([step for step, _ in pairs], [value for _, value in pairs], marker="braille")
+    plot([step for step, _ in pairs], values, marker="braille")
     return Text.from_ansi(build())
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Return a line of bars, the lowest value as the lowest bar.
+    """Return a line of bars, the lowest value as the lowest bar; any finite values.
 
     >>> spark([1, 2, 3], 10)
     '▁▅█'
     """
     size = max(1, math.ceil(len(values) / width))
-    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 2) / (high - low) if high > low else 0.0
-    return "".join(_BARS[1 + math.floor((value - low) * scale + 0.5)] for value in means)
+    # In parts of the whole: a sum or a difference of the largest numbers would overflow.
+    largest = max(map(abs, values), default=0.0) or 1.0
+    groups = [values[at : at + size] for at in range(0, len(values), size)]
+    means = [sum(value / largest / len(group) for value in group) for group in groups]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_BARS) - 2) / (high - low) if high - low > 1e-300 else 0.0
+    return "".join(_BARS[1 + min(7, math.floor((value - low) * scale + 0.5))] for value in means)
 
 
 def _ranks(watched: WatchedRun) -> Table:
@@ -151,11 +158,17 @@ def _ranks(watched: WatchedRun) -> Table:
         mark = " <- late" if rank in late else ""
         memory = format_bytes(one.rss_bytes) if one.rss_bytes else "-"
         step = "-" if one.step < 0 else str(one.step + 1)
-        table.add_row(str(rank), str(one.pid), step, f"{does}{mark}", format_seconds(since), memory, style=style)
+        table.add_row(
+            _place(rank, one), str(one.pid), step, f"{does}{mark}", format_seconds(since), memory, style=style
+        )
     if len(shown) < len(ranks):
         table.add_row("...", "", "", f"{len(ranks) - len(shown)} more ranks", "", "")
     table.caption = age or None
     return table
+
+
+def _place(rank: int, one: RankActivity) -> str:
+    return f"{rank} on {visible(one.host)[:40]}" if one.host else str(rank)
 
 
 def _doing(watched: WatchedRun, rank: int) -> tuple[str, float]:
@@ -175,7 +188,7 @@ def as_data(watched: WatchedRun) -> dict[str, Any]:
         does, since = _doing(watched, rank)
         step = "-" if one.step < 0 else str(one.step + 1)
         size = format_bytes(one.rss_bytes)
-        rows.append([str(rank), step, does, format_seconds(since), size, "late" if rank in late else ""])
+        rows.append([_place(rank, one), step, does, format_seconds(since), size, "late" if rank in late else ""])
     steps = watched.run.steps
     return {
         "verdict": verdict(watched),
