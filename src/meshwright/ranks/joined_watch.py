@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.host import resident_bytes
+from meshwright.host import is_running, resident_bytes
 from meshwright.ranks.agent import end_this_rank
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
@@ -38,6 +38,7 @@ _SILENT_PERIODS = 3.0
 _UNREACHABLE_S = 3.0
 """From when on a store that has not answered counts as out of reach [s]."""
 _STATES_S = 1.0
+_LOOK_S = 0.05
 _SILENT_S = 2.0
 _MOST_TEXT = 200
 _FAILED = "an exchange that has failed"
@@ -174,6 +175,23 @@ class JoinedWatch:
             lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {_where(told)}")
         found = silent or self._found_by_others(after) or left or working
         return Missing(tuple(found), "\n".join(lines))
+
+    def await_end(self, rank: int, limit_s: float) -> None:
+        """Wait until a rank's process has ended, where that is of this host.
+
+        torchrun takes the first rank that ends for the cause: whoever was told of another one's error lets that end first.
+
+        Args:
+            rank: The rank.
+            limit_s: How long to wait [s].
+        """
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+            told = self._read_all().get(rank)
+            if told is None or self._host_of(rank) != self._host_of(self._rank):
+                return
+            deadline = time.monotonic() + limit_s
+            while is_running(told.pid) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 

@@ -23,21 +23,24 @@ MOST_RANKS = 32
 """Ranks that are listed; of more, the late ones and the first [count]."""
 _LARGEST_DRAWN = 1e150
 _BARS = " ▁▂▃▄▅▆▇█"
+_ASCII_BARS = " .:-=+*#@"
 
 
-def view(watched: WatchedRun, *, width: int = 100, height: int = 12) -> RenderableType:
+def view(watched: WatchedRun, *, width: int = 100, height: int = 12, ascii_only: bool = False) -> RenderableType:
     """Return the view of a run.
 
     Args:
         watched: The run.
         width: Columns of the terminal [count].
         height: Lines of the curve [count].
+        ascii_only: Whether the terminal shows nothing else.
     """
+    bars = _ASCII_BARS if ascii_only else _BARS
     parts: list[RenderableType] = [_head(watched), Text(verdict(watched), style=_style(watched))]
     run = watched.run
     if len(run.steps):
-        parts.append(Panel(_curve(watched, max(20, width - 4), height), title="loss", title_align="left"))
-        parts.append(_numbers(watched))
+        parts.append(Panel(_curve(watched, max(20, width - 4), height, bars), title="loss", title_align="left"))
+        parts.append(_numbers(watched, bars))
     if watched.states is not None:
         parts.append(_ranks(watched))
     elif watched.run.start:
@@ -79,7 +82,7 @@ def _head(watched: WatchedRun) -> Text:
     return Text(", ".join(words)[:400], style="bold")
 
 
-def _numbers(watched: WatchedRun) -> Text:
+def _numbers(watched: WatchedRun, bars: str) -> Text:
     steps = watched.run.steps
     cells: list[str] = []
     for name, label, unit in (
@@ -98,11 +101,11 @@ def _numbers(watched: WatchedRun) -> Text:
         cells.append(f"held-out loss {evaluations.columns['loss'][-1]:.5g} (step {evaluations.steps[-1]})")
     seconds = [value for value in steps.columns["seconds"][-200:] if not math.isnan(value)]
     if len(seconds) > 1:
-        cells.append(f"step times {spark(seconds, 30)}")
+        cells.append(f"step times {spark(seconds, 30, bars)}")
     return Text("   ".join(cells))
 
 
-def _curve(watched: WatchedRun, width: int, height: int) -> Text:
+def _curve(watched: WatchedRun, width: int, height: int, bars: str) -> Text:
     steps = watched.run.steps
     pairs = [
         (step, value) for step, value in zip(steps.steps, steps.columns["loss"], strict=True) if not math.isnan(value)
@@ -115,10 +118,10 @@ def _curve(watched: WatchedRun, width: int, height: int) -> Text:
     try:
         from plotext import build, clear_figure, plot, plotsize, theme  # pyright: ignore
 
-        if max(map(abs, values)) > _LARGEST_DRAWN:
+        if bars is _ASCII_BARS or max(map(abs, values)) > _LARGEST_DRAWN:
             raise ImportError
-    except ImportError:  # not there, or of another major release; or it cannot scale these
-        return Text(f"{spark(values, width)}\n{values[0]:.5g} at step {pairs[0][0]}, now {values[-1]:.5g}; lowest "
+    except ImportError:  # not there, or of another major release; or it cannot show these
+        return Text(f"{spark(values, width, bars)}\n{values[0]:.5g} at step {pairs[0][0]}, now {values[-1]:.5g}; lowest "
                     f"{min(values):.5g}   (a curve with axes: pip install meshwright[watch])")  # fmt: skip
     clear_figure()
     theme("clear")
@@ -127,7 +130,7 @@ def _curve(watched: WatchedRun, width: int, height: int) -> Text:
     return Text.from_ansi(build())
 
 
-def spark(values: Sequence[float], width: int) -> str:
+def spark(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     """Return a line of bars, the lowest value as the lowest bar; any finite values.
 
     >>> spark([1, 2, 3], 10)
@@ -139,8 +142,8 @@ def spark(values: Sequence[float], width: int) -> str:
     groups = [values[at : at + size] for at in range(0, len(values), size)]
     means = [sum(value / largest / len(group) for value in group) for group in groups]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(_BARS) - 2) / (high - low) if high - low > 1e-300 else 0.0
-    return "".join(_BARS[1 + min(7, math.floor((value - low) * scale + 0.5))] for value in means)
+    scale = (len(bars) - 2) / (high - low) if high - low > 1e-300 else 0.0
+    return "".join(bars[1 + min(len(bars) - 2, math.floor((value - low) * scale + 0.5))] for value in means)
 
 
 def _ranks(watched: WatchedRun) -> Table:
@@ -158,9 +161,8 @@ def _ranks(watched: WatchedRun) -> Table:
         mark = " <- late" if rank in late else ""
         memory = format_bytes(one.rss_bytes) if one.rss_bytes else "-"
         step = "-" if one.step < 0 else str(one.step + 1)
-        table.add_row(
-            _place(rank, one), str(one.pid), step, f"{does}{mark}", format_seconds(since), memory, style=style
-        )
+        cells = (_place(rank, one), str(one.pid), step, f"{does}{mark}", format_seconds(since), memory)
+        table.add_row(*map(Text, cells), style=style)  # as text: brackets in a name are no markup
     if len(shown) < len(ranks):
         table.add_row("...", "", "", f"{len(ranks) - len(shown)} more ranks", "", "")
     table.caption = age or None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import queue
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -120,6 +123,29 @@ def test_all_ranks_are_told_to_those_who_watch(watches: list[JoinedWatch], monke
     assert (ranks[2].collective, ranks[2].wait_s is not None, ranks[3].wait_s) == ("all_reduce", True, None)
     assert all(one.pid == os.getpid() and one.rss_bytes > 0 for one in ranks)
     assert RankStates.from_json(RankStates(written_at=1.0, limit_s=None, ranks=tuple(ranks)).to_json()).ranks
+
+
+def test_whoever_was_told_lets_the_guilty_rank_end_first(watches: list[JoinedWatch]) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    for watch in watches:
+        watch._tell()
+    try:
+        told = watches[0]._read_all()
+        for rank in (1, 3):  # 1 is on this host, 3 is not
+            watches[rank].stop()
+            words = dataclasses.astuple(dataclasses.replace(told[rank], pid=child.pid))
+            watches[rank]._store.set(f"told/{rank}", json.dumps(words))
+        began = time.monotonic()
+        watches[0].await_end(3, 20.0)
+        assert time.monotonic() - began < 10.0
+        watches[0].await_end(1, 0.2)
+        assert time.monotonic() - began >= 0.2
+        child.kill()  # and nobody reaps it before it is waited for
+        watches[0].await_end(1, 20.0)
+        assert time.monotonic() - began < 10.0
+    finally:
+        child.kill()
+        child.wait(10)
 
 
 def test_a_store_that_is_gone_is_rank_0s_host() -> None:
