@@ -112,7 +112,7 @@ class ParentEnd:
         self._socket.close()
 
 
-class _View(io.RawIOBase):
+class _MemoryFile(io.RawIOBase):
     """A part of memory as a file that is read without a copy of the whole."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -151,7 +151,7 @@ def read_plain(data: bytes | memoryview) -> Any:
         pickle.UnpicklingError: It is something else, or damaged.
     """
     try:
-        return _PlainReader(_View(memoryview(data))).load()
+        return _PlainReader(_MemoryFile(memoryview(data))).load()
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged pickles raise anything
