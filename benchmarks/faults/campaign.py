@@ -123,7 +123,8 @@ def main() -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(arguments.out.open("a", encoding="utf-8"))
-        file.write(json.dumps({"environment": environment(), "command": sys.argv[1:]}) + "\n")
+        words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        file.write(json.dumps({"environment": environment(), "command": words}) + "\n")
         servers = stack.enter_context(serving()) if "hosts" in arguments.entries else None
         return run_all(arguments, known, file, servers)
 

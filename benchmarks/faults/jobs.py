@@ -185,7 +185,8 @@ def run_job(
     finally:
         for process in processes if not all(output.ended_at) else ():
             process.kill()
-        row |= _what_is_left(hosts, watch)
+        # Ranks whose agent is gone save, and end by themselves.
+        row |= _what_is_left(hosts, watch, 10.0 if event["kind"].startswith("agent") else 2.0)
         output.finish()
         text = "\n".join(part.decode(errors="replace") for part in output.texts)
         row |= {"codes": [process.returncode for process in processes], "fatal": fatal_lines(text)}
@@ -206,9 +207,9 @@ def _begin(
         harm_job(kind, event["rank"], folder, pids)
 
 
-def _what_is_left(hosts: Network | None, watch: leaks.Watch) -> dict[str, Any]:
-    """Return what is left two seconds after the end, and end it."""
-    until = time.monotonic() + 2.0
+def _what_is_left(hosts: Network | None, watch: leaks.Watch, patience_s: float) -> dict[str, Any]:
+    """Return what is left some time after the end."""
+    until = time.monotonic() + patience_s
 
     def look() -> dict[str, Any]:
         if hosts is None:

@@ -5,6 +5,7 @@ Exit codes: see `errors.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -291,6 +292,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 def main() -> None:
     """Run the command line and exit with its code: an error of ours is one message, without a traceback."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # a stream of another kind
+        # A name need not exist in the terminal's encoding.
+        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     try:
         for argument in sys.argv[1:]:
             if match := _CONTROL.search(argument):

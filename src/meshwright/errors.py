@@ -109,13 +109,17 @@ class UserCodeError(MeshwrightError):
         rank: The rank that raised first.
         traceback_text: Its traceback, as that rank printed it.
         fix: What to do about it.
+        raised: The exception as one would print it, "ValueError: no", where this error stands for one.
     """
 
     exit_code = 10
 
-    def __init__(self, message: str, *, rank: int, traceback_text: str = "", fix: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, rank: int, traceback_text: str = "", fix: str | None = None, raised: str = ""
+    ) -> None:
         super().__init__(message, fix=fix, rank=rank)
         self.traceback_text = traceback_text
+        self.raised = raised
 
 
 class WorkerKilledError(MeshwrightError):

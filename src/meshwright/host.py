@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -98,6 +99,23 @@ def resident_bytes() -> int:
     """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
     words = _read(Path("/proc/self/statm")).split()
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process of this host has not ended; one that nobody has reaped yet has.
+
+    Args:
+        pid: Its number.
+    """
+    stat = _read(Path(f"/proc/{pid}/stat"))
+    if stat:
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    if Path("/proc/self").exists():
+        return False
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 CACHE_VARIABLE = "MESHWRIGHT_CACHE"

@@ -1,14 +1,16 @@
 """Messages between the launching process and one rank, over an inherited socket pair.
 
 The pair is private: it has no name, and only the two processes hold it. Both run as one user, and the launching process chose
-the code that the rank runs, so messages can be pickles. They are plain pickles, since `multiprocessing`'s pickler would send a
-tensor as a handle to memory that ends with its rank.
+the code that the rank runs, so a rank reads pickles from it. The launching process reads plain data alone: a message of a rank
+that names a class or a function is not read, since to find those would import modules (torch takes seconds), while nobody watches
+the ranks. A result is bytes to the channel; `read_result` makes the user's value of them, at the end of a call.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import os
 import pickle
 import socket
@@ -22,6 +24,7 @@ __all__: list[str] = []
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
 _CLOSED_STATUS = 70
+_MOST_LINE_BYTES = 1 << 16
 
 
 def pack(message: tuple[Any, ...]) -> bytes:
@@ -109,11 +112,69 @@ class ParentEnd:
         self._socket.close()
 
 
+class _MemoryFile(io.RawIOBase):
+    """A part of memory as a file that is read without a copy of the whole."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self._memory) if size < 0 else self._at + size
+        part = bytes(self._memory[self._at : end])
+        self._at += len(part)
+        return part
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        size = min(len(target), len(self._memory) - self._at)
+        target[:size] = self._memory[self._at : self._at + size]
+        self._at += size
+        return size
+
+    def readline(self, size: int | None = -1) -> bytes:  # noqa: ARG002 - lines of opcodes are short
+        rest = bytes(self._memory[self._at : self._at + _MOST_LINE_BYTES])
+        return self.read(rest.find(b"\n") + 1 or len(rest))
+
+
+class _PlainReader(pickle.Unpickler):
+    """Reads numbers, text, bytes, lists, tuples, sets and dicts, and nothing that would run or import code."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain data")
+
+
+def read_plain(data: bytes | memoryview) -> Any:
+    """Return pickled plain data.
+
+    Raises:
+        pickle.UnpicklingError: It is something else, or damaged.
+    """
+    try:
+        return _PlainReader(_MemoryFile(memoryview(data))).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged pickles raise anything
+        raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from None
+
+
+def read_result(data: bytes) -> Any:
+    """Return what a call gave on a rank: plain data as such; values of the user's classes as pickle makes them.
+
+    Raises:
+        Exception: Whatever rebuilding raises, which runs the classes' own code.
+    """
+    try:
+        return read_plain(data)
+    except pickle.UnpicklingError:
+        return pickle.loads(data)  # noqa: S301 - what the caller of `launch` has asked for
+
+
 def _unpickle(payload: memoryview) -> tuple[Any, ...]:
     try:
-        return pickle.loads(payload)  # noqa: S301 - see the module's docstring
-    except Exception as error:  # noqa: BLE001 - rebuilding runs the classes' own code, which may raise anything
-        return ("unreadable", f"{type(error).__name__}: {error}")
+        return read_plain(payload)
+    except pickle.UnpicklingError as error:
+        return ("unreadable", str(error))
 
 
 class RankEnd:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from meshwright.comm.shm.transport_errors import DisagreementError
 from meshwright.errors import MeshwrightError, RankNote, UserCodeError
 
 __all__: list[str] = []
 
+PACKAGE: Final = __name__.partition(".")[0]
 WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 """The file whose frames stand above the user's function in every rank; nobody wants to read them."""
 
@@ -63,7 +66,7 @@ def users_part(error: BaseException) -> TracebackType | None:
 
 def _safe_text(error: BaseException) -> str:
     try:
-        return str(error)
+        return "".join((str(error), ""))  # of a subclass of str it makes a str: what crosses is plain data
     except Exception as broken:  # noqa: BLE001 - the class's own code
         return f"(its text cannot be made: {type(broken).__name__})"
 
@@ -75,8 +78,21 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
 
 
+class _LoadedReader(pickle.Unpickler):
+    """Reads objects of modules that this process has loaded, and of this package: nothing else is imported for an error.
+
+    To import torch, or what a user's model needs, would take seconds, while nobody watches the ranks.
+    """
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name not in sys.modules and not (module_name == PACKAGE or module_name.startswith(f"{PACKAGE}.")):
+            raise pickle.UnpicklingError(f"{module_name} is not loaded here")
+        return super().find_class(module_name, global_name)
+
+
 def rebuild_error(info: dict[str, Any], rank: int, world_size: int) -> BaseException:
-    """Return a rank's exception: the object itself if it survives the transfer, else a `UserCodeError`.
+    """Return a rank's exception: the object itself if it survives the transfer and its class is loaded here, else a
+    `UserCodeError`.
 
     Args:
         info: The rank's description, see `describe_error`.
@@ -86,11 +102,9 @@ def rebuild_error(info: dict[str, Any], rank: int, world_size: int) -> BaseExcep
     traceback_text = info["traceback"]
     error = _unpickled(info)
     if error is None:
-        return UserCodeError(
-            f"rank {rank} of {world_size} raised {info['type']}: {info['text']}\n\n{traceback_text}",
-            rank=rank,
-            traceback_text=traceback_text,
-        )
+        raised = f"{info['type']}: {info['text']}" if info["text"] else info["type"]
+        text = f"rank {rank} of {world_size} raised {info['type']}: {info['text']}\n\n{traceback_text}"
+        return UserCodeError(text, rank=rank, traceback_text=traceback_text, raised=raised)
     error.add_note(RankNote(f"rank {rank} of {world_size}; its traceback:\n{traceback_text}", rank))
     if isinstance(error, MeshwrightError) and error.rank is None:
         error.rank = rank
@@ -101,7 +115,7 @@ def _unpickled(info: dict[str, Any]) -> Exception | None:
     if info["pickled"] is None:
         return None
     try:
-        error = pickle.loads(info["pickled"])  # noqa: S301 - from our own rank, over the private channel
+        error = _LoadedReader(io.BytesIO(info["pickled"])).load()
         same = isinstance(error, Exception) and str(error) == info["text"]
     except Exception:  # noqa: BLE001 - rebuilding runs the class's own code, which may raise anything
         return None

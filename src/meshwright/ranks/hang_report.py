@@ -16,6 +16,8 @@ __all__: list[str] = []
 _DUMP_PATIENCE_S = 1.0
 _TICK_S = 0.02
 
+STOPPED = ("T", "t")
+"""State letters of a process that was stopped: by a signal, by a debugger."""
 _OWN_THREADS = ("worker", "watchdog")
 # A real-time signal, since users and cluster managers use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
@@ -38,7 +40,10 @@ def hang_error(
     beats = [board.read(rank.rank) for rank in ranks]
     beat = beats[number]
     doing = _doing(ranks, board, others=not goes_on)
+    # A rank that was stopped inside of an exchange seems to wait, as its peers do.
+    stopped = [rank.rank for rank in ranks if not rank.has_died and rank.state_letter() in STOPPED]
     absent = [other for other, its in enumerate(beats) if not its.is_waiting]
+    missing = stopped[:1] or absent
     lines = [
         f"rank {number} of {len(beats)} has waited {now - beat.waiting_since:.1f} s in {beat.collective} "
         f"(wait number {beat.num_entered}) at {beat.where()}; the limit is {timeout_s:g} s",
@@ -53,7 +58,7 @@ def hang_error(
     return LostPeerError(
         "\n".join(lines),
         rank=number,
-        peer=absent[0] if len(absent) == 1 else None,
+        peer=missing[0] if len(missing) == 1 else None,
         step=beat.known_step,
         phase=beat.phase,
         fix="make every rank call the same collectives in the same order, or raise timeout_s if the work is that slow",
@@ -96,7 +101,7 @@ def _doing(ranks: list[RankProcess], board: Board, *, others: bool = True) -> di
         rank.read_stack()
         if rank.has_died:
             texts[rank.rank] = "it has ended"
-        elif rank.state_letter() in ("T", "t"):
+        elif rank.state_letter() in STOPPED:
             texts[rank.rank] = "it is stopped (SIGSTOP)"
         elif rank.is_born and board.read(rank.rank).phase not in ("", "start"):
             # Before that the signal would kill the rank, its default action.

@@ -24,6 +24,7 @@ __all__: list[str] = []
 
 _READERS_KEY = "failure readers"
 _NEWS_PATIENCE_S = 2.0
+_END_PATIENCE_S = 3.0
 _MAX_TEXT = 20_000
 _MISSING = "missing"
 """In place of an exception's type: the rank has told nothing, and another one has found that."""
@@ -50,6 +51,8 @@ def sharing(world: World) -> Iterator[None]:
             if news is not None:
                 if world.rank == 0:
                     _linger(world.store, news.get("readers", 0))
+                if world.watch is not None and news["type"] != _MISSING:
+                    world.watch.await_end(news["rank"], _END_PATIENCE_S)
                 raise _explained(world, error, news) from error
         if missing is not None:
             raise _named(world, error, missing) from error

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshwright.host import is_running, resident_bytes
 from meshwright.ranks.agent import end_this_rank
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import scratch_file
+from meshwright.spec.rank_states import RankActivity
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -35,6 +37,10 @@ _SILENT_PERIODS = 3.0
 """How long a rank that lives may tell nothing new, on a busy machine [periods]."""
 _UNREACHABLE_S = 3.0
 """From when on a store that has not answered counts as out of reach [s]."""
+_STATES_S = 1.0
+_LOOK_S = 0.05
+_SILENT_S = 2.0
+_MOST_TEXT = 200
 _FAILED = "an exchange that has failed"
 FAILURE_KEY = "failure"
 """Where a rank tells why it fails, or who is missing."""
@@ -58,6 +64,11 @@ class _Told:
     """Why it tells nothing more; "" while it does."""
     peer: int | None
     """Which rank it has found at fault."""
+    pid: int
+    rss_bytes: int
+    progress_s: float
+    """Since its last progress [s]."""
+    num_waits: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +107,11 @@ class JoinedWatch:
         """Tells whether an exchange has failed here: this rank waits no more, and is not the one that others wait for."""
         self.has_news = False
         """Whether a rank has told of its failure, or of one that is missing."""
+        self.on_states: Callable[[Sequence[RankActivity], float], None] | None = None
+        """Told about once a second what all ranks do, and from when on a wait is remarkable [s]; for one rank of the job."""
+        self._states_at = 0.0
+        self._seen: dict[int, tuple[int, float]] = {}
+        """Rank -> the count that it told last, and when that was new here."""
         self._pace = Pace(1)
         self._hosts: dict[int, str] = {}
         self._count = 0
@@ -160,6 +176,23 @@ class JoinedWatch:
         found = silent or self._found_by_others(after) or left or working
         return Missing(tuple(found), "\n".join(lines))
 
+    def await_end(self, rank: int, limit_s: float) -> None:
+        """Wait until a rank's process has ended, where that is of this host.
+
+        torchrun takes the first rank that ends for the cause: whoever was told of another one's error lets that end first.
+
+        Args:
+            rank: The rank.
+            limit_s: How long to wait [s].
+        """
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+            told = self._read_all().get(rank)
+            if told is None or self._host_of(rank) != self._host_of(self._rank):
+                return
+            deadline = time.monotonic() + limit_s
+            while is_running(told.pid) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -170,7 +203,12 @@ class JoinedWatch:
             except RuntimeError:
                 self._is_lost = True  # the store is gone, or its connection was lost: it answers no more
                 return
-            self._warn_if_late(time.monotonic())
+            now = time.monotonic()
+            self._warn_if_late(now)
+            if self.on_states is not None and now - self._states_at >= max(_STATES_S, 4 * self.period_s):
+                self._states_at = now
+                with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+                    self.on_states(self.activities(now), self._pace.limit_s)
         else:
             return
         end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left")
@@ -181,7 +219,19 @@ class JoinedWatch:
         self._count += 1
         waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
         exchange = _FAILED if self.has_given_up() else beat.collective
-        told = _Told(self._count, beat.step, beat.phase, exchange, waiting_s, end, peer)
+        told = _Told(
+            count=self._count,
+            step=beat.step,
+            phase=beat.phase,
+            exchange=exchange,
+            waiting_s=waiting_s,
+            end=end,
+            peer=peer,
+            pid=os.getpid(),
+            rss_bytes=resident_bytes(),
+            progress_s=time.monotonic() - beat.progress_at,
+            num_waits=beat.num_entered,
+        )
         self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
         is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
         self.has_news = self._store.check([FAILURE_KEY])
@@ -202,12 +252,49 @@ class JoinedWatch:
             *(TIMES_A_STEP, missing.text),
         )
 
+    # -- what all do, for those who watch ---------------------------------------------------------------------------
+
+    def activities(self, now: float) -> list[RankActivity]:
+        """Return what each rank has told last; of those that tell nothing more, that.
+
+        Args:
+            now: The time, `time.monotonic()` [s].
+        """
+        told = self._read_all(with_this=True)
+        return [self._activity(rank, told.get(rank), now) for rank in range(self._world_size)]
+
+    def _activity(self, rank: int, told: _Told | None, now: float) -> RankActivity:
+        if told is None:
+            told = _Told(0, -1, "start", "", 0.0, "", None, 0, 0, 0.0, 0)
+        count, since = self._seen.get(rank, (-1, now))
+        if told.count != count:
+            since = now
+            self._seen[rank] = (told.count, since)
+        phase, is_waiting, silent_s = told.phase, bool(told.exchange) and not told.end, now - since
+        if told.end:
+            phase = told.end
+        elif silent_s > max(_SILENT_S, 2 * _SILENT_PERIODS * self.period_s):
+            phase, is_waiting = f"{phase}, no sign of life", False
+        here = self._host_of(self._rank)
+        host = self._host_of(rank)
+        return RankActivity(
+            pid=told.pid,
+            step=told.step,
+            phase=phase[:_MOST_TEXT],
+            progress_s=max(0.0, told.progress_s) + silent_s,
+            wait_s=told.waiting_s if is_waiting else None,
+            collective=told.exchange if is_waiting else "",
+            num_waits=told.num_waits,
+            rss_bytes=told.rss_bytes,
+            host="" if host == here else host.removeprefix(" on ")[:_MOST_TEXT],
+        )
+
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _read_all(self) -> dict[int, _Told]:
+    def _read_all(self, *, with_this: bool = False) -> dict[int, _Told]:
         found = {}
         for rank in range(self._world_size):
-            if rank != self._rank and self._store.check([f"told/{rank}"]):
+            if (with_this or rank != self._rank) and self._store.check([f"told/{rank}"]):
                 found[rank] = _Told(*json.loads(self._store.get(f"told/{rank}")))
         self._answered_at = time.monotonic()
         return found

@@ -22,7 +22,7 @@ from typing import Any
 from meshwright.errors import InternalError, StoppedOnRequest, UserCodeError
 from meshwright.ranks import reaper
 from meshwright.ranks.blame import Sign, death_error, guilty, summarise, template_error
-from meshwright.ranks.channel import pack
+from meshwright.ranks.channel import pack, read_result
 from meshwright.ranks.error_transfer import rebuild_error
 from meshwright.ranks.hang_report import STACK_SIGNAL, late_start_error, unheeded_stop_error
 from meshwright.ranks.heartbeat import RECORD_BYTES, Beat, Board
@@ -279,8 +279,7 @@ class Supervisor:
     def _take(self, rank: RankProcess, message: tuple[Any, ...]) -> None:
         kind = message[0]
         if kind == "result":
-            self._results[rank.rank] = message[1]
-            rank.is_accounted = True
+            self._take_result(rank, message[1])
         elif kind == "event":
             if self._on_event is not None:
                 self._on_event(rank.rank, json.loads(message[1]))
@@ -291,13 +290,23 @@ class Supervisor:
         elif kind == "stop":
             self._stop_asked_by(rank, message[1])
         else:
-            reason = message[1] if len(message) > 1 else kind
-            error = UserCodeError(
-                f"rank {rank.rank} sent back a value that cannot be rebuilt here: {reason}",
-                rank=rank.rank,
-                fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
-            )
-            self._sign(rank, Sign(rank.rank, time.monotonic(), secondary=False, error=error))
+            self._take_unreadable(rank, message[1] if len(message) > 1 else kind)
+
+    def _take_result(self, rank: RankProcess, packed: bytes) -> None:
+        try:
+            self._results[rank.rank] = read_result(packed)
+        except Exception as error:  # noqa: BLE001 - rebuilding runs the classes' own code, which may raise anything
+            self._take_unreadable(rank, f"{type(error).__name__}: {error}")
+        else:
+            rank.is_accounted = True
+
+    def _take_unreadable(self, rank: RankProcess, reason: str) -> None:
+        error = UserCodeError(
+            f"rank {rank.rank} sent back a value that cannot be rebuilt here: {reason}",
+            rank=rank.rank,
+            fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
+        )
+        self._sign(rank, Sign(rank.rank, time.monotonic(), secondary=False, error=error))
 
     def _take_error(self, rank: RankProcess, info: dict[str, Any]) -> None:
         error = rebuild_error(info, rank.rank, self.num_ranks)

@@ -140,13 +140,14 @@ class Rank:
         function, args = self._unpack(payload, main)
         result = function(*args)
         try:
-            self._channel.send(("result", result))
+            packed = pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - pickling runs the result's own code
             raise UserCodeError(
                 f"rank {self._start['rank']} returned a {type(result).__qualname__} that cannot be sent back: {error}",
                 rank=self._start["rank"],
                 fix="return plain data (numbers, text, lists, dicts, CPU tensors) from the function",
             ) from None  # its text is enough; its traceback is only ours
+        self._channel.send(("result", packed))
 
     def _unpack(self, payload: bytes, main: str | None) -> tuple[Any, Any]:
         if main is not None:

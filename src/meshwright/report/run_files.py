@@ -29,6 +29,8 @@ MOST_RECORD_BYTES: Final = 64 << 20
 """Largest record.json [bytes]."""
 MOST_REMARKABLE: Final = 200
 """Events other than steps and evaluations that are kept, of each kind [count]."""
+MOST_KINDS: Final = 100
+"""Kinds of such events that are kept [count]."""
 MOST_DAMAGED: Final = 5
 """Damaged lines that are quoted [count]."""
 
@@ -259,6 +261,7 @@ class EventReader:
     def __init__(self, run: RunFiles) -> None:
         self._run = run
         self._num_damaged = 0
+        self._num_bad_plans = 0
         self._kept: dict[str, int] = {}
         self._left_out: dict[str, int] = {}
 
@@ -313,7 +316,9 @@ class EventReader:
             return
         elif kind == "held":
             return  # record.json has it
-        if self._kept.get(kind, 0) >= MOST_REMARKABLE:
+        if kind not in self._kept and len(self._kept) >= MOST_KINDS:
+            kind = "of other kinds"
+        if self._kept.get(kind, 0) >= MOST_REMARKABLE or kind == "of other kinds":
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return
         self._kept[kind] = self._kept.get(kind, 0) + 1
@@ -325,7 +330,9 @@ class EventReader:
         try:
             self._run.plan = Plan.from_dict(fields.get("plan") or {})
         except (ConfigError, TypeError, AttributeError, RecursionError):
-            self._run.problems.append(f"{EVENTS_FILE}: the event 'planned' does not hold a plan")
+            self._num_bad_plans += 1
+            if self._num_bad_plans == 1:
+                self._run.problems.append(f"{EVENTS_FILE}: the event 'planned' does not hold a plan")
 
     def _note_damage(self, number: int, line: bytes, why: str = "damaged") -> None:
         self._num_damaged += 1

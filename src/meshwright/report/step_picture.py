@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from meshwright.errors import MeshwrightError
-from meshwright.report.run_files import RunFiles
+from meshwright.report.run_files import RunFiles, number_of
 from meshwright.report.step_times import RankStep, TracedStep, action_times, middle_step, steps_of
 from meshwright.report.trace_read import ReadTrace, TraceSpan, read_trace
 from meshwright.schedule import Action, ActionKind, PipelineSchedule
@@ -177,11 +178,11 @@ def _verdict(step: TracedStep, bubble: float | None) -> str:
 def _remarks(trace: ReadTrace, step: TracedStep) -> list[str]:
     clocks = trace.about.get("clocks")
     errors = [
-        float(error)
+        number_of(cast("dict[str, Any]", one).get("error_s"))
         for one in (cast("dict[str, Any]", clocks).values() if isinstance(clocks, dict) else ())
-        if isinstance(one, dict) and isinstance(error := cast("dict[str, Any]", one).get("error_s"), int | float)
+        if isinstance(one, dict)
     ]
-    worst = max(errors, default=0.0)
+    worst = max((error for error in errors if not math.isnan(error)), default=0.0)
     remarks = [
         "All ranks read one clock."
         if not worst

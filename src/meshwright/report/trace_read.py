@@ -73,7 +73,7 @@ def read_trace(folder: Path, trace_id: object) -> ReadTrace:
     if text is None:
         raise ConfigError(f"there is no {TRACE_FILE}")
     try:
-        data: object = json.loads(text)
+        data: object = json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError):
         raise ConfigError(f"{TRACE_FILE} is damaged") from None
     whole = _mapping(data)
@@ -122,6 +122,11 @@ def _take(trace: ReadTrace, event: Mapping[str, Any], begun: dict[str, TraceSpan
         trace.flights.append(dataclasses.replace(first, end=begin / 1e6))
         return True
     return False
+
+
+def _integer(text: str) -> float:
+    """Return a whole number; one that no field can hold becomes infinite, which no field takes."""
+    return int(text) if len(text) <= 18 else math.inf
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

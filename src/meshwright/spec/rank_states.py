@@ -14,6 +14,7 @@ STATES_FILE: Final = "ranks.json"
 LEAST_LATE_S: Final = 5.0
 """A wait that is shorter says nothing [s]."""
 _MOST_RANKS: Final = 1 << 16
+_MOST_TEXT: Final = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class RankActivity:
         collective: That exchange.
         num_waits: Exchanges that it has waited in [count].
         rss_bytes: Its resident memory [bytes].
+        host: Its host, where ranks came from several; "" for the one that the file was written on.
     """
 
     pid: int
@@ -39,6 +41,7 @@ class RankActivity:
     collective: str
     num_waits: int
     rss_bytes: int
+    host: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,11 @@ class RankStates:
         """The longest wait [s]."""
         return max((one.wait_s for one in self.ranks if one.wait_s is not None), default=0.0)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a wait lasts longer than steps explain."""
+        return self.longest_wait_s > max(LEAST_LATE_S, self.limit_s or 0.0)
+
     def late_ranks(self) -> tuple[int, ...]:
         """Return the ranks that others wait for, longer than steps explain; () where nobody does, or all are alike.
 
@@ -89,7 +97,7 @@ class RankStates:
         >>> RankStates(written_at=0.0, limit_s=None, ranks=(waits, works, waits)).late_ranks()
         (1,)
         """
-        if self.longest_wait_s <= max(LEAST_LATE_S, self.limit_s or 0.0):
+        if not self.is_late:
             return ()
         working = tuple(rank for rank, one in enumerate(self.ranks) if one.wait_s is None)
         if working:
@@ -101,15 +109,20 @@ class RankStates:
 
 def _is_sound(value: RankActivity | RankStates) -> bool:
     """Tell whether the fields are of their types: the file may be anybody's."""
-    names = {"phase": str, "collective": str, "pid": int, "step": int, "num_waits": int, "rss_bytes": int}
-    numbers = ("progress_s", "written_at") if isinstance(value, RankStates) else ("progress_s",)
-    fields = dataclasses.asdict(value)
-    optional = [fields[name] for name in ("wait_s", "limit_s") if name in fields]
+    if isinstance(value, RankStates):
+        return _is_number(value.written_at) and (value.limit_s is None or _is_number(value.limit_s))
+    counts = (value.pid, value.step, value.num_waits, value.rss_bytes)
+    texts = (value.phase, value.collective, value.host)
     return (
-        all(type(fields[name]) is kind for name, kind in names.items() if name in fields)
-        and all(_is_number(fields[name]) for name in numbers if name in fields)
-        and all(one is None or _is_number(one) for one in optional)
+        all(type(one) is int and abs(one) < 2**62 for one in counts)
+        and all(_is_text(one) for one in texts)
+        and _is_number(value.progress_s)
+        and (value.wait_s is None or _is_number(value.wait_s))
     )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_TEXT
 
 
 def _is_number(value: object) -> bool:

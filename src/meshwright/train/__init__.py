@@ -10,6 +10,7 @@ session      the training loop, as every rank runs it
 opening      the applied model, its loaders and the event of its start
 checkpoints  checkpoints of a run, as its ranks take them
 launcher     the launching side of a run
+joined       training in a process of a job
 failures     report of a failed run
 resume       settings that a run keeps when it is continued
 restarts     restarts of ranks that were lost

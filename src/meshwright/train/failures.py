@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from meshwright.errors import LostPeerError, MeshwrightError, RankNote, exit_code_of, rank_of
+from meshwright.errors import (
+    CheckpointError,
+    ConfigError,
+    LostPeerError,
+    MeshwrightError,
+    MissingDependencyError,
+    RankNote,
+    UserCodeError,
+    exit_code_of,
+    rank_of,
+)
 from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
 
@@ -50,6 +62,8 @@ def report_failure(
     # Nobody who pressed Ctrl-C twice wants to know where.
     if not trace and not is_ours and not isinstance(error, KeyboardInterrupt):
         trace = "".join(traceback.format_exception(error))
+    if is_ours:
+        trace = _without_message(trace, error)
     step, phase = told.get("step"), told.get("phase")
     if is_ours and not told:
         step, phase = error.step, error.phase
@@ -64,8 +78,23 @@ def report_failure(
     return exit_code_of(error)
 
 
+def _without_message(trace: str, error: BaseException) -> str:
+    """Return the traceback of an error of ours without its text, which is shown below it; "" where users' code has no part.
+
+    What was asked for and cannot be done is an answer: where in this library it is found concerns nobody.
+    """
+    is_answer = isinstance(error, (ConfigError, CheckpointError, MissingDependencyError))
+    own = f'  File "{Path(__file__).parents[1]}{os.sep}'
+    if is_answer and all(line.startswith(own) for line in trace.splitlines() if line.startswith('  File "')):
+        return ""
+    at = trace.rfind(f"\n{type(error).__module__}.{type(error).__qualname__}: ")
+    return trace if at < 0 else trace[:at]
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception's type, the first line of its text and what is noted about it, without control characters."""
+    if isinstance(error, UserCodeError) and error.raised:
+        return clean(error.raised).strip().partition("\n")[0][:300]
     notes = [str(note) for note in getattr(error, "__notes__", ()) if not isinstance(note, RankNote)]
     parts = [clean(part).strip().partition("\n")[0][:300] for part in (error, *notes)]
     text = "; ".join(part for part in parts if part)

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -16,11 +15,9 @@ from meshwright.errors import (
     CheckpointError,
     ConfigError,
     MeshwrightError,
-    RankNote,
     StoppedOnRequest,
     StorageError,
     exit_code_of,
-    rank_of,
 )
 from meshwright.host import usable_cores
 from meshwright.ranks.capacity import check_devices
@@ -33,6 +30,7 @@ from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.events import WARM_UP_STEPS, RunDirectory
 from meshwright.train.failures import one_line, report_failure
+from meshwright.train.joined import join_job, train_beside
 from meshwright.train.loggers.fan_out import Loggers
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
@@ -70,55 +68,11 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> int:
             )
         with contextlib.ExitStack() as end:
             if place.rank != 0:
-                return _train_beside(config, end)
+                return train_beside(config, end)
             return _Run(config, end).execute(joined=True, resume=resume)
     check_devices(plan.num_devices, str(plan))
     with contextlib.ExitStack() as end:
         return _Run(config, end).execute(joined=False, resume=resume)
-
-
-def _train_beside(config: TrainConfig, end: contextlib.ExitStack) -> int:
-    """Train on a rank that is not the job's first: that one writes the folder and draws. `end`: see `_join`."""
-    failures: dict[int, dict[str, Any]] = {}
-
-    def on_event(rank: int, event: dict[str, Any]) -> None:
-        if event["event"] == "failed":
-            failures[rank] = event
-
-    try:
-        summary = _join(config, on_event, end, resume=False)  # rank 0's word counts
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
-        return report_failure(config, error, failures)
-    return StoppedOnRequest.exit_code if summary["stopped"] else 0
-
-
-def _join(
-    config: TrainConfig,
-    on_event: Callable[[int, dict[str, Any]], None],
-    end: contextlib.ExitStack,
-    *,
-    resume: bool,
-) -> dict[str, Any]:
-    """Train in this process, which belongs to a job; return what this rank did.
-
-    torchrun's agent sends SIGTERM to all as soon as one rank has ended. Whoever has more to tell then tells it: from the end of
-    training to that of the context `end` stop signals are noted, and do nothing.
-    """
-    from meshwright.ranks.join import join_world
-    from meshwright.train.session import train
-
-    world = join_world(timeout_s=config.train.timeout_s)
-    world.on_event = on_event
-    try:
-        with world.sharing_failures():
-            try:
-                return train(config, world, resume=resume)
-            finally:
-                end.enter_context(StopSignals())
-    except Exception as error:
-        if rank_of(error) is None:
-            error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
-        raise
 
 
 def train_on_rank(config_json: str, resume: bool = False) -> dict[str, Any]:
@@ -166,6 +120,7 @@ class _Run:
                 while True:
                     try:
                         summaries = self._train(joined=joined, resume=resume)
+                        leaving = self._end.enter_context(StopSignals())  # a run that is done stays done
                         break
                     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
                         progress = {"step": self._last_step, "num_new_steps": self._num_new_steps}
@@ -178,7 +133,7 @@ class _Run:
                             self._view.close()
                             return self._report(StoppedOnRequest("stopped on request between two starts"))
                         resume = directory.has_checkpoints
-            self._loggers.close(has_failed=False)
+            self._loggers.close(has_failed=False, is_hurried=lambda: leaving.first is not None)
             self._write_record(summaries)
             self._say_prediction(summaries)
             self._write_report()
@@ -240,7 +195,7 @@ class _Run:
         self._failures.clear()
         self._num_new_steps = 0
         if joined:
-            return [_join(self._config, self._on_event, self._end, resume=resume)]
+            return [join_job(self._config, self._on_event, self._end, resume=resume, states=self._states)]
         return self._launch(resume=resume)
 
     def _tell_restart(self, error: BaseException, restarts: Restarts, pause_s: float) -> None:
@@ -355,6 +310,7 @@ class _Run:
         return error.exit_code
 
     def _report(self, error: BaseException, remark: str = "") -> int:
+        leaving = self._end.enter_context(StopSignals())
         is_stop = isinstance(error, StoppedOnRequest)
         if is_stop:
             code = self._say_stopped(self._last_step)
@@ -362,7 +318,7 @@ class _Run:
             if remark:
                 sys.stderr.write(f"{remark}\n")
             code = report_failure(self._config, error, self._failures, last_step=self._last_step)
-        self._loggers.close(has_failed=not is_stop)
+        self._loggers.close(has_failed=not is_stop, is_hurried=lambda: leaving.first is not None)
         try:  # afterwards: a disk that fails now is not what the run ended of
             self._write_record([])
             if not is_stop:

@@ -51,9 +51,10 @@ class Owner:
         try:
             found = json.loads(text)
             owner = cls(**found)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
-        return owner if type(owner.pid) is int else None
+        texts = (owner.host, owner.started, owner.boot, owner.since)
+        return owner if type(owner.pid) is int and all(isinstance(one, str) for one in texts) else None
 
     def to_line(self) -> str:
         """Return the lock file's contents."""

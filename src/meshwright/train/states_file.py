@@ -1,4 +1,4 @@
-"""Writer of `ranks.json`: what each rank is doing, once a second, by the launching process. Never imports torch."""
+"""Writer of `ranks.json`: what ranks do, once a second, by the launching process or a job's rank 0. Never imports torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StatesFile:
         if now - self._written_at < EVERY_S:
             return
         self._written_at = now
-        ranks = tuple(
+        ranks = [
             RankActivity(
                 pid=pid,
                 step=beat.step if beat.phase else -1,
@@ -56,8 +56,18 @@ class StatesFile:
                 rss_bytes=beat.rss_bytes,
             )
             for beat, pid in zip(beats, pids, strict=True)
-        )
-        states = RankStates(written_at=time.time(), limit_s=limit_s if math.isfinite(limit_s) else None, ranks=ranks)
+        ]
+        self.write(ranks, limit_s)
+
+    def write(self, ranks: Sequence[RankActivity], limit_s: float) -> None:
+        """Write what the ranks do.
+
+        Args:
+            ranks: What each does.
+            limit_s: A wait beyond this is remarkable; infinite while nothing is known [s].
+        """
+        limit = limit_s if math.isfinite(limit_s) else None
+        states = RankStates(written_at=time.time(), limit_s=limit, ranks=tuple(ranks))
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError, StorageError
 from meshwright.report.page import outcome_of
 from meshwright.report.run_files import (
     EVENTS_FILE,
+    MOST_EVENT_BYTES,
     MOST_LINE_BYTES,
     EventReader,
     RunFiles,
@@ -53,12 +54,16 @@ class WatchedRun:
     is_over: bool
     silent_s: float
     stopped: frozenset[int] = frozenset()
+    is_quiet: bool = False
+    """Whether the run should tell more than it does."""
 
     @property
     def late(self) -> tuple[int, ...]:
         """Ranks that others wait for, now or when the run died."""
         if self.states is None or self.run.last("finished", "stopped") is not None:
             return ()
+        if self.stopped and self.states.is_late:  # in the middle of an exchange, where they seem to wait
+            return tuple(sorted(self.stopped))
         return self.states.late_ranks()
 
 
@@ -107,7 +112,8 @@ class RunFollower:
         told = outcome_of(self._run)
         is_over = self._run.last(*_ENDS) is not None
         silent_s = 0.0 if states is None else max(0.0, time.time() - states.written_at)
-        outcome = told or self._unended(is_alive, silent_s)
+        is_quiet = told is None and is_alive is not False and silent_s > SILENT_S and not self._is_between_starts
+        outcome = told or self._unended(is_alive, silent_s, is_quiet=is_quiet)
         return WatchedRun(
             run=self._run,
             states=states,
@@ -116,9 +122,16 @@ class RunFollower:
             is_over=is_over or is_alive is False,
             silent_s=silent_s,
             stopped=_stopped(states) if is_alive and states is not None else frozenset(),
+            is_quiet=is_quiet,
         )
 
-    def _unended(self, is_alive: bool | None, silent_s: float) -> str:
+    @property
+    def _is_between_starts(self) -> bool:
+        """Whether the ranks were lost, and the next ones have not begun."""
+        last = self._run.last("restarting", "run_started", "resumed")
+        return last is not None and last["event"] == "restarting"
+
+    def _unended(self, is_alive: bool | None, silent_s: float, *, is_quiet: bool) -> str:
         if is_alive is False:
             step = self._run.steps.steps[-1] if len(self._run.steps) else 0
             how = (
@@ -129,8 +142,10 @@ class RunFollower:
             return f"{how}; the last step that it told is {step}"
         if not self._run.start:
             return "starting"
-        if is_alive is None and silent_s > SILENT_S:
+        if is_quiet and is_alive is None:
             return f"running or gone: on another host, and its ranks' states are {silent_s:.0f} s old"
+        if is_quiet:
+            return f"running or standing still: its first process lives, and its ranks' states are {silent_s:.0f} s old"
         return "running"
 
     def _is_alive(self) -> bool | None:
@@ -163,7 +178,7 @@ class RunFollower:
                 self._begin()  # a run that began anew
             self._file = file
             os.lseek(descriptor, self._offset, os.SEEK_SET)
-            while block := os.read(descriptor, _BLOCK_BYTES):
+            while self._offset < MOST_EVENT_BYTES and (block := os.read(descriptor, _BLOCK_BYTES)):
                 self._offset += len(block)
                 self._take(block)
         except OSError as error:
@@ -184,7 +199,9 @@ def _stopped(states: RankStates) -> frozenset[int]:
     """Return the ranks whose process is stopped, as the kernel tells it."""
     found: set[int] = set()
     for rank, one in enumerate(states.ranks):
-        with contextlib.suppress(OSError, IndexError):
+        if one.host:
+            continue  # another host's process
+        with contextlib.suppress(OSError, IndexError, ValueError):
             letter = Path(f"/proc/{one.pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0]
             if letter in (b"T", b"t"):
                 found.add(rank)

@@ -21,26 +21,30 @@ __all__: list[str] = []
 
 MOST_RANKS = 32
 """Ranks that are listed; of more, the late ones and the first [count]."""
+_LARGEST_DRAWN = 1e150
 _BARS = " ▁▂▃▄▅▆▇█"
+_ASCII_BARS = " .:-=+*#@"
 
 
-def view(watched: WatchedRun, *, width: int = 100, height: int = 12) -> RenderableType:
+def view(watched: WatchedRun, *, width: int = 100, height: int = 12, ascii_only: bool = False) -> RenderableType:
     """Return the view of a run.
 
     Args:
         watched: The run.
         width: Columns of the terminal [count].
         height: Lines of the curve [count].
+        ascii_only: Whether the terminal shows nothing else.
     """
+    bars = _ASCII_BARS if ascii_only else _BARS
     parts: list[RenderableType] = [_head(watched), Text(verdict(watched), style=_style(watched))]
     run = watched.run
     if len(run.steps):
-        parts.append(Panel(_curve(watched, max(20, width - 4), height), title="loss", title_align="left"))
-        parts.append(_numbers(watched))
+        parts.append(Panel(_curve(watched, max(20, width - 4), height, bars), title="loss", title_align="left"))
+        parts.append(_numbers(watched, bars))
     if watched.states is not None:
         parts.append(_ranks(watched))
     elif watched.run.start:
-        parts.append(Text("what ranks do is told by those that `meshwright train` itself has started"))
+        parts.append(Text("what the ranks do has not been told yet"))
     parts += [Text(visible(problem), style="yellow") for problem in run.problems if "record.json" not in problem]
     return Group(*parts)
 
@@ -64,7 +68,7 @@ def verdict(watched: WatchedRun) -> str:
 def _style(watched: WatchedRun) -> str:
     if watched.late or watched.outcome.startswith(("killed", "failed")):
         return "bold red"
-    return "green"
+    return "yellow" if watched.is_quiet else "green"
 
 
 def _head(watched: WatchedRun) -> Text:
@@ -78,7 +82,7 @@ def _head(watched: WatchedRun) -> Text:
     return Text(", ".join(words)[:400], style="bold")
 
 
-def _numbers(watched: WatchedRun) -> Text:
+def _numbers(watched: WatchedRun, bars: str) -> Text:
     steps = watched.run.steps
     cells: list[str] = []
     for name, label, unit in (
@@ -97,11 +101,11 @@ def _numbers(watched: WatchedRun) -> Text:
         cells.append(f"held-out loss {evaluations.columns['loss'][-1]:.5g} (step {evaluations.steps[-1]})")
     seconds = [value for value in steps.columns["seconds"][-200:] if not math.isnan(value)]
     if len(seconds) > 1:
-        cells.append(f"step times {spark(seconds, 30)}")
+        cells.append(f"step times {spark(seconds, 30, bars)}")
     return Text("   ".join(cells))
 
 
-def _curve(watched: WatchedRun, width: int, height: int) -> Text:
+def _curve(watched: WatchedRun, width: int, height: int, bars: str) -> Text:
     steps = watched.run.steps
     pairs = [
         (step, value) for step, value in zip(steps.steps, steps.columns["loss"], strict=True) if not math.isnan(value)
@@ -110,30 +114,36 @@ def _curve(watched: WatchedRun, width: int, height: int) -> Text:
         return Text("too few steps for a curve")
     stride = math.ceil(len(pairs) / (2 * width))
     pairs = [*pairs[::stride], pairs[-1]]
+    values = [value for _, value in pairs]
     try:
         from plotext import build, clear_figure, plot, plotsize, theme  # pyright: ignore
-    except ImportError:  # not there, or of another major release
-        values = [value for _, value in pairs]
-        return Text(f"{spark(values, width)}\n{values[0]:.5g} at step {pairs[0][0]}, now {values[-1]:.5g}; lowest "
+
+        if bars is _ASCII_BARS or max(map(abs, values)) > _LARGEST_DRAWN:
+            raise ImportError
+    except ImportError:  # not there, or of another major release; or it cannot show these
+        return Text(f"{spark(values, width, bars)}\n{values[0]:.5g} at step {pairs[0][0]}, now {values[-1]:.5g}; lowest "
                     f"{min(values):.5g}   (a curve with axes: pip install meshwright[watch])")  # fmt: skip
     clear_figure()
     theme("clear")
     plotsize(width, height)
-    plot([step for step, _ in pairs], [value for _, value in pairs], marker="braille")
+    plot([step for step, _ in pairs], values, marker="braille")
     return Text.from_ansi(build())
 
 
-def spark(values: Sequence[float], width: int) -> str:
-    """Return a line of bars, the lowest value as the lowest bar.
+def spark(values: Sequence[float], width: int, bars: str = _BARS) -> str:
+    """Return a line of bars, the lowest value as the lowest bar; any finite values.
 
     >>> spark([1, 2, 3], 10)
     '▁▅█'
     """
     size = max(1, math.ceil(len(values) / width))
-    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 2) / (high - low) if high > low else 0.0
-    return "".join(_BARS[1 + math.floor((value - low) * scale + 0.5)] for value in means)
+    # In parts of the whole: a sum or a difference of the largest numbers would overflow.
+    largest = max(map(abs, values), default=0.0) or 1.0
+    groups = [values[at : at + size] for at in range(0, len(values), size)]
+    means = [sum(value / largest / len(group) for value in group) for group in groups]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(bars) - 2) / (high - low) if high - low > 1e-300 else 0.0
+    return "".join(bars[1 + min(len(bars) - 2, math.floor((value - low) * scale + 0.5))] for value in means)
 
 
 def _ranks(watched: WatchedRun) -> Table:
@@ -151,11 +161,16 @@ def _ranks(watched: WatchedRun) -> Table:
         mark = " <- late" if rank in late else ""
         memory = format_bytes(one.rss_bytes) if one.rss_bytes else "-"
         step = "-" if one.step < 0 else str(one.step + 1)
-        table.add_row(str(rank), str(one.pid), step, f"{does}{mark}", format_seconds(since), memory, style=style)
+        cells = (_place(rank, one), str(one.pid), step, f"{does}{mark}", format_seconds(since), memory)
+        table.add_row(*map(Text, cells), style=style)  # as text: brackets in a name are no markup
     if len(shown) < len(ranks):
         table.add_row("...", "", "", f"{len(ranks) - len(shown)} more ranks", "", "")
     table.caption = age or None
     return table
+
+
+def _place(rank: int, one: RankActivity) -> str:
+    return f"{rank} on {visible(one.host)[:40]}" if one.host else str(rank)
 
 
 def _doing(watched: WatchedRun, rank: int) -> tuple[str, float]:
@@ -175,7 +190,7 @@ def as_data(watched: WatchedRun) -> dict[str, Any]:
         does, since = _doing(watched, rank)
         step = "-" if one.step < 0 else str(one.step + 1)
         size = format_bytes(one.rss_bytes)
-        rows.append([str(rank), step, does, format_seconds(since), size, "late" if rank in late else ""])
+        rows.append([_place(rank, one), step, does, format_seconds(since), size, "late" if rank in late else ""])
     steps = watched.run.steps
     return {
         "verdict": verdict(watched),

@@ -29,7 +29,10 @@ __all__: list[str] = []
 HOST: Final = "127.0.0.1"
 TOKEN_BYTES: Final = 32
 _REQUEST_S: Final = 20.0
+_CONNECTION_S: Final = 120.0
 _MOST_REQUESTS: Final = 16
+_MOST_CONNECTIONS: Final = 64
+"""Open connections; further ones are closed at once. Everybody on the machine can make some [count]."""
 
 
 class LiveServer:
@@ -104,11 +107,39 @@ class LiveServer:
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = _MOST_CONNECTIONS
     address_family = socket.AF_INET
     live: LiveServer
 
+    def __init__(self, *about: Any) -> None:
+        self._connections = threading.Semaphore(_MOST_CONNECTIONS)
+        super().__init__(*about)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, while there are not too many."""
+        if self._connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and end a connection that is not through in time, however slowly it goes on."""
+        limit = threading.Timer(_CONNECTION_S, _cut_off, (request,))
+        limit.daemon = True
+        limit.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            limit.cancel()
+            self._connections.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop a connection that broke: a browser leaves when it likes."""
+
+
+def _cut_off(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -134,6 +165,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._route("/".join(rest))
         except MeshwrightError as error:
             self._answer(500, f"{error.message}\n".encode(errors="backslashreplace"))
+        except OSError:
+            raise  # the browser has left
+        except Exception as error:  # noqa: BLE001 - what a folder of somebody else's holds must not end in silence
+            self._answer(500, f"the run's folder cannot be shown: {type(error).__name__}\n".encode())
         finally:
             live.room.release()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
-from meshwright.watch.follow import RunFollower
+from meshwright.watch.follow import RunFollower, WatchedRun
 from meshwright.watch.screen import view
 
 __all__: list[str] = []
@@ -29,20 +33,44 @@ def watch_in_terminal(folder: Path, *, every_s: float = 1.0, once: bool = False)
     """
     follower = RunFollower(folder)
     console = Console(file=sys.stdout, highlight=False)
-    watched = follower.look()
+    ascii_only = console.options.ascii_only
+
+    def look() -> tuple[WatchedRun, RenderableType]:
+        watched = follower.look()
+        height = max(6, min(16, console.height - 16))
+        return watched, view(watched, width=console.width, height=height, ascii_only=ascii_only)
+
+    watched, shown = look()
     if once or not console.is_terminal:
-        console.print(view(watched, width=console.width))
+        console.print(shown)
         return
     pause = threading.Event()
     try:
-        with Live(view(watched, width=console.width), console=console, auto_refresh=False) as live:
+        with _ended_by_signals(), Live(shown, console=console, auto_refresh=False) as live:
             while not watched.is_over:
                 pause.wait(every_s)
-                watched = follower.look()
-                height = max(6, min(16, console.height - 16))
-                live.update(view(watched, width=console.width, height=height), refresh=True)
+                watched, shown = look()
+                live.update(shown, refresh=True)
     except KeyboardInterrupt:
         return
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leave as after Ctrl-C where the process is asked to end: the terminal gets its cursor back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def watch_in_browser(folder: Path, port: int) -> None:

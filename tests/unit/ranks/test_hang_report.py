@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from meshwright.errors import LostPeerError
 from meshwright.ranks.hang_report import STACK_SIGNAL, hang_error
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.processes import RankProcess, scratch_file
@@ -25,6 +26,22 @@ def stand(stack_file: int, writing: int) -> None:
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_other_threads_are_asked_only_where_the_ranks_end(goes_on: bool) -> None:
+    error, ended, status = report_about_a_child(goes_on=goes_on)
+    assert "in stand" in error.message
+    assert "rank 0 of 1 has waited" in error.message
+    assert "in all_reduce" in error.message
+    assert bool(ended) is not goes_on, status
+
+
+def test_a_rank_that_was_stopped_in_an_exchange_is_the_missing_one() -> None:
+    # As its peers do, it seems to wait: the campaign had "FATAL rank=unknown" of it.
+    error, _, _ = report_about_a_child(goes_on=True, is_stopped=True)
+    assert error.peer == 0
+    assert "it is stopped (SIGSTOP)" in error.message
+
+
+def report_about_a_child(*, goes_on: bool, is_stopped: bool = False) -> tuple[LostPeerError, int, int]:
+    """Return the error about a child that waits, and whether and how that has ended."""
     with contextlib.ExitStack() as stack:
         rank = RankProcess(0, {"world_size": 1})
         stack.callback(rank.close)
@@ -43,6 +60,9 @@ def test_other_threads_are_asked_only_where_the_ranks_end(goes_on: bool) -> None
             finally:
                 os._exit(0)
         os.read(reading, 1)
+        if is_stopped:
+            os.kill(rank.pid, signal.SIGSTOP)
+            os.waitpid(rank.pid, os.WUNTRACED)
         error = hang_error([rank], board, 0, time.monotonic(), 300.0, goes_on=goes_on)
         ended, status = os.waitpid(rank.pid, os.WNOHANG)
         if not ended:
@@ -50,7 +70,4 @@ def test_other_threads_are_asked_only_where_the_ranks_end(goes_on: bool) -> None
             os.waitpid(rank.pid, 0)
         for end in (reading, writing):
             os.close(end)
-    assert "in stand" in error.message
-    assert "rank 0 of 1 has waited" in error.message
-    assert "in all_reduce" in error.message
-    assert bool(ended) is not goes_on, status
+    return error, ended, status

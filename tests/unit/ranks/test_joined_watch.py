@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import queue
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +18,7 @@ from torch.distributed import HashStore, TCPStore
 from meshwright.ranks import joined_watch
 from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch, limit_connections
 from meshwright.ranks.listening import interface_towards
+from meshwright.spec.rank_states import RankActivity, RankStates
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +101,51 @@ def test_nobody_is_missing_where_all_wait(watches: list[JoinedWatch]) -> None:
     for watch in watches:
         watch.pulse.enter("all_reduce")
     assert watches[0].find_missing().ranks == ()
+
+
+def test_all_ranks_are_told_to_those_who_watch(watches: list[JoinedWatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_watch, "_STATES_S", 0.0)
+    monkeypatch.setattr(joined_watch, "_SILENT_S", 0.1)
+    watches[2].pulse.enter("all_reduce")
+    silence(watches[3])
+    watches[1].stop()
+    looks: queue.SimpleQueue[list[RankActivity]] = queue.SimpleQueue()
+    watches[0].on_states = lambda ranks, _: looks.put(list(ranks))
+    deadline = time.monotonic() + 20.0
+    while "no sign of life" not in (ranks := looks.get(timeout=10))[3].phase:
+        assert time.monotonic() < deadline
+    assert [(one.phase, one.step, one.host) for one in ranks] == [
+        ("step", 7, ""),
+        ("has left", 7, ""),
+        ("step", 7, "host1"),
+        ("step, no sign of life", 7, "host1"),
+    ]
+    assert (ranks[2].collective, ranks[2].wait_s is not None, ranks[3].wait_s) == ("all_reduce", True, None)
+    assert all(one.pid == os.getpid() and one.rss_bytes > 0 for one in ranks)
+    assert RankStates.from_json(RankStates(written_at=1.0, limit_s=None, ranks=tuple(ranks)).to_json()).ranks
+
+
+def test_whoever_was_told_lets_the_guilty_rank_end_first(watches: list[JoinedWatch]) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    for watch in watches:
+        watch._tell()
+    try:
+        told = watches[0]._read_all()
+        for rank in (1, 3):  # 1 is on this host, 3 is not
+            watches[rank].stop()
+            words = dataclasses.astuple(dataclasses.replace(told[rank], pid=child.pid))
+            watches[rank]._store.set(f"told/{rank}", json.dumps(words))
+        began = time.monotonic()
+        watches[0].await_end(3, 20.0)
+        assert time.monotonic() - began < 10.0
+        watches[0].await_end(1, 0.2)
+        assert time.monotonic() - began >= 0.2
+        child.kill()  # and nobody reaps it before it is waited for
+        watches[0].await_end(1, 20.0)
+        assert time.monotonic() - began < 10.0
+    finally:
+        child.kill()
+        child.wait(10)
 
 
 def test_a_store_that_is_gone_is_rank_0s_host() -> None:

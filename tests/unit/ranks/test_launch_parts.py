@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -15,7 +16,7 @@ import torch
 
 from meshwright import host
 from meshwright.errors import ConfigError
-from meshwright.ranks.channel import ParentEnd, RankEnd, pack
+from meshwright.ranks.channel import ParentEnd, RankEnd, pack, read_plain, read_result
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.launch import _threads
 from meshwright.ranks.link import RankLink
@@ -66,11 +67,11 @@ def test_the_parent_never_blocks_on_a_rank_that_does_not_read(ends: tuple[Parent
 def test_a_large_message_comes_whole_and_tensors_come_as_values(ends: tuple[ParentEnd, RankEnd]) -> None:
     parent, rank = ends
     tensor = torch.arange(1 << 20)
-    sender = threading.Thread(target=rank.send, args=(("result", tensor),))
+    sender = threading.Thread(target=rank.send, args=(("result", pickle.dumps(tensor)),))
     sender.start()
     ((_, received),) = receive_all(parent, 1)
     sender.join(10)
-    assert torch.equal(received, tensor)  # type: ignore[arg-type]
+    assert torch.equal(read_result(received), tensor)  # type: ignore[arg-type]
 
 
 def test_the_end_of_the_stream_is_seen_on_both_sides(ends: tuple[ParentEnd, RankEnd]) -> None:
@@ -92,11 +93,39 @@ def _broken() -> None:
     raise ArithmeticError("not here")
 
 
-def test_what_cannot_be_rebuilt_is_told_and_the_channel_goes_on(ends: tuple[ParentEnd, RankEnd]) -> None:
+def test_what_is_no_plain_data_is_told_and_not_run_and_the_channel_goes_on(ends: tuple[ParentEnd, RankEnd]) -> None:
     parent, rank = ends
     rank.send(("result", _CannotBeRebuilt()))
     rank.send(("event", 2))
-    assert receive_all(parent, 2) == [("unreadable", "ArithmeticError: not here"), ("event", 2)]
+    found = receive_all(parent, 2)
+    assert found == [("unreadable", f"{__name__}._broken is no plain data"), ("event", 2)]
+    with pytest.raises(ArithmeticError, match="not here"):
+        read_result(pickle.dumps(_CannotBeRebuilt()))
+
+
+PLAIN = (
+    "result",
+    None,
+    True,
+    2**70,
+    -1.5,
+    "ä\ud800\n" * 3,
+    b"\n" * 70_000,
+    [{"a": (1, {2}, frozenset({3}))}],
+    bytearray(b"x"),
+)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_plain_data_is_read_as_it_was_sent(protocol: int) -> None:
+    value = PLAIN if protocol == 5 else PLAIN[:6]  # older protocols write bytes and sets as calls
+    assert read_plain(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x05\x8cx.", b"i" * 99, b"."])
+def test_damaged_messages_are_errors_of_one_kind(data: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        read_plain(data)
 
 
 def test_what_cannot_be_sent_leaves_the_channel_whole(ends: tuple[ParentEnd, RankEnd]) -> None:

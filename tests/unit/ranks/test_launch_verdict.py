@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from meshwright.errors import LostPeerError, UserCodeError
 from meshwright.ranks.blame import Sign, death_error, guilty, summarise
 from meshwright.ranks.error_transfer import describe_error, rebuild_error
 from meshwright.ranks.heartbeat import Beat
+from meshwright.train.failures import one_line
 
 
 def beat(**changes: object) -> Beat:
@@ -119,6 +121,31 @@ def test_what_survives_the_way_is_itself() -> None:
     error = rebuild_error(describe_error(KeyError("x")), 1, 2)
     assert type(error) is KeyError
     assert error.args == ("x",)
+
+
+def test_nothing_is_imported_for_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_the_users_model.py").write_text("class OwnError(Exception): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_the_users_model  # pyright: ignore[reportMissingImports]
+
+    described = describe_error(of_the_users_model.OwnError("no such token\nsecond line"))
+    assert type(rebuild_error(described, 1, 2)).__name__ == "OwnError"
+    del sys.modules["of_the_users_model"]  # as in a launching process, which has not imported the model
+    rebuilt = rebuild_error(described, 1, 2)
+    assert "of_the_users_model" not in sys.modules
+    assert isinstance(rebuilt, UserCodeError)
+    assert one_line(rebuilt) == "OwnError: no such token"
+
+
+def test_a_text_of_a_class_of_its_own_crosses_as_plain_text() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            return Text("odd")
+
+    assert type(describe_error(OddError())["text"]) is str
 
 
 @pytest.mark.parametrize("error", [_LosesItsTextError("x"), _RefusesToPickleError("x")])

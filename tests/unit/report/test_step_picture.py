@@ -122,6 +122,17 @@ def test_events_of_strangers_are_counted_and_left_out(make_run):
     assert run.problems == [f"trace.json: {len(trace['traceEvents']) - good} events were left out (damaged)"]
 
 
+def test_numbers_that_no_field_holds_are_left_out(make_run):
+    trace = make_trace()
+    for event in trace["traceEvents"]:
+        if "args" in event and "bytes" in event["args"]:
+            event["args"] |= {"bytes": 10**400, "micro_batch": 10**400}
+    trace["traceEvents"].append(trace["traceEvents"][-1] | {"ts": 10**400})
+    trace["otherData"]["clocks"] = {"0": {"error_s": 10**400}, "1": {"error_s": float("nan")}, "2": 3}
+    run = read_run(traced_run(make_run, trace))
+    assert "ranks were idle for 20.0%" in Page(render([run])).text
+
+
 def test_a_run_without_a_trace_has_no_such_page(make_run):
     assert "One step" not in Page(render([read_run(make_run())])).text
 

@@ -36,7 +36,7 @@ def test_a_joined_rank_says_in_which_step_and_phase_it_failed(monkeypatch, capsy
         )
         raise OSError("no such file")
 
-    world = SimpleNamespace(rank=1, world_size=2, sharing_failures=contextlib.nullcontext)
+    world = SimpleNamespace(rank=1, world_size=2, watch=None, sharing_failures=contextlib.nullcontext)
     monkeypatch.setattr(join, "join_world", lambda **_: world)
     monkeypatch.setattr(session, "train", train)
     assert launcher.run_training(load_config(EXAMPLE)) == 10
@@ -57,7 +57,7 @@ def test_a_joined_rank_that_has_failed_reports_though_the_agent_ends_it(monkeypa
     def train(_config, _world, *, resume):
         raise OSError("no such file")
 
-    world = SimpleNamespace(rank=rank, world_size=2, sharing_failures=sharing_failures)
+    world = SimpleNamespace(rank=rank, world_size=2, watch=None, sharing_failures=sharing_failures)
     monkeypatch.setattr(join, "join_world", lambda **_: world)
     monkeypatch.setattr(session, "train", train)
     heard = []

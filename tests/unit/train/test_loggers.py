@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import struct
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from meshwright.errors import MissingDependencyError
-from meshwright.train.loggers import fan_out
+from meshwright.train.loggers import fan_out, feeding, metrics_csv
 from meshwright.train.loggers.fan_out import PACKAGES, Loggers, require_packages
 
 SETTINGS = {"train": {"steps": 3, "plan": "dp=2"}, "model": {"kwargs": {}}}
@@ -107,6 +110,101 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path, capsys,
     assert told.count("warning: the logger 'wandb' failed and gets nothing more: RuntimeError: the server is gone") == 1
     assert "\x1b" not in told
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+
+
+class Slow:
+    """A logger whose server does not answer."""
+
+    def __init__(self, is_released):
+        self._is_released = is_released
+        self.told = []
+
+    def begin(self, step):
+        self._is_released.wait(30)
+
+    def log(self, step, metrics, at):
+        self.told.append(step)
+
+    def end(self, *, has_failed):
+        self.told.append("end")
+
+
+def run_beside(monkeypatch, tmp_path, one, names=("wandb", "csv")):
+    make = fan_out._make
+    monkeypatch.setattr(fan_out, "_make", lambda name, *about: one if name == "wandb" else make(name, *about))
+    loggers = Loggers(names, tmp_path, "mine", SETTINGS)
+    for event in ({"event": "run_started", "time": 1.0}, step(1), step(2)):
+        loggers.take(event)
+    return loggers
+
+
+def test_a_logger_that_hangs_keeps_neither_the_run_nor_the_others(tmp_path, capsys, monkeypatch):
+    is_released = threading.Event()
+    slow = Slow(is_released)
+    try:
+        loggers = run_beside(monkeypatch, tmp_path, slow)
+        monkeypatch.setattr(feeding, "END_S", 0.3)
+        loggers.close(has_failed=False)
+        assert "the logger 'wandb' failed and gets nothing more: it has not ended" in capsys.readouterr().err
+        assert [row["step"] for row in rows_of(tmp_path)] == ["1", "2"]
+    finally:
+        is_released.set()
+    assert slow.told == []
+
+
+def test_whoever_hurries_waits_for_no_logger(tmp_path, monkeypatch):
+    is_released = threading.Event()
+    try:
+        loggers = run_beside(monkeypatch, tmp_path, Slow(is_released))
+        began = time.monotonic()
+        loggers.close(has_failed=False, is_hurried=lambda: True)
+        assert time.monotonic() - began < 5.0
+    finally:
+        is_released.set()
+
+
+def test_a_logger_that_falls_behind_gets_nothing_more(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(feeding, "MOST_WAITING", 3)
+    is_released = threading.Event()
+    slow = Slow(is_released)
+    try:
+        loggers = run_beside(monkeypatch, tmp_path, slow, ("wandb",))
+        for number in range(3, 9):
+            loggers.take(step(number))
+    finally:
+        is_released.set()
+    loggers.close(has_failed=False)
+    assert capsys.readouterr().err.count("the logger 'wandb' failed and gets nothing more: it is 3 calls behind") == 1
+
+
+def test_a_logger_that_ends_the_process_does_not(tmp_path, capsys, monkeypatch):
+    class Leaving(Slow):
+        def log(self, step, metrics, at):
+            raise SystemExit(3)
+
+    is_released = threading.Event()
+    is_released.set()
+    loggers = run_beside(monkeypatch, tmp_path, Leaving(is_released))
+    loggers.close(has_failed=False)
+    assert "the logger 'wandb' failed and gets nothing more: SystemExit: 3" in capsys.readouterr().err
+
+
+def test_csv_keeps_its_rows_where_it_is_killed_while_it_begins(tmp_path, monkeypatch):
+    log_a_run("csv", tmp_path, resumes=False)
+    before = (tmp_path / "metrics.csv").read_text()
+    monkeypatch.setattr(metrics_csv, "write_new_file", lambda *_: {}["killed"])
+    loggers = Loggers(("csv",), tmp_path, "mine", SETTINGS)
+    loggers.take({"event": "resumed", "time": 1.0, "step": 1})
+    loggers.close(has_failed=True)
+    assert (tmp_path / "metrics.csv").read_text() == before
+
+
+def test_csv_waits_for_no_pipe(tmp_path, capsys):
+    os.mkfifo(tmp_path / "metrics.csv")
+    loggers = Loggers(("csv",), tmp_path, "mine", SETTINGS)
+    loggers.take({"event": "resumed", "time": 1.0, "step": 1})
+    loggers.close(has_failed=False)
+    assert "the logger 'csv' failed and gets nothing more: StorageError" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_an_error_with_its_line(monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import io
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,9 +23,11 @@ from tests.unit.report.made_runs import HOSTILE, Page, make_record, started, ste
 from meshwright.errors import ConfigError
 from meshwright.spec.rank_states import RankActivity, RankStates
 from meshwright.train.lock import Owner
+from meshwright.watch import follow, serve
 from meshwright.watch.follow import RunFollower
 from meshwright.watch.screen import spark, verdict, view
 from meshwright.watch.serve import HOST, LiveServer
+from meshwright.watch.watch_command import watch_in_terminal
 
 ONE = {
     "pid": 5,
@@ -150,11 +156,17 @@ def test_a_killed_run_shows_what_was_going_on(folder):
     text = shown(watched)
     assert "At the last look the others had waited for rank 1" in verdict(watched)
     assert "waits in all_reduce" in text
-    assert "as of 1 min ago" in text
+    assert re.search(r"as of 1\S* min ago", text)
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"ranks": [{"pid": "x"}], "written_at": 1, "limit_s": null}', "null", "[" * 90_000]
+    "content",
+    [
+        *("{", "[]", '{"ranks": [{"pid": "x"}], "written_at": 1, "limit_s": null}', "null", "[" * 90_000),
+        '{"ranks": [], "written_at": 1, "limit_s": ' + "[" * 480 + "]" * 480 + "}",
+        json.dumps({"ranks": [ONE | {"step": 10**400}], "written_at": 1, "limit_s": None}),
+        json.dumps({"ranks": [ONE | {"phase": "x" * 10_000}], "written_at": 1, "limit_s": None}),
+    ],
 )
 def test_damaged_states_are_left_out(folder, content):
     path = folder(started(), step(1), owner="{broken", of_ranks=content)
@@ -163,8 +175,54 @@ def test_damaged_states_are_left_out(folder, content):
     assert "loss" in shown(watched)
 
 
+@pytest.mark.parametrize("lock", ["[" * 4000, '{"host": [], "pid": 1, "started": {}, "boot": 5}'])
+def test_a_damaged_lock_names_nobody(folder, lock):
+    assert RunFollower(folder(started(), owner=lock)).look().is_over
+
+
+def test_a_process_that_tells_nothing_any_more_is_told(folder):
+    path = folder(started(), step(1), owner=Owner.this_process(), of_ranks=states({}, age_s=30.0))
+    follower = RunFollower(path)
+    assert "running or standing still: its first process lives, and its ranks' states are 30 s old" in verdict(
+        follower.look()
+    )
+    write(path, {"event": "restarting", "step": 1})  # there are no ranks to tell of
+    assert follower.look().outcome == "running"
+
+
+def test_a_rank_that_was_stopped_in_an_exchange_is_late(folder):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        path = folder(
+            started(), step(1), owner=Owner.this_process(), of_ranks=states(WAITS, WAITS | {"pid": child.pid})
+        )
+        assert RunFollower(path).look().late == (1,)
+        (path / "ranks.json").write_text(states(WAITS, WAITS | {"pid": child.pid, "host": "b"}).to_json())
+        assert RunFollower(path).look().late == ()  # a number of another host
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+def test_many_lines_of_many_kinds_are_counted(folder):
+    kinds = [{"event": f"kind {number}"} for number in range(150)]
+    path = folder(started(), *kinds, *([{"event": "planned", "plan": {"dp": "x"}}] * 50))
+    run = RunFollower(path).look().run
+    assert len(run.remarkable) <= 101
+    assert len(run.problems) <= 1
+
+
+def test_a_file_without_end_is_left(folder, monkeypatch):
+    path = folder(started(), step(1))
+    os.truncate(path / "events.jsonl", 1 << 40)  # a terabyte without contents
+    monkeypatch.setattr(follow, "MOST_EVENT_BYTES", 4 << 20)
+    assert list(RunFollower(path).look().run.steps.steps) == [1]
+
+
 def test_hostile_names_do_not_reach_the_terminal(folder):
-    hostile = {"phase": HOSTILE.replace("\ud800", ""), "collective": "\x1b[31m"}
+    hostile = {"phase": f"[/] [red]{HOSTILE.replace(chr(0xD800), '')}[/red]"[:250], "collective": "\x1b[31m"}
     path = folder(
         started(name=HOSTILE, plan=HOSTILE),
         step(1),
@@ -174,6 +232,18 @@ def test_hostile_names_do_not_reach_the_terminal(folder):
     text = shown(RunFollower(path).look())
     assert "\x1b" not in text
     assert "\u202e" not in text
+    assert "[/] [red]" in text  # as text, not as rich's markup
+
+
+def test_a_terminal_that_knows_ascii_alone_is_served(folder, monkeypatch):
+    path = folder(started(name="größe"), *(step(number) for number in range(1, 9)), of_ranks=states({}))
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace"))
+    watch_in_terminal(path)
+    sys.stdout.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "now 0.625" in text
+    assert "| @" in text  # the curve's bars
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
@@ -184,6 +254,8 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
 def test_a_line_of_bars_has_the_lowest_and_the_highest():
     assert spark([0.0, 4.0, 8.0], 3) == "▁▅█"
     assert spark([1.0] * 5, 2) == "▁▁"
+    assert spark([1e308, 1e308, -1e308], 2) == "█▁"  # whose sum and difference overflow
+    assert spark([5e-324, -5e-324], 2) == "█▁"
 
 
 # -- the browser's side ---------------------------------------------------------------------------------------------------
@@ -244,6 +316,27 @@ def test_pages_of_other_hosts_are_refused(server):
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_nothing_writes(server, method):
     assert ask(server, f"/{server.token}/state", method=method, body=b"x")[0].status == 501
+
+
+def test_a_folder_that_cannot_be_shown_is_an_answer(server, monkeypatch):
+    monkeypatch.setattr(serve, "as_data", lambda _: {}["x"])
+    answer, text = ask(server, f"/{server.token}/state")
+    assert (answer.status, text) == (500, "the run's folder cannot be shown: KeyError\n")
+
+
+def test_connections_that_say_nothing_do_not_fill_the_machine(server):
+    with contextlib.ExitStack() as stack:
+        for _ in range(serve._MOST_CONNECTIONS):
+            stack.enter_context(socket.create_connection((HOST, server.port), 10))
+        late = stack.enter_context(socket.create_connection((HOST, server.port), 10))
+        assert late.recv(1) == b""
+    deadline = time.monotonic() + 10.0
+    while True:
+        try:
+            assert ask(server, f"/{server.token}/state")[0].status == 200
+            break
+        except (http.client.RemoteDisconnected, ConnectionResetError):
+            assert time.monotonic() < deadline
 
 
 def test_it_listens_on_this_machine_alone(server):

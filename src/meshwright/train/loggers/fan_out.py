@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from meshwright.errors import MissingDependencyError
-from meshwright.texts import clean
+from meshwright.train.loggers.feeding import Feeder
 
 __all__: list[str] = []
 
@@ -60,7 +59,7 @@ def require_packages(names: tuple[str, ...]) -> None:
 
 
 class Loggers:
-    """The loggers of one run.
+    """The loggers of one run. Each has a thread of its own: what it waits for, the run does not wait for.
 
     Args:
         names: Which.
@@ -71,14 +70,14 @@ class Loggers:
 
     def __init__(self, names: tuple[str, ...], folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         self._about = (folder, name, settings)
-        self._names = names
+        self._feeders = {name: Feeder(name) for name in names}
         self._loggers: dict[str, Logger] = {}
         self._has_begun = False
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Tell the loggers of an event of the run."""
+        """Tell the loggers of an event of the run; returns at once."""
         kind = event["event"]
-        if not self._names or kind not in ("run_started", "resumed", "step", "evaluated"):
+        if not self._feeders or kind not in ("run_started", "resumed", "step", "evaluated"):
             return
         if kind in ("run_started", "resumed"):
             self._begin(event["step"] if kind == "resumed" else 0)
@@ -88,32 +87,32 @@ class Loggers:
         at = float(event["time"])
         self._each(lambda logger: logger.log(event["step"], metrics, at))
 
-    def close(self, *, has_failed: bool) -> None:
-        """Tell them that the run is over."""
+    def close(self, *, has_failed: bool, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Tell them that the run is over, and wait until they are through.
+
+        Args:
+            has_failed: How it ended.
+            is_hurried: Whether the process is asked to end: then it waits for a second at most.
+        """
         self._each(lambda logger: logger.end(has_failed=has_failed))
-        self._loggers.clear()
+        for feeder in self._feeders.values():
+            feeder.close(is_hurried=is_hurried)
+        self._feeders.clear()
 
     def _begin(self, step: int) -> None:
         if not self._has_begun:
             self._has_begun = True
-            for name in self._names:
-                self._guarded(name, lambda name=name: self._open(name))
+            for name, feeder in self._feeders.items():
+                feeder.add(lambda name=name: self._open(name))
         self._each(lambda logger: logger.begin(step))
 
     def _open(self, name: str) -> None:
         self._loggers[name] = _make(name, *self._about)
 
     def _each(self, do: Callable[[Logger], None]) -> None:
-        for name, logger in list(self._loggers.items()):
-            self._guarded(name, lambda logger=logger: do(logger))
-
-    def _guarded(self, name: str, do: Callable[[], None]) -> None:
-        try:
-            do()
-        except Exception as error:  # noqa: BLE001 - a library of others' must not end a training
-            self._loggers.pop(name, None)
-            why = f"{type(error).__name__}: {error}"[:500]
-            sys.stderr.write(f"warning: the logger '{name}' failed and gets nothing more: {clean(why)}\n")
+        if self._has_begun:
+            for name, feeder in self._feeders.items():
+                feeder.add(lambda name=name: do(self._loggers[name]))
 
 
 def _make(name: str, folder: Path, run_name: str, settings: Mapping[str, Any]) -> Logger:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
-from meshwright.checkpoint.durable import open_own_file
+from meshwright.checkpoint.durable import open_own_file, write_new_file
 
 __all__: list[str] = []
 
@@ -17,6 +19,8 @@ COLUMNS: Final = (
     *("step", "time", "train/loss", "train/grad_norm", "train/lr", "train/step_s", "train/samples_per_s"),
     *("train/tokens_per_s", "train/peak_memory_bytes", "eval/loss", "eval/seconds"),
 )
+
+_FORM: Final[dict[str, Any]] = {"fieldnames": COLUMNS, "restval": "", "extrasaction": "ignore", "lineterminator": "\n"}
 
 
 class MetricsCsv:
@@ -34,12 +38,18 @@ class MetricsCsv:
         """Keep the rows up to this step; none of them, where the run begins."""
         self.end(has_failed=False)
         kept = [row for row in self._rows() if int(row["step"]) <= step] if step else []
-        flags = os.O_WRONLY | os.O_TRUNC
-        self._file = os.fdopen(open_own_file(self._path, flags), "w", encoding="utf-8", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
-        self._writer.writeheader()
-        self._writer.writerows(kept)
-        self._file.flush()
+        draft = io.StringIO()
+        writer = csv.DictWriter(draft, **_FORM)
+        writer.writeheader()
+        writer.writerows(kept)
+        # In one piece: a run that is killed here keeps the rows that it had.
+        partial = self._path.with_name(f".{CSV_FILE}.{secrets.token_hex(4)}.partial")
+        os.close(open_own_file(self._path, os.O_RDWR))  # refuses a link, and a file of another user
+        write_new_file(partial, [draft.getvalue().encode()])
+        partial.replace(self._path)
+        flags = os.O_WRONLY | os.O_APPEND
+        self._file = os.fdopen(open_own_file(self._path, flags), "a", encoding="utf-8", newline="")
+        self._writer = csv.DictWriter(self._file, **_FORM)
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Write a row."""
@@ -57,10 +67,8 @@ class MetricsCsv:
 
     def _rows(self) -> list[dict[str, str]]:
         """Return the whole rows that are there."""
-        try:
-            with self._path.open(encoding="utf-8", newline="") as file:
-                text = file.read()
-        except FileNotFoundError:
-            return []
+        with os.fdopen(open_own_file(self._path, os.O_RDWR), encoding="utf-8", newline="", errors="replace") as file:
+            text = file.read()
         lines = text[: text.rfind("\n") + 1].splitlines()
-        return [row for row in csv.DictReader(lines) if (row.get("step") or "").isdigit()]
+        rows = csv.DictReader(lines)
+        return [row for row in rows if (row.get("step") or "").isdecimal() and row["step"].isascii()]

@@ -1,0 +1,67 @@
+"""What is written of a failed run: tracebacks where users' code has a part in it, and each message once."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+from meshwright import errors
+from meshwright.errors import ApplyError, ConfigError, LostPeerError
+from meshwright.train.config.load import load_config
+from meshwright.train.failures import report_failure
+
+CONFIG = load_config(Path(__file__).parents[3] / "examples" / "gpt_python.toml", ["train.name='x'"])
+
+
+def told(error: Exception) -> dict[int, dict[str, object]]:
+    """Return what rank 1 tells of an error that it has raised."""
+    trace = "".join(traceback.format_exception(error))
+    return {1: {"event": "failed", "rank": 1, "step": 4, "phase": "resume", "traceback": trace}}
+
+
+def raised(do: object) -> Exception:
+    try:
+        do()  # type: ignore[operator]
+    except Exception as error:
+        error.rank = 1  # type: ignore[attr-defined]
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_answer_of_the_library_has_no_traceback_and_stands_once(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ConfigError("run is of other settings:\n  train.seed", fix="put them back", rank=1)
+    trace = f"""Traceback (most recent call last):
+  File "{Path(errors.__file__).parent}/train/resume.py", line 80, in refuse_changes
+    raise ConfigError(
+{traceback.format_exception_only(error)[0].rstrip()}
+"""
+    failures = {1: {"event": "failed", "rank": 1, "step": 4, "phase": "resume", "traceback": trace}}
+    assert report_failure(CONFIG, error, failures) == 2
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    assert text.count("run is of other settings") == 2  # the message, and the line for machines
+    assert text.splitlines()[-1].startswith("FATAL run=x rank=1 step=4 phase=resume cause=")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ApplyError])
+def test_where_users_code_has_a_part_it_is_shown_and_the_message_stands_once(
+    capsys: pytest.CaptureFixture[str], kind: type[ConfigError]
+) -> None:
+    def of_the_user() -> None:
+        raise kind("it does not fit", fix="another one")
+
+    error = raised(of_the_user)
+    report_failure(CONFIG, error, told(error))
+    text = capsys.readouterr().err
+    assert "in of_the_user" in text
+    assert text.count("fix: another one") == 1
+    assert text.count("it does not fit") == 3  # the line of code, the message, the line for machines
+
+
+def test_a_rank_that_was_told_writes_no_line_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    error = LostPeerError("rank 0 raised", rank=1, peer=0)
+    error.is_told = True
+    report_failure(CONFIG, error, {})
+    assert "FATAL" not in capsys.readouterr().err
