@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import re
@@ -21,6 +22,8 @@ from benchmarks.any_model import recipes  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import meshwright as mw  # noqa: E402
+from meshwright.apply.state.undisturbed import GeneratorStates  # noqa: E402
+from meshwright.measure.plain_draws import PlainDraws  # noqa: E402
 from meshwright.measure.recording import GradientRecorder, default_dtype  # noqa: E402
 
 STEPS, LEARNING_RATE = 2, 0.05
@@ -71,18 +74,29 @@ def train_plainly(recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1
         model = Build(recipe)()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         losses, gradients = [], []
+        draws = None if ranks * micro_batches > 1 or not draws_numbers(model, recipe) else PlainDraws(0, None)
         for step in range(STEPS):
             optimizer.zero_grad()
             total = 0.0
             for piece in pieces(recipes.make_batch(recipe, step), ranks, micro_batches):
-                loss = _loss(model, recipe, piece) * (_count(piece) / recipes.SAMPLES)
-                loss.backward()
+                with contextlib.nullcontext() if draws is None else draws(step, model, piece):
+                    loss = _loss(model, recipe, piece) * (_count(piece) / recipes.SAMPLES)
+                    loss.backward()
                 total += float(loss.detach())
             losses.append(total)
             gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
             optimizer.step()
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"losses": losses, "gradients": gradients, "values": values}
+    return {"losses": losses, "gradients": gradients, "values": values, "draws": draws is not None}
+
+
+def draws_numbers(model: nn.Module, recipe: dict[str, Any]) -> bool:
+    """Tell whether a forward draws random numbers: a mask of patches, positions of noise. Dropout is off."""
+    trial, states = copy.deepcopy(model), GeneratorStates(torch.device("cpu"))
+    _loss(trial, recipe, recipes.make_batch(recipe, 0))
+    have_moved = states.have_moved()
+    states.restore()
+    return have_moved
 
 
 def _count(batch: dict[str, Tensor]) -> int:
@@ -104,6 +118,7 @@ def train_under_plan(recipe: dict[str, Any], line: str, reference: str) -> dict[
     model = None
     begin = time.perf_counter()
     try:
+        expected = torch.load(Path(reference), weights_only=True)
         with default_dtype(torch.float64):
             model = mw.apply_plan(
                 Build(recipe),
@@ -111,8 +126,9 @@ def train_under_plan(recipe: dict[str, Any], line: str, reference: str) -> dict[
                 loss_fn=recipes.loss_of(recipe),
                 optimizer=functools.partial(torch.optim.SGD, lr=LEARNING_RATE),
                 seed=0,
+                rng="global" if expected["draws"] else "torch",
             )
-            _train(model, recipe, torch.load(Path(reference), weights_only=True), found)
+            _train(model, recipe, expected, found)
     except Exception as error:
         found["error"] = describe_error(error)
         found["traceback"] = "".join(traceback.format_exception(error))[-2500:]

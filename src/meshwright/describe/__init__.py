@@ -4,6 +4,7 @@ Planning and the one-process modes use it; it never changes the model.
 
 describing    `describe_model`: any module as a ModelSpec
 fakes         modules and batches without memory
+function_caches  caches of functions, in which a trial leaves no tensor
 recorder      record of one forward: operators, and what backward keeps
 product_sizes operators that are products, with their sizes
 flow          which product feeds which: attention cores, candidates for splits

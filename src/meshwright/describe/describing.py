@@ -25,6 +25,7 @@ from meshwright.describe.fakes import (
     sized_batch,
     with_fake_tensors,
 )
+from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.describe.layer_specs import LayerAssembly
 from meshwright.describe.module_facts import facts_of, sequence_of
 from meshwright.describe.ownership import layer_names, ownership_of
@@ -199,7 +200,13 @@ class _Attempts:
 
     def _run_fake(self, module: nn.Module, mode: Any, count: int, *, constants: bool) -> _Seen:
         batch = fake_batch(sized_batch(self._batch, self._num_samples, count), mode, constants=constants)
-        with _untouched(self._build_model), torch.random.fork_rng(devices=[]), quiet(), mode:
+        with (
+            _untouched(self._build_model),
+            no_cached_tensors(module),
+            torch.random.fork_rng(devices=[]),
+            quiet(),
+            mode,
+        ):
             seen = self._record(module, batch, constants=constants)
         tells = count != self._num_samples
         seen.samples = Samples(count=count, own=self._num_samples, tells=tells)

@@ -24,6 +24,7 @@ from meshwright._torch_private import (
     storage_id,
     without_dispatch_modes,
 )
+from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.trees import arguments_in, map_tensors
 
 __all__: list[str] = []
@@ -171,7 +172,7 @@ def build_fake(build_model: Callable[[], Any], mode: Any) -> tuple[Any, bool]:
         What it returned, and whether all tensors of the module were made now.
     """
     constants = Constants(floats=True)
-    with torch.random.fork_rng(devices=[]), quiet(), mode, constants:
+    with no_cached_tensors(), torch.random.fork_rng(devices=[]), quiet(), mode, constants:
         built = build_model()
     tensors = [*built.parameters(), *built.buffers()] if isinstance(built, nn.Module) else []
     is_new = all(isinstance(tensor, FakeTensor) or storage_id(tensor) in constants.made for tensor in tensors)

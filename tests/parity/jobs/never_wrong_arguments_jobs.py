@@ -136,6 +136,33 @@ class Factored(nn.Module):
         return self.head(torch.tanh(self.up(x)) * factors(12))
 
 
+class FactoredLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * factors(8))
+
+
+class FactoredStack(nn.Module):
+    """Layers of several stages that take a tensor from one cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(FactoredLayer() for _ in range(4)))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def train_with_a_cache(plan: str) -> list[tuple[float, float]]:
+    """Train on ranks whose cache is empty."""
+    factors.cache_clear()
+    return run_planned("factored_stack", plan)
+
+
 def step_after_a_trial() -> list[tuple[float, float]]:
     """Train on one rank whose cache an earlier trial without values has filled."""
     factors.cache_clear()
@@ -211,6 +238,7 @@ BUILD: dict[str, tuple[type[nn.Module], int, torch.dtype]] = {
     "caching": (CachingStack, 8, torch.float64),
     "remembering": (RememberingStack, 8, torch.float64),
     "factored": (Factored, 8, torch.float64),
+    "factored_stack": (FactoredStack, 8, torch.float64),
     "grouped": (GroupedStack, 16, torch.float32),
     "patched": (PatchedStack, 8, torch.float64),
 }

@@ -27,6 +27,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     values_in,
 )
 from meshwright.describe.batches import call_model
+from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.traffic import ring_gradient_bytes
 from meshwright.trees import map_tensors, tensors_in
 
@@ -133,7 +134,8 @@ def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Count
         (stage, stage) -> bytes.
     """
     observer = _CrossingCounter(module, stage_map)
-    with torch.enable_grad(), PlainCheckpoints(lambda: True, lambda _: None), FAKE_MODE, observer:
+    plain = PlainCheckpoints(lambda: True, lambda _: None)
+    with no_cached_tensors(module), torch.enable_grad(), plain, FAKE_MODE, observer:
         call_model(module, map_tensors(batch, lambda tensor: make_fake(Meta.of(tensor))))
     return observer.crossing
 

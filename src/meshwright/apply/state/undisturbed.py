@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.apply.state.buffers import BufferSnapshot, buffer_slots
 from meshwright.apply.state.random_states import PythonState, kept_random_states
+from meshwright.describe.function_caches import no_cached_tensors
 
 __all__: list[str] = []
 
@@ -97,7 +98,7 @@ def is_trying() -> bool:
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it."""
     global _trials
-    with kept_random_states([device], module=module), torch.no_grad():
+    with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
         buffers, attributes = BufferSnapshot(module), AttributeSnapshot(module)
         _trials += 1
         try:

@@ -35,6 +35,7 @@ from meshwright.apply.tensor.tensor_layout import TensorLayout, is_readable
 from meshwright.apply.tensor.whole import assign_values
 from meshwright.apply.tensor.wishes import refuse_opaque, refuse_unknown
 from meshwright.comm.communicator import Communicator
+from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.errors import ApplyError, CorruptionError
 from meshwright.garbage import cheap_collection
 from meshwright.nn.shards import gather_full
@@ -129,7 +130,7 @@ class TensorEngine(OuterEngine):
 
     def _search(self, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
         """Return the layout as JSON values; nothing else of the search survives, since it holds the whole parameters."""
-        with cheap_collection(), memory_kept():
+        with cheap_collection(), memory_kept(), no_cached_tensors(self.module):
             search = Search(self.module, self.tp_group.size, run, self._wanted, self._everyone.timeout_s)
             return search.layout(on_slices=self._on_slices).to_dict()
 

@@ -25,13 +25,14 @@ def reasons_of(layout: TensorLayout, sizes: Mapping[str, int], num_ranks: int, p
     lines = [f"tp={num_ranks} cuts {cut / total:.1%} of {total} parameters, in {len(layout.regions)} regions"]
     if on_slices:
         lines.append(f"{on_slices} layers run on slices of the sequence between their regions")
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in layout.whole.items():
-        by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        share = sum(sizes.get(name, 0) for name in names) / total
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        lines.append(f"whole, {share:.1%} of the parameters: {shown}: {reason}")
+    for what, held in (("whole", layout.whole), ("cut layer by layer, with an exchange each", layout.alone)):
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in held.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            share = sum(sizes.get(name, 0) for name in names) / total
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            lines.append(f"{what}, {share:.1%} of the parameters: {shown}: {reason}")
     for part in parts:
         for reason in part.guard.reasons if part.guard is not None else ():
             lines.append(f"'{part.name}' runs whole for calls that are not proven: {reason}")

@@ -211,6 +211,8 @@ class TensorLayout(Value):
     chains: tuple[Chain, ...] = ()
     whole: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str])
     """FQN of a parameter that every rank holds whole -> why."""
+    alone: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap[str])
+    """FQN of a parameter that is cut in its own layer, whose result is put together again -> why not with its neighbours."""
     proven: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[str, ...]])
     """Name of a part (`parts_of`) -> digests of the structures and calls with which it was proven."""
 

@@ -356,9 +356,9 @@ def layout_of(function: Callable[[Any, Tensor], Tensor]) -> TensorLayout:
     return Search(Between(function).double(), 2, lambda module: module(x)).layout()
 
 
-def test_what_is_refused_stays_whole_with_the_reason() -> None:
+def test_what_is_refused_is_cut_by_itself_with_the_reason() -> None:
     assert set(layout_of(RIGHT["an activation"]).cuts) >= {"up.weight", "down.weight"}
     layout = layout_of(_branch_on_values)
-    assert "up.weight" not in layout.cuts
-    assert "goes over the sharded dim" in layout.whole["up.weight"]
-    assert "test_tensor_types.py" in layout.whole["up.weight"]
+    assert all(region.is_apart for region in layout.regions)
+    assert "goes over the sharded dim" in layout.alone["up.weight"]
+    assert "test_tensor_types.py" in layout.alone["up.weight"]

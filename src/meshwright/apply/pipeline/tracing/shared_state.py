@@ -7,6 +7,7 @@ functions: the names they load, of the objects they reach.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -22,6 +23,7 @@ from meshwright.apply.pipeline.tracing.call_trace import modules_around
 from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, resolve
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.outside import Elsewhere, Outside
+from meshwright.describe.function_caches import no_cached_tensors
 
 __all__: list[str] = []
 
@@ -53,6 +55,7 @@ class SharedState:
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         self._module = module
         self._units = units
+        self._caches = contextlib.ExitStack()
         self._outside: dict[str, Outside] = {}
         self._changes_outside: dict[str, dict[Any, str]] = {}
         self._changes: dict[str, dict[tuple[int, str | None], str]] = {}
@@ -61,10 +64,13 @@ class SharedState:
         """Return the state outside of modules that a unit's code can reach before its call."""
         if name not in self._outside:
             self._outside[name] = Outside(unit)
+        # A tensor that one unit caches is another one's own: each stage would compute it.
+        self._caches.enter_context(no_cached_tensors(unit))
         return self._outside[name].take(with_attributes=False)
 
     def end(self, name: str, before: Elsewhere) -> None:
         """Record what the call has changed of it."""
+        self._caches.close()
         changes = before.changed()
         if changes:
             self._changes_outside.setdefault(name, {}).update(changes)

@@ -32,6 +32,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
 )
 from meshwright.apply.state.buffers import buffer_slots
 from meshwright.apply.state.random_states import PythonState
+from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.trees import LEAVES
 
 __all__: list[str] = []
@@ -223,7 +224,8 @@ def _run_watched(
         new_args, new_kwargs = substitute_call(*call, stand_in)
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
-        with _own_buffers(module), contextlib.nullcontext() if make is make_fake else _laid_out(module):
+        memory = contextlib.nullcontext() if make is make_fake else _laid_out(module)
+        with no_cached_tensors(module), _own_buffers(module), memory:
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [

@@ -24,6 +24,7 @@ from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside, name_below
+from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -191,7 +192,7 @@ class Guard:
         devices = {parameter.device for parameter in self._module.parameters()}
         buffers = BufferSnapshot(self._model)
         try:
-            with kept_random_states(devices, module=self._model):
+            with no_cached_tensors(self._model), kept_random_states(devices, module=self._model):
                 yield
         finally:
             buffers.restore()

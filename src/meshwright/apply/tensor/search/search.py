@@ -56,6 +56,7 @@ class Search:
         self._reasons: dict[int, str] = {}
         self._regions: list[Region] = []
         self._taken: set[int] = set()
+        self._failed: set[int] = set()  # of pairs that could not be cut
         self._drawn = LastDrawn()
         self._deadline = Deadline(patience_s)
         try:
@@ -104,7 +105,7 @@ class Search:
             chains, self._regions = find_chains(
                 self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving
             )
-        layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole())
+        layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole(), alone=self._alone())
         return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
 
     def _proven_calls(self, name: str) -> tuple[str, ...]:
@@ -290,34 +291,36 @@ class Search:
         return "row" not in wishes and "column" not in row
 
     def _lone_layers(self) -> None:
+        """Cut layers that are in no pair, and those of pairs that could not be cut: each with exchanges of its own."""
         for key, calls in self._trace.products.items():
-            call = calls[0]
-            is_free = key > 0 and key not in self._taken and not self._trace.other_uses.get(key)
+            is_free = (
+                key > 0 and (key in self._failed or key not in self._taken) and not self._trace.other_uses.get(key)
+            )
             wished = key in self._by_wish("column")
             if not is_free or not (wished or self._is_large(key)):
                 continue
-            if not all(self._trace.is_layer(other) for other in calls):
-                continue
-            width = self._trace.parameters[key].shape[call.out_dim]
-            if width < self.num_tp_ranks:
-                self._reasons[key] = f"it has {width} outputs for {self.num_tp_ranks} ranks"
-                continue
-            if key in self._reasons and not (wished or feeds_only_the_output(key, self._trace)):
-                continue  # inside something that could not be cut: its own exchanges would cost more than they save
-            cuts = dict.fromkeys(self._trace.names[key], Cut(dim=call.out_dim, groups=(width,)))
-            for other in self._trace.met.get(key, ()):
-                if tuple(self._trace.parameters[other].shape) == (width,):
-                    mine = [n for n in self._trace.names[other] if n.rpartition(".")[0] == self._trace.owner(call)]
-                    cuts |= dict.fromkeys(self._trace.names[other] if mine else [], Cut(dim=0, groups=(width,)))
-            roles: dict[str, Role] = {self._trace.owner(one): self._head_role(one) for one in calls}
-            try:
-                roles |= self._roles_of_idle(cuts, roles)
-            except DisprovedError as error:
-                self._reasons[key] = error.message
-                continue
-            scope = self._trace.owner(call)
-            region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
-            self._try(scope, [dict(region.by_module())[scope]], {key}, "layer", accept=region)
+            if all(self._trace.is_layer(call) for call in calls):
+                self._cut_layer(key, calls)
+
+    def _cut_layer(self, key: int, calls: list[Product]) -> None:
+        call, width = calls[0], self._trace.parameters[key].shape[calls[0].out_dim]
+        if width < self.num_tp_ranks:
+            self._reasons.setdefault(key, f"it has {width} outputs for {self.num_tp_ranks} ranks")
+            return
+        cuts = dict.fromkeys(self._trace.names[key], Cut(dim=call.out_dim, groups=(width,)))
+        for other in self._trace.met.get(key, ()):
+            if tuple(self._trace.parameters[other].shape) == (width,):
+                mine = [n for n in self._trace.names[other] if n.rpartition(".")[0] == self._trace.owner(call)]
+                cuts |= dict.fromkeys(self._trace.names[other] if mine else [], Cut(dim=0, groups=(width,)))
+        roles: dict[str, Role] = {self._trace.owner(one): self._head_role(one) for one in calls}
+        try:
+            roles |= self._roles_of_idle(cuts, roles)
+        except DisprovedError as error:
+            self._reasons.setdefault(key, error.message)
+            return
+        scope = self._trace.owner(call)
+        region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
+        self._try(scope, [dict(region.by_module())[scope]], {key}, "layer", accept=region)
 
     # -- proving ------------------------------------------------------------------------------------------------
 
@@ -339,15 +342,19 @@ class Search:
         for key in keys:
             if key != may_retry:
                 self._taken.add(key)
-            self._reasons[key] = error
+            self._failed.add(key)
+            if kind != "layer" or key not in self._reasons:
+                self._reasons[key] = error
 
     def _accept(self, region: Region, keys: set[int]) -> None:
         self._regions.append(region)
         self._taken |= keys
+        self._failed -= keys
         held = self._proving.held(region)
         for key, names in self._trace.names.items():
             if not held.isdisjoint(names):
                 self._taken.add(key)
+                self._failed.discard(key)
                 self._reasons.setdefault(key, "every rank computes with all of it, inside something that is cut")
 
     def _keys(self, region: Region) -> set[int]:
@@ -370,6 +377,14 @@ class Search:
                 continue
             found[names[0]] = self._reasons.get(key) or self._why_untouched(key)
         return found
+
+    def _alone(self) -> dict[str, str]:
+        apart = {name for region in self._regions if region.is_apart for name in region.cuts}
+        return {
+            names[0]: self._reasons[key]
+            for key, names in self._trace.names.items()
+            if names[0] in apart and key in self._reasons and key in self._trace.products
+        }
 
     def _why_untouched(self, key: int) -> str:
         parameter = self._trace.parameters[key]

@@ -49,7 +49,8 @@ def find_chains(
     for layers in _runs(trace):
         in_slices = [outer for chain in chains for outer in chain.layers]
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
-        if is_within or not all(regions_inside(layer, found) for layer in layers):
+        # Layers cut one by one give whole results: slices around them would be put together and taken apart again.
+        if is_within or not all(any(not own.is_apart for own in regions_inside(layer, found)) for layer in layers):
             continue
         chain, changed = _try_run(trace, layers, found, num_tp_ranks, drawn, proving=proving)
         if chain is not None:
