@@ -92,7 +92,7 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, of one process."""
-        refuse_arguments(self.args, self.plan)
+        refuse_arguments(self.args)
         _ = self.args.device  # makes accelerate's state
         be_one_process(self._world)
         super().create_accelerator_and_postprocess()
@@ -156,8 +156,8 @@ class Trainer(transformers.Trainer):
                 raise ApplyError(
                     f"ranks 0 and {other} have other batches at step {self.state.global_step} (rule: each rank loads the whole "
                     "batch, and takes its part)",
-                    fix="give every rank the same dataset in the same order, and what draws random numbers for a sample a seed of "
-                    "the sample's number; with dataloader_num_workers=0, torch's, NumPy's and Python's generators are alike",
+                    fix="give every rank the same dataset in the same order; with dataloader_num_workers=0, torch's, NumPy's and "
+                    "Python's generators are alike on all ranks",
                 )
         return batches, num_items
 

@@ -1,4 +1,4 @@
-"""What the loss of a batch is of the losses of its parts: a sum, or a mean weighted by samples or by labels.
+"""Relation of a batch's loss to the losses of its parts: their sum, or their mean weighted by samples or by labels.
 
 A loop of transformers gives a number and no word on what it counts. It is found on the first batch, by the loss of the whole and
 of two parts, in evaluation mode and without gradients. A loss that fits nothing compares samples with each other, and is refused.
@@ -61,7 +61,7 @@ def find_kind(
         raise ApplyError(
             f"the loss of a batch is {wanted:.9g}, and those of its parts, of 1 and {num_samples - 1} samples, are "
             f"{losses[0]:.9g} and {losses[1]:.9g} (rule: their sum, or their mean weighted by samples or labels, is the loss)",
-            fix="a loss that compares samples with each other, or balances experts over a batch, needs it whole: a plan with dp=1",
+            fix="a loss that compares samples, or balances experts over a batch, needs it whole: a plan with dp=1",
         )
     if len(fitting) == 1 or fitting[1][0] > _CLEAR * max(fitting[0][0], 1e-15):
         return fitting[0][1]

@@ -34,7 +34,7 @@ def read_whole(path: Path, groups: Sequence[Sequence[str]], options: Sequence[di
     with OpenCheckpoint(path) as saved:
         stored = saved.manifest.state["optimizer"]["state"]
         state = {
-            number: {key: decode(value, key, lambda name: saved.read(name)) for key, value in entry.items()}
+            number: {key: decode(value, key, saved.read) for key, value in entry.items()}
             for number, name in enumerate(order)
             if (entry := stored.get(stored_name(name))) is not None
         }

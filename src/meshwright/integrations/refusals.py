@@ -1,4 +1,4 @@
-"""What of transformers' TrainingArguments a plan replaces, or cannot have: refused when the Trainer is made."""
+"""Arguments of transformers' Trainer that a plan replaces, or cannot have: refused when the Trainer is made."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ _LAUNCHERS = (
 )
 
 
-def refuse_arguments(args: Any, plan: Plan) -> None:
-    """Raise ConfigError for arguments that do not go with a plan.
-
-    Args:
-        args: The TrainingArguments.
-        plan: The plan.
-    """
+def refuse_arguments(args: Any) -> None:
+    """Raise ConfigError for TrainingArguments that do not go with a plan."""
     wrong: list[tuple[bool, str, str]] = [
         (bool(args.fsdp), "fsdp shards the model, and so does a plan", "leave fsdp out, and use plan='dp=N,zero=3'"),
         (
@@ -73,8 +68,8 @@ def refuse_plan(plan: Plan) -> None:
     """Raise ConfigError for plans without loops of one's own."""
     if plan.mode != "ranks" or plan.pp > 1:
         raise ConfigError(
-            f"the Trainer calls forward, backward and the optimizer itself, and under the plan '{plan}' forward and backward are one "
-            f"work of several {'stages' if plan.mode != 'data_parallel' else 'threads'}",
+            f"the Trainer calls forward and backward itself, and under the plan '{plan}' they are one work of several "
+            f"{'stages' if plan.mode != 'data_parallel' else 'threads'}",
             fix="a plan of dp, zero and tp: plan='dp=2,zero=3'; or model.step(batch) in a loop of your own",
         )
     if plan.micro_batches > 1 or plan.micro_batch_size:
@@ -89,7 +84,7 @@ def refuse_model(model: nn.Module, plan: Plan) -> None:
     name = next((name for name, child in model.named_modules() if isinstance(child, _NORMS)), None)
     if plan.dp > 1 and name is not None:
         raise ApplyError(
-            f"'{name}' normalises over the batch, of which each rank has a part under the plan '{plan}': its losses would not be one "
-            "process'",
+            f"'{name}' normalises over the batch, of which each rank has a part under the plan '{plan}': its losses would not be "
+            "one process'",
             fix="a plan with dp=1, such as plan='tp=2', or a norm over channels (nn.GroupNorm) in its place",
         )

@@ -1,4 +1,4 @@
-"""Random numbers of ranks that run one process' loop: alike for the data, apart for each share of a batch in forward and backward.
+"""Random numbers of ranks that run one process' loop: alike for data, apart for each share of a batch in its forward.
 
 One process draws data and dropout from the same generators. Here ranks draw data alike, so that they see the same batches, and
 what a forward draws belongs to the seed, the number of the forward and the share. A resumed run draws what an uninterrupted one
