@@ -1,4 +1,4 @@
-"""A variational autoencoder in a loop of one's own: the noise of a sample is drawn with the data, so that it is its own under any plan.
+"""A variational autoencoder in a loop of one's own; a sample's noise is drawn with the data, so that no plan changes it.
 
 python examples/loops/vae.py [PLAN]
 """

@@ -1,6 +1,7 @@
 """Other people's training loops over models under plans, each an extra of its own; nothing of the package imports this room.
 
 hf_trainer   transformers' Trainer under a plan
+fabric       Lightning Fabric's strategy under a plan
 planned      the model under a plan, as those loops see it
 one_process  accelerate's state: one process that has the whole batch, and ranks that log and save once
 refusals     arguments of transformers' Trainer that a plan replaces or cannot have
