@@ -58,6 +58,11 @@ def test_the_models_own_loss_is_one_process_in_its_float32() -> None:
     assert_equal(under("dp=2", "gpt")[1], alone("gpt"), FLOAT32)
 
 
+def test_a_dataset_without_length_is_read_by_every_rank() -> None:
+    for found in under("dp=2", "stream"):
+        assert_equal(found, alone("stream"), FLOAT64)
+
+
 def test_the_way_of_weighing_matters_to_what_is_compared() -> None:
     # The control: the rows' numbers of labels differ, so that a mean of the ranks' means is another number.
     rows = jobs.Rows()

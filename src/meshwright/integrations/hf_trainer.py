@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import loss_parts, optimizer_file, share_streams
-from meshwright.integrations.one_process import be_one_process
+from meshwright.integrations.one_process import FirstProcess, be_one_process
 from meshwright.integrations.planned import PlannedModule
 from meshwright.integrations.refusals import refuse_arguments, refuse_model, refuse_plan
 from meshwright.ranks.join import join_world
@@ -137,6 +137,13 @@ class Trainer(transformers.Trainer):
         self.optimizer._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
         self.accelerator._optimizers.append(self.optimizer)
         return self._planned
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader that reads on every rank; of a dataset without length, accelerate lets its first process read."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        if self._has_ranks and hasattr(loader, "state"):
+            loader.state = FirstProcess(loader.state)
+        return loader
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 

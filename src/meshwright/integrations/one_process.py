@@ -22,6 +22,21 @@ except ImportError as error:
 __all__: list[str] = []
 
 
+class FirstProcess:
+    """Accelerate's state as its first process has it.
+
+    Args:
+        state: This process's.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.process_index = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_state"], name)
+
+
 def be_one_process(world: World) -> None:
     """Change accelerate's state of this process; it has to exist.
 

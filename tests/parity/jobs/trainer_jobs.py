@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,14 @@ class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"x": self.x[index], "labels": self.x[index, :3].cumsum(0)}
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """The same points, without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        points = Points()
+        yield from (points[index] for index in range(len(points)))
+
+
 class Regression(nn.Module):
     """Two products, and a mean over the samples; it takes no count of items."""
 
@@ -68,7 +77,7 @@ class Contrast(Regression):
 
 def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "regression":
+    if kind in ("regression", "stream"):
         return Regression().double()
     if kind == "contrast":
         return Contrast().double()
@@ -119,7 +128,8 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
             losses.append(loss.item())
             return loss
 
-    data: Any = Points() if kind in ("regression", "contrast", "norm") else Rows()
+    data: Any = Points() if kind in ("regression", "contrast", "norm") else Stream() if kind == "stream" else Rows()
+    changes = {"max_steps": 4, **changes} if kind == "stream" else changes
     with tempfile.TemporaryDirectory() as place:
         more: dict[str, Any] = {} if plan is None else {"plan": plan}
         if kind in ("tokens", "dropout"):
