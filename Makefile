@@ -22,7 +22,7 @@ run: $(STAMP)
 # sees flat memory, whichever model it belongs to. Left out are files that start no ranks (one process, accumulation, the tables) or
 # whose own ranks make exchanges that others make (the tools, Hugging Face, presets, counts of bytes), the largest models, eight ranks
 # of tensor parallelism, where compressed training ends, which is no question of the transport, and what starts gloo by itself.
-NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face presets sent_bytes probe foreseen_stages
+NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face trainer fabric presets sent_bytes probe foreseen_stages
 PARITY_OVER_GLOO = MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
 
 # Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.

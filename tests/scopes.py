@@ -16,7 +16,12 @@ _TOGETHER = ("docs/test_compare.py", "docs/test_wheel.py")
 
 def is_hugging_face(nodeid: str) -> bool:
     """Tell whether a test's ranks import `transformers`."""
-    return "[hf_" in nodeid or "test_hugging_face.py" in nodeid
+    return (
+        "[hf_" in nodeid
+        or "test_hugging_face.py" in nodeid
+        or "test_trainer.py" in nodeid
+        or "test_fabric.py" in nodeid
+    )
 
 
 def scope_of(nodeid: str) -> str:

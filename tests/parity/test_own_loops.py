@@ -131,11 +131,18 @@ def test_replicas_in_threads_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
-@pytest.mark.parametrize("example", ["gan", "distillation", "contrastive"])
+@pytest.mark.parametrize("example", ["gan", "distillation", "contrastive", "vae", "lora"])
 def test_an_example_has_one_devices_losses(example: str, plan: str) -> None:
     found = testing.run_ranks(run_example, 2, example, plan)
     assert found[0] == pytest.approx(run_example(example, "single"), rel=1e-9)
     assert found[0] == found[1]
+
+
+def test_adapters_under_a_pipeline_are_one_devices_and_an_own_loop_is_refused() -> None:
+    found = testing.run_ranks(run_example, 2, "lora", "pp=2,micro_batches=2")
+    assert found[0] == pytest.approx(run_example("lora", "single"), rel=1e-9)
+    for outcome in testing.run_outcomes(run_example, 2, "vae", "pp=2"):
+        assert "several stages" in str(outcome.error)
 
 
 def run_example(name: str, plan: str) -> list[float]:

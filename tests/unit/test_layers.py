@@ -59,6 +59,7 @@ PLANNING = frozenset({"plan", "report"})
 for part in ORDER[ORDER.index("host") : ORDER.index("train")]:
     MAY_IMPORT[part] -= PLANNING
 MAY_IMPORT["testing"] = frozenset(ORDER[: ORDER.index("train")]) - PLANNING
+MAY_IMPORT["integrations"] = MAY_IMPORT["measure"] - {"measure"}
 MAY_IMPORT["cli_checkpoint"] = MAY_IMPORT["__init__"] = frozenset(ORDER)
 MAY_IMPORT["cli"] = frozenset({*ORDER, "cli_checkpoint"})
 MAY_IMPORT["__main__"] = frozenset({"cli"})

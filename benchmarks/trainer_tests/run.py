@@ -1,0 +1,201 @@
+"""Runs transformers' own tests of its Trainer against the Trainer under plans, and writes a table of them by name.
+
+    python benchmarks/trainer_tests/run.py CHECKOUT --plans "dp=2; dp=2,zero=3; tp=2" --json NAME.json
+
+CHECKOUT is a checkout of huggingface/transformers, of which the folder `tests` is read. A test applies where it passes here
+with transformers' own Trainer in one process. Then all ranks run it at the same time, in directories that they share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import types
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import meshwright as mw
+
+MODULE = "tests.trainer.test_trainer"
+LIMIT_S = 30.0
+
+
+def all_tests(checkout: str) -> list[str]:
+    """Return the names of all tests, class and method."""
+    module = _import(checkout)
+    suites = unittest.defaultTestLoader.loadTestsFromModule(module)
+    return [test.id().removeprefix(f"{MODULE}.") for suite in suites for test in suite]
+
+
+def run_tests(checkout: str, names: list[str], plan: str | None, base: str, log: str) -> int:
+    """Run tests on this rank until one fails; write each one's outcome; return how many were run."""
+    world = mw.join_world()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _share_directories(base)
+    if plan is not None:
+        _use_plan(plan)
+    module = _import(checkout)
+    if (
+        world.rank
+    ):  # transformers gives the state of callbacks to the rank that saves alone, and a resumed run reads it on all
+        module.TrainerIntegrationCommon.check_trainer_state_are_the_same = lambda *args: None
+    for number, name in enumerate(names):
+        _share_directories(f"{base}/{number}")
+        with Path(f"{log}.{world.rank}").open("a") as file:
+            file.write(json.dumps([name, "hung", ""]) + "\n")
+        found = _run_one(module, name)
+        with Path(f"{log}.{world.rank}").open("a") as file:
+            file.write(json.dumps([name, *found]) + "\n")
+        told = world.default_group.all_gather_json(found[0]) if world.world_size > 1 else [found[0]]
+        if world.world_size > 1 and any(kind not in ("passed", "skipped") for kind in told):
+            return number + 1  # what it has left on the ranks belongs to no other test
+    return len(names)
+
+
+def _import(checkout: str) -> Any:
+    if checkout not in sys.path:
+        sys.path.insert(0, checkout)
+    from transformers import testing_utils
+
+    for name in ("require_sentencepiece", "require_tokenizers"):  # of whole classes, which mostly train on numbers
+        setattr(testing_utils, name, lambda test: test)
+    for node in ast.walk(ast.parse(Path(checkout, *MODULE.split(".")).with_suffix(".py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("transformers"):
+            with contextlib.suppress(ModuleNotFoundError):
+                source = importlib.import_module(node.module)
+                # Tests may be of another version: what uses a missing name is skipped, or fails in one process too.
+                for name in (alias.name for alias in node.names):
+                    if not hasattr(source, name):
+                        setattr(source, name, unittest.skip(f"{name} is not in the installed version"))
+    return importlib.import_module(MODULE)
+
+
+def _run_one(module: Any, name: str) -> tuple[str, str]:
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromName(name, module).run(result)
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    wrong = [*result.errors, *result.failures]
+    return ("failed", wrong[0][1][-600:]) if wrong else ("passed", "")
+
+
+def _use_plan(plan: str) -> None:
+    import transformers
+
+    from meshwright.integrations.hf_trainer import Trainer
+
+    class Planned(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{"plan": plan, **kwargs})
+
+    transformers.Trainer = Planned
+
+
+def _leave_out_assertions() -> None:
+    """Have a rank that does not log or save run all of a test, and judge nothing: tests look at what one rank has."""
+    for name in (
+        "Equal",
+        "In",
+        "True",
+        "False",
+        "AlmostEqual",
+        "ListEqual",
+        "DictEqual",
+        "Greater",
+        "Less",
+        "NotIn",
+        "NotEqual",
+    ):
+        setattr(unittest.TestCase, f"assert{name}", lambda *args, **kwargs: None)
+
+
+def _share_directories(base: str) -> None:
+    """Have temporary directories be the same on all ranks, and stay until all tests are over."""
+    count = itertools.count()
+
+    def make(suffix: Any = None, prefix: Any = None, dir: Any = None) -> str:
+        path = f"{base}/{next(count)}"
+        os.makedirs(path, exist_ok=True)
+        return path
+
+    if not hasattr(os, "makedirs_of_one"):
+        os.makedirs_of_one = os.makedirs  # type: ignore[attr-defined]
+    os.makedirs = lambda name, mode=0o777, exist_ok=True: os.makedirs_of_one(name, mode, exist_ok=True)
+    tempfile.mkdtemp = make
+    tempfile.TemporaryDirectory.cleanup = lambda self: None  # type: ignore[method-assign]
+    tempfile.TemporaryDirectory._cleanup = classmethod(lambda cls, *a, **k: None)  # type: ignore[attr-defined]
+    from transformers import testing_utils
+
+    kept = types.SimpleNamespace(**vars(shutil))
+    kept.rmtree = lambda *a, **k: None
+    testing_utils.shutil = kept
+
+
+def run_all(
+    checkout: str, names: list[str], plan: str | None, keep: Callable[[Any], Any]
+) -> dict[str, tuple[str, str]]:
+    """Return each test's outcome, the worst of all ranks."""
+    num_ranks = 1 if plan is None else mw.Plan.parse(plan).num_ranks
+    found: dict[str, tuple[str, str]] = {}
+    left = list(names)
+    with tempfile.TemporaryDirectory() as base:
+        for start in itertools.count():
+            if not left:
+                return found
+            log = f"{base}/log{start}"
+            try:
+                mw.launch(run_tests, num_ranks, checkout, left, plan, f"{base}/dirs{start}", log, timeout_s=LIMIT_S)
+            except Exception as error:  # a test's own, or of a rank that waits for the one that failed
+                print(f"  ranks ended: {str(error).splitlines()[0][:150]}", flush=True)
+            told: dict[str, tuple[str, str]] = {}
+            for path in Path(base).glob(f"log{start}.*"):
+                last = {name: (kind, text) for name, kind, text in map(json.loads, path.read_text().splitlines())}
+                for name, outcome in last.items():
+                    if told.get(name, ("passed", ""))[0] in ("passed", "skipped") or outcome[0] == "failed":
+                        told[name] = outcome if outcome[0] != "passed" or name not in told else told[name]
+            if not told:
+                told = {left[0]: ("failed", "the ranks did not start")}
+            found |= told
+            keep(found)
+            left = [name for name in left if name not in found]
+            print(f"{plan or 'transformers'}: {len(found)} of {len(names)}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkout")
+    parser.add_argument("--plans", default="dp=2; dp=2,zero=3; tp=2")
+    parser.add_argument("--only", default="", help="tests whose name has this text")
+    parser.add_argument("--json", required=True)
+    given = parser.parse_args()
+    checkout = str(Path(given.checkout).resolve())
+    path = Path(given.json)
+    table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if "transformers" not in table:
+        names = [name for name in mw.launch(all_tests, 1, checkout)[0] if given.only in name]
+        table["transformers"] = run_all(checkout, names, None, lambda found: None)
+        path.write_text(json.dumps(table, indent=1))
+    applying = [name for name, outcome in table["transformers"].items() if outcome[0] == "passed"]
+    for plan in (text.strip() for text in given.plans.split(";")):
+
+        def keep(found: Any, plan: str = plan) -> None:
+            table[plan] = found
+            path.write_text(json.dumps(table, indent=1))
+
+        run_all(checkout, applying, plan, keep)
+        print(plan, sum(kind == "passed" for kind, _ in table[plan].values()), "of", len(applying))
+
+
+if __name__ == "__main__":
+    main()

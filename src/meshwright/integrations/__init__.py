@@ -1,0 +1,15 @@
+"""Other people's training loops over models under plans, each an extra of its own; nothing of the package imports this room.
+
+hf_trainer   transformers' Trainer under a plan
+fabric       Lightning Fabric's strategy under a plan
+planned      the model under a plan, as those loops see it
+one_process  accelerate's state: one process that has the whole batch, and ranks that log and save once
+refusals     arguments of transformers' Trainer that a plan replaces or cannot have
+loss_parts   what the loss of a batch is of the losses of its parts, found on the first batch
+share_streams  random numbers of ranks: alike for data, apart for shares of a batch
+optimizer_file  the optimizer's whole state as one device saves it
+
+To add a loop, add a file beside `hf_trainer.py`; what several of them need stands in the others.
+"""
+
+__all__: list[str] = []

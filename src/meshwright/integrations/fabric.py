@@ -1,0 +1,231 @@
+"""Lightning Fabric under a plan: a strategy whose `setup` applies the plan, and whose loaders give each rank its share.
+
+The script's loop stays. Two things are one process' only because they are said: a loader's batch is the whole one, and
+``fabric.backward(loss, weight=n)`` tells what a rank's mean counts, since shares may be unequal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.describe.batches import count_samples, split_samples
+from meshwright.errors import ConfigError, MissingDependencyError
+from meshwright.integrations.refusals import refuse_model, refuse_plan
+from meshwright.ranks.join import join_world
+from meshwright.run.applying import apply_plan
+from meshwright.run.parallel_model import ParallelModel
+from meshwright.spec import Plan
+
+try:
+    from lightning_fabric.strategies.single_device import SingleDeviceStrategy
+except ImportError as error:
+    raise MissingDependencyError(
+        f"this integration needs lightning-fabric ({error})", fix="pip install 'meshwright[fabric]'"
+    ) from error
+
+__all__: list[str] = ["PlanStrategy"]
+
+
+class PlanStrategy(SingleDeviceStrategy):
+    """Strategy of Lightning Fabric: ``Fabric(strategy=PlanStrategy("dp=2,zero=3"), devices=1)`` on every rank.
+
+    Ranks are started by torchrun or `meshwright.launch`, not by `Fabric.launch`. One model and one optimizer are set up together.
+
+    Args:
+        plan: A plan of dp, zero and tp, or its one-line form.
+        seed: Seeds what a forward draws, apart for each share.
+
+    Raises:
+        ConfigError: The plan has no loops of one's own.
+    """
+
+    def __init__(self, plan: Plan | str, *, seed: int = 0) -> None:
+        self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        refuse_plan(self.plan)
+        self._seed = seed
+        self._world = join_world()
+        super().__init__(self._world.device)  # of one device: Fabric starts no processes for it
+        self.parallel: ParallelModel | None = None
+        """The model under the plan, once it is set up."""
+        self.global_rank, self.local_rank = self._world.rank, self._world.local_rank
+        self.world_size = self._world.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes and logs."""
+        return self._world.rank == 0
+
+    # -- setting up -------------------------------------------------------------------------------------------------------
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the module where it is: the plan moves it."""
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+        """Apply the plan.
+
+        Raises:
+            ConfigError: There are several models or optimizers.
+        """
+        if self.parallel is not None or len(optimizers) > 1:
+            raise ConfigError(
+                f"{len(optimizers)} optimizers, or a second model, were set up with one PlanStrategy (rule: one model and one "
+                "optimizer)",
+                fix="several models: mw.apply_plan for each, and model.backward, as in examples/loops/gan.py",
+            )
+        refuse_model(module, self.plan)
+        self.parallel = apply_plan(module, self.plan, optimizer=optimizers[0] if optimizers else None, seed=self._seed)
+        return _Forward(self.parallel), [self.parallel.optimizer] if optimizers else [], scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Apply the plan without an optimizer."""
+        return self.setup_module_and_optimizers(module, [])[0]
+
+    def setup_optimizer(self, optimizer: Any) -> Any:  # noqa: ARG002 - Fabric's signature
+        """Refuse an optimizer that comes after the model.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "a plan shares the optimizer's state out together with the model", fix="fabric.setup(model, optimizer)"
+        )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader, whose batches are cut to this rank's share; a share may have no rows."""
+        place = self.plan.mesh.coordinate(self._world.rank).dp
+        return dataloader if self.plan.dp == 1 else _Shares(dataloader, place, self.plan.dp)
+
+    # -- a step -----------------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Any, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Add the gradient of the whole batch's mean; ``fabric.backward(loss, weight=n)``.
+
+        Raises:
+            ApplyError: The weight is missing, and ranks have shares.
+        """
+        del module, args
+        self._planned().backward(tensor, **kwargs)
+
+    def clip_gradients_norm(
+        self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    ) -> torch.Tensor:
+        """Clip the whole model's gradient; return its 2-norm before."""
+        del module, optimizer, error_if_nonfinite
+        if norm_type != 2.0:
+            raise ConfigError(f"norm_type={norm_type} (rule: plans clip by the 2-norm)", fix="norm_type=2.0")
+        return torch.tensor(self._planned().clip_grad_norm(float(max_norm)), dtype=torch.float64)
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:  # noqa: ARG002 - its signature
+        """Refuse to clip entries, of which ranks have parts.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"clip_val={clip_val} clips entry by entry", fix="fabric.clip_gradients(..., max_norm=1.0)")
+
+    def _planned(self) -> ParallelModel:
+        if self.parallel is None:
+            raise ConfigError("no model was set up", fix="model, optimizer = fabric.setup(model, optimizer)")
+        return self.parallel
+
+    # -- exchanges --------------------------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return [shares, ...]: the tensor of each share of the batch, without gradients; all have one shape."""
+        del group
+        if sync_grads:
+            raise ConfigError("sync_grads=True", fix="mw.gather_batch(tensor, fabric.strategy.parallel)")
+        found = self._planned().engine.group
+        return torch.stack(found.all_gather(tensor.detach())) if found.size > 1 else tensor.detach()[None]
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the sum, or the plain mean, over the shares of the batch."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        gathered = self.all_gather(tensor, group)
+        return gathered.sum(0) if "sum" in str(reduce_op).lower() else gathered.mean(0)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        del name
+        if self.world_size > 1:
+            self._world.default_group.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one rank's object on all."""
+        held = [obj]
+        if self.world_size > 1:
+            dist.broadcast_object_list(held, src)
+        return held[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks say so, or any."""
+        told = self._world.default_group.all_gather_json(bool(decision)) if self.world_size > 1 else [decision]
+        return min(told) if all else max(told)
+
+    # -- files ------------------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole model's state dict, on every rank."""
+        del module
+        return self._planned().full_state_dict()
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a whole model's state dict; every rank calls it."""
+        del module
+        with self._planned().whole_parameters():
+            self._planned().module.load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the optimizer's state where every rank has it whole.
+
+        Raises:
+            ConfigError: Ranks have parts of it.
+        """
+        if (self.plan.zero and self.plan.dp > 1) or self.plan.tp > 1:
+            raise ConfigError(
+                f"fabric.save() was given an optimizer of which ranks have parts under the plan '{self.plan}'",
+                fix="mw.save_checkpoint(fabric.strategy.parallel, directory, step=n), which loads under every plan",
+            )
+        return super().get_optimizer_state(optimizer)
+
+
+class _Forward(nn.Module):
+    """The module that Fabric calls."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        super().__init__()
+        self._held = [parallel]  # of which nn.Module makes no child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._held[0](*args, **kwargs)
+
+    def train(self, mode: bool = True) -> _Forward:
+        self._held[0].train(mode)
+        return super().train(mode)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        del set_to_none
+        self._held[0].zero_grad()
+
+
+class _Shares:
+    """A loader whose batches are one share of the given loader's."""
+
+    def __init__(self, loader: Any, place: int, num_shares: int) -> None:
+        self.__dict__.update(vars(loader))
+        self._loader, self._place, self._num_shares = loader, place, num_shares
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            small, more = divmod(count_samples(batch), self._num_shares)
+            sizes = [small + (place < more) for place in range(self._num_shares)]
+            yield split_samples(batch, sizes)[self._place]

@@ -1,0 +1,385 @@
+"""transformers' Trainer under a plan: each rank runs one process' loop on the whole batch, and takes its part of each forward.
+
+Data, order, counts of tokens, schedules and steps are one process' by construction. What differs is `training_step` (a share, and
+`model.backward`), the norm of the gradient, and what is saved. See ADR 0027.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
+from meshwright.integrations import loss_parts, optimizer_file, share_streams
+from meshwright.integrations.one_process import FirstProcess, be_one_process
+from meshwright.integrations.planned import PlannedModule
+from meshwright.integrations.refusals import refuse_arguments, refuse_model, refuse_plan
+from meshwright.ranks.join import join_world
+from meshwright.run.applying import apply_plan
+from meshwright.run.checkpoints.loading import load_checkpoint
+from meshwright.run.checkpoints.saving import save_checkpoint
+from meshwright.run.losses.loss import Loss
+from meshwright.run.parallel_model import ParallelModel
+from meshwright.run.sentinels.digest import digest_batch
+from meshwright.spec import Plan
+
+try:
+    import transformers
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise MissingDependencyError(
+        f"this integration needs transformers and accelerate ({error})", fix="pip install 'meshwright[trainer]'"
+    ) from error
+
+__all__: list[str] = ["Trainer"]
+
+DIRECTORY = "meshwright"
+"""Of a checkpoint of the Trainer: the parts of model and optimizer, which load under every plan."""
+_HOOKS = (
+    "_wrap_model",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+)
+_HOOKS += ("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_save_checkpoint")
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` whose model runs under a plan, with one process' losses; every rank makes it, with the same data.
+
+    The batch of the arguments, ``per_device_train_batch_size`` samples, is the whole batch, as in one process: ranks share it
+    out. A class of your own that extends another Trainer puts this one first: ``class Mine(Trainer, Seq2SeqTrainer)``.
+
+    Args:
+        *args: As for `transformers.Trainer`.
+        plan: A plan of dp, zero and tp, or its one-line form; None: dp over all ranks.
+        **kwargs: As for `transformers.Trainer`.
+
+    Raises:
+        ConfigError: An argument or the plan is not supported; the message has one that is.
+    """
+
+    def __init__(self, *args: Any, plan: Plan | str | None = None, **kwargs: Any) -> None:
+        missing = [name for name in _HOOKS if not hasattr(transformers.Trainer, name)]
+        if missing:
+            raise ConfigError(
+                f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which a plan needs",
+                fix="pip install 'meshwright[trainer]', which has the versions that were tried",
+            )
+        self._world = join_world()
+        given = Plan.parse(plan) if isinstance(plan, str) else plan
+        self.plan: Plan = given or Plan(dp=self._world.world_size)
+        self.parallel: ParallelModel | None = None
+        """The model under the plan, once training has begun."""
+        self._planned: PlannedModule | None = None
+        self._loss_kind: loss_parts.Kind | None = None
+        self._num_forwards = 0
+        self._groups: list[list[str]] = []
+        self._num_parameters = 0
+        self._tied: dict[str, str] = {}
+        refuse_plan(self.plan)
+        super().__init__(*args, **kwargs)
+
+    # -- what the Trainer believes of its process -------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, of one process."""
+        refuse_arguments(self.args)
+        _ = self.args.device  # makes accelerate's state
+        be_one_process(self._world)
+        super().create_accelerator_and_postprocess()
+        be_one_process(self._world)
+        self.args._n_gpu = min(self.args._n_gpu, 1)
+        self.args.__dict__["_setup_devices"] = self._world.device
+        unwrap = self.accelerator.unwrap_model
+        self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_bare(model), *args, **kwargs)
+        if self.args.bf16 and self.plan.precision != "bf16":
+            self.plan = self.plan.replace(precision="bf16")
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self._world.world_size > 1
+
+    def _barrier(self) -> None:
+        if self._has_ranks:
+            self._world.default_group.barrier()
+
+    # -- the model --------------------------------------------------------------------------------------------------------
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002 - its signature
+        """Lay the model over the ranks when training begins."""
+        module = _bare(model)
+        if self.parallel is not None and self.parallel.module is module and self._planned is not None:
+            return self._planned
+        if not training:
+            return model
+        if self.parallel is not None:
+            self.parallel.close()
+        refuse_model(module, self.plan)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        self._num_parameters = _num_parameters(module)
+        self._tied = _tied_names(module)
+        self._groups = optimizer_file.names_of_groups(optimizer, module)
+        with share_streams.kept(self._world.device):
+            self.parallel = apply_plan(module, self.plan, optimizer=optimizer, seed=self.args.seed)
+        self._planned = PlannedModule(self.parallel)
+        self._loss_kind = None
+        # What accelerate would do to it, moving state between devices, belongs to the plan.
+        self.optimizer = AcceleratedOptimizer(self.parallel.optimizer, device_placement=False)
+        self.optimizer._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
+        self.accelerator._optimizers.append(self.optimizer)
+        return self._planned
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader that reads on every rank; of a dataset without length, accelerate lets its first process read."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        if self._has_ranks and hasattr(loader, "state"):
+            loader.state = FirstProcess(loader.state)
+        return loader
+
+    # -- a step -----------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Return the batches of the next update, which are the same on all ranks.
+
+        Raises:
+            ApplyError: They are not.
+        """
+        self._num_forwards = 0
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._has_ranks:
+            mine = [str(digest_batch(batch, whole=True)) for batch in batches]
+            told = self._world.default_group.all_gather_json(mine, device=self._world.device)
+            other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
+            if other is not None:
+                raise ApplyError(
+                    f"ranks 0 and {other} have other batches at step {self.state.global_step} (rule: each rank loads the whole "
+                    "batch, and takes its part)",
+                    fix="give every rank the same dataset in the same order; with dataloader_num_workers=0, torch's, NumPy's and "
+                    "Python's generators are alike on all ranks",
+                )
+        return batches, num_items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of this rank's share, and return the loss of the whole batch."""
+        parallel = self.parallel
+        if parallel is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # pyright: ignore[reportOptionalMemberAccess]
+        inputs = self._prepare_inputs(inputs)
+        num_samples = parallel.splitter.count(inputs)
+        if self._loss_kind is None and parallel.dp_size > 1:
+            self._find_loss_kind(model, inputs, num_samples, num_items_in_batch)
+        share, weight = self._share_of(inputs, num_samples)
+        with self._draws():
+            with self.compute_loss_context_manager():
+                loss: Any = self.compute_loss(model, share, num_items_in_batch=num_items_in_batch)
+            if not self._is_scaled(num_items_in_batch):
+                loss = loss / self.current_gradient_accumulation_steps
+            value = parallel.backward(self._weighed(loss, share, weight))
+        return torch.tensor(value, device=self.args.device, dtype=loss.dtype)
+
+    def _draws(self) -> contextlib.AbstractContextManager[None]:
+        self._num_forwards += 1
+        if self.parallel is None or self.parallel.dp_size == 1:
+            return contextlib.nullcontext()  # ranks that share layers draw alike, as one process
+        number = self.state.global_step * 65_536 + self._num_forwards % 65_536
+        share = self.parallel.dp_rank
+        return share_streams.of_share(self._world.device, seed=self.args.seed, forward=number, share=share)
+
+    def _is_scaled(self, num_items_in_batch: Any) -> bool:
+        told = getattr(self, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return bool(told)
+        counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return counts or self.compute_loss_func is not None
+
+    def _share_of(self, inputs: Any, num_samples: int) -> tuple[Any, float]:
+        """Return this rank's samples, and how many; a rank without any repeats the first one, which counts nothing."""
+        parallel = self.parallel
+        if parallel is None or parallel.dp_size == 1:
+            return inputs, float(num_samples)
+        shares = parallel.splitter.cut(inputs, parallel.dp_size)
+        if parallel.dp_rank < len(shares):
+            share = shares[parallel.dp_rank]
+            return share, float(parallel.splitter.count(share))
+        return shares[0], 0.0
+
+    def _weighed(self, loss: torch.Tensor, share: Any, num_samples: float) -> Loss:
+        """Return the loss of this rank's share as a term of the whole batch's."""
+        if self.parallel is None or self.parallel.dp_size == 1:
+            return Loss(loss, 1.0)
+        if not num_samples:
+            return Loss(loss * 0.0, 1.0 / self.parallel.dp_size if self._loss_kind == "sum" else 0.0)
+        if self._loss_kind == "sum":
+            return Loss(loss, 1.0 / self.parallel.dp_size)
+        weight = num_samples
+        if self._loss_kind == "labels":
+            weight = float(loss_parts.count_labels(share, shifts=self._loss_shifts_labels))
+            if not weight:  # a mean over nothing
+                return Loss(torch.nan_to_num(loss) * 0.0, 0.0)
+        return Loss(loss * weight, weight)
+
+    def _find_loss_kind(self, model: Any, inputs: Any, num_samples: int, num_items_in_batch: Any) -> None:
+        """Find what the loss of a batch is of its parts'; every rank calls it, with the same batch."""
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=num_items_in_batch)
+            return loss.detach()
+
+        is_scaled = self._is_scaled(num_items_in_batch)
+        counts = bool(loss_parts.count_labels(inputs, shifts=self._loss_shifts_labels))
+        expected: loss_parts.Kind = "sum" if is_scaled else "labels" if counts else "samples"
+        with torch.no_grad(), share_streams.kept(self._world.device):
+            model.eval()
+            try:
+                self._loss_kind = loss_parts.find_kind(
+                    loss_of, inputs, num_samples, expected=expected, shifts=self._loss_shifts_labels
+                )
+            finally:
+                model.train()
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip the whole model's gradient, and return its norm before."""
+        return (
+            self._norm_clipped_to(self.args.max_grad_norm)
+            if self.parallel is not None
+            else super()._clip_grad_norm(model)
+        )
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm of the whole model's gradient."""
+        if self.parallel is None:
+            return super()._get_grad_norm(model, grad_norm)
+        return self._norm_clipped_to(float("inf")) if grad_norm is None else grad_norm
+
+    def _norm_clipped_to(self, max_norm: float) -> torch.Tensor | None:
+        if self.parallel is None:
+            return None
+        return torch.tensor(self.parallel.clip_grad_norm(max_norm), dtype=torch.float64)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the operations of one process, though a rank may hold fewer parameters."""
+        count = super().floating_point_ops(inputs)
+        now = _num_parameters(self.model)
+        return count if self.parallel is None or not now else count * self._num_parameters // now
+
+    # -- files ------------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the whole model, by rank 0; every rank calls it."""
+        if self.parallel is not None and state_dict is None:
+            state_dict = self.parallel.full_state_dict()
+            # One tensor, as in one process.
+            state_dict |= {name: state_dict[first] for name, first in self._tied.items()}
+        with _kept_config(self.model):
+            super()._save(output_dir, state_dict)
+        self._barrier()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save all that a resumed run needs; every rank calls it, and none goes on before the files are there."""
+        super()._save_checkpoint(model, trial)
+        self._barrier()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the optimizer's state twice where ranks have parts of it: for every plan, and as one process does."""
+        if self.parallel is None or not self._has_ranks:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        saved = save_checkpoint(self.parallel, Path(output_dir) / DIRECTORY, step=self.state.global_step)
+        if self.args.should_save:
+            options = self.parallel.optimizer.param_groups
+            state = optimizer_file.read_whole(saved, self._groups, options)
+            torch.save(state, os.path.join(output_dir, "optimizer.pt"))
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the optimizer's state that a Trainer under any plan has saved, or one process."""
+        directory = None if checkpoint is None else Path(checkpoint) / DIRECTORY
+        if directory is None or self.parallel is None or not self._has_ranks:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if directory.is_dir():
+            with share_streams.kept(self._world.device):
+                load_checkpoint(self.parallel, directory)
+            scheduler: Any = self.lr_scheduler
+            scheduler.load_state_dict(torch.load(directory.parent / "scheduler.pt", weights_only=True))
+        elif (self.plan.zero or self.plan.tp > 1) and (directory.parent / "optimizer.pt").exists():
+            raise ApplyError(
+                f"{checkpoint} was saved by one process, whole, and under the plan '{self.plan}' ranks have parts of the "
+                "optimizer's state",
+                fix=f"resume it with plan='dp={self._world.world_size}' and save once, which loads under every plan",
+            )
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the whole model's weights."""
+        with self._whole():
+            super()._load_from_checkpoint(resume_from_checkpoint, None if model is None else _bare(model))
+
+    def _load_best_model(self) -> None:
+        """Load the whole model's weights."""
+        with self._whole():
+            super()._load_best_model()
+
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.parallel is None else self.parallel.whole_parameters()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the generators' state, which is alike on all ranks."""
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a search whose trials one process chooses, where there are several.
+
+        Raises:
+            ConfigError: There are several ranks.
+        """
+        if self._has_ranks:
+            raise ConfigError(
+                "hyperparameter_search chooses trials in one process, and ranks would train different ones",
+                fix="search in one process, or start one run for each trial",
+            )
+        return super().hyperparameter_search(*args, **kwargs)
+
+
+def _bare(model: Any) -> Any:
+    """Return the user's own module."""
+    return model.module if isinstance(model, PlannedModule) else model
+
+
+@contextlib.contextmanager
+def _kept_config(model: Any) -> Iterator[None]:
+    """Undo what saving writes into a model's configuration, on the one rank that saves: its forward may read it."""
+    config = getattr(model, "config", None)
+    before = dict(vars(config)) if config is not None else {}
+    try:
+        yield
+    finally:
+        if config is not None:
+            vars(config).clear()
+            vars(config).update(before)
+
+
+def _num_parameters(model: Any) -> int:
+    return model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters -> their first name."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: other for name, value in named if (other := first.setdefault(id(value), name)) != name}

@@ -1,0 +1,95 @@
+"""Relation of a batch's loss to the losses of its parts: their sum, or their mean weighted by samples or by labels.
+
+A loop of transformers gives a number and no word on what it counts. It is found on the first batch, by the loss of the whole and
+of two parts, in evaluation mode and without gradients. A loss that fits nothing compares samples with each other, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from meshwright.describe.batches import split_samples
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+Kind = Literal["sum", "samples", "labels"]
+IGNORED = -100
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 3e-2
+_CLEAR = 8.0
+"""What fits this many times better than the next is the answer [ratio]."""
+
+
+def find_kind(
+    loss_of: Callable[[Any], torch.Tensor], batch: Any, num_samples: int, *, expected: Kind, shifts: bool
+) -> Kind | None:
+    """Return what the loss of a batch is of its parts' losses; None where this batch cannot tell, having one sample.
+
+    Args:
+        loss_of: Batch -> its loss, a scalar without graph.
+        batch: A batch of the loop; a mapping.
+        num_samples: Its samples [count].
+        expected: The answer where several fit.
+        shifts: Whether labels count from the second position on.
+
+    Raises:
+        ApplyError: The losses of parts do not give the loss of the whole.
+    """
+    if num_samples < 2:
+        return None
+    batch = with_ignored(batch, shifts=shifts)
+    parts = split_samples(batch, [1, num_samples - 1])
+    whole = loss_of(batch)
+    losses = [loss_of(part).double().item() for part in parts]
+    sizes = {"sum": [1.0, 1.0], "samples": [1.0, num_samples - 1.0]}
+    labels = [count_labels(part, shifts=shifts) for part in parts]
+    if all(labels):
+        sizes["labels"] = [float(count) for count in labels]
+    wanted = whole.double().item()
+    errors: dict[Any, float] = {}
+    for kind, weights in sizes.items():
+        total = 1.0 if kind == "sum" else sum(weights)
+        found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
+        errors[kind] = abs(found - wanted) / max(abs(wanted), *map(abs, losses), 1e-30)
+    bound = _TOLERANCE.get(whole.dtype, _COARSE)
+    fitting = sorted((error, kind) for kind, error in errors.items() if error <= bound)
+    if not fitting:
+        raise ApplyError(
+            f"the loss of a batch is {wanted:.9g}, and those of its parts, of 1 and {num_samples - 1} samples, are "
+            f"{losses[0]:.9g} and {losses[1]:.9g} (rule: their sum, or their mean weighted by samples or labels, is the loss)",
+            fix="a loss that compares samples, or balances experts over a batch, needs it whole: a plan with dp=1",
+        )
+    if len(fitting) == 1 or fitting[1][0] > _CLEAR * max(fitting[0][0], 1e-15):
+        return fitting[0][1]
+    return expected if any(kind == expected for _, kind in fitting) else fitting[0][1]
+
+
+def labels_of(batch: Any) -> torch.Tensor | None:
+    """Return the labels of a batch: whole numbers, of which -100 is ignored; None where there are none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    is_class = isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
+    return labels if is_class else None
+
+
+def count_labels(batch: Any, *, shifts: bool) -> int:
+    """Return the labels of a batch that count; 0 where there are none."""
+    labels = labels_of(batch)
+    if labels is None:
+        return 0
+    return int((labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(IGNORED).sum().item())
+
+
+def with_ignored(batch: Any, *, shifts: bool) -> Any:
+    """Return the batch with some labels of the first sample ignored, where rows have several: samples and labels then differ."""
+    labels = labels_of(batch)
+    if labels is None or labels.dim() < 2 or labels.shape[1] < 4 + shifts:
+        return batch
+    changed = labels.clone()
+    changed[0, labels.shape[1] // 2 :] = IGNORED
+    copied = dict(batch)
+    copied["labels"] = changed
+    return copied

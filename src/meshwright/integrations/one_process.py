@@ -1,0 +1,56 @@
+"""Accelerate's state of a rank: one process, as far as data and gradients go, and a number, as far as logs and files go.
+
+Accelerate deals batches out to processes, pads the last one and averages over processes. Under a plan each rank has the whole
+batch and takes its part, as one process would; only rank 0 logs and writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.errors import MissingDependencyError
+from meshwright.ranks.world import World
+
+try:
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise MissingDependencyError(
+        f"this integration needs accelerate ({error})", fix="pip install 'meshwright[trainer]'"
+    ) from error
+
+__all__: list[str] = []
+
+
+class FirstProcess:
+    """Accelerate's state as its first process has it.
+
+    Args:
+        state: This process's.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.process_index = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_state"], name)
+
+
+def be_one_process(world: World) -> None:
+    """Change accelerate's state of this process; it has to exist.
+
+    Args:
+        world: This process's place.
+    """
+    told: dict[str, Any] = {
+        "distributed_type": DistributedType.NO,
+        "backend": None,
+        "num_processes": 1,
+        "process_index": world.rank,
+        "local_process_index": world.local_rank,
+        "device": world.device,
+    }
+    for state in (PartialState, AcceleratorState):
+        if state._shared_state:
+            state._shared_state.update(told)

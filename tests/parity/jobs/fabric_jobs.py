@@ -1,0 +1,74 @@
+"""A script of Lightning Fabric on a plain module: in one process by Fabric alone, or under a plan."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+
+Found = dict[str, Any]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 3)).double()
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    x = torch.randn(13, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, x[:, :3].cumsum(1))
+
+
+def run(plan: str | None, path: str | None = None) -> Found:
+    """Train with accumulation over two batches, of 4, 4, 4 and 1 rows; return losses of all rows, norms and weights."""
+    from lightning_fabric import Fabric
+
+    options: dict[str, Any] = {}
+    if plan is not None:
+        from meshwright.integrations.fabric import PlanStrategy
+
+        options["strategy"] = PlanStrategy(plan)
+    warnings.simplefilter("ignore")
+    fabric = Fabric(accelerator="cpu", devices=1, **options)
+    module = build()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, gamma=0.5)
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), batch_size=4))
+    found: Found = {"losses": [], "norms": []}
+    for epoch in range(2):
+        del epoch
+        for number, (x, y) in enumerate(loader):
+            loss: Tensor = (model(x) - y).square().mean() if len(x) else model(x).sum() * 0
+            more = {} if plan is None else {"weight": float(len(x))}
+            fabric.backward(loss, **more)
+            if number % 2:
+                norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                found["norms"].append(float(norm))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            x, y = rows().tensors
+            found["losses"].append((model(x) - y).square().mean().item())
+    if path is not None:
+        fabric.save(path, {"model": model})
+        fabric.load(path, {"model": model})
+    found["state"] = module.state_dict() if plan is None else fabric.strategy.parallel.full_state_dict()
+    found["writes"] = fabric.is_global_zero
+    return found
+
+
+def without_weight(plan: str) -> None:
+    from lightning_fabric import Fabric
+
+    from meshwright.integrations.fabric import PlanStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=PlanStrategy(plan))
+    module = build()
+    model, _ = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, _ = mw.split_batch(rows().tensors, fabric.strategy.parallel)
+    fabric.backward(model(x).sum())

@@ -1,0 +1,182 @@
+"""Runs of transformers' Trainer on a tiny GPT-2 and on a plain module, in one process by transformers alone, or under a plan."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+SAMPLES = 13
+BATCH = 3
+Found = dict[str, Any]
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows of tokens, [12] each; labels of some positions are ignored, more of them in later rows."""
+
+    def __init__(self, num_rows: int = SAMPLES) -> None:
+        draws = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(31, (num_rows, 12), generator=draws)
+        self.labels = self.ids.clone()
+        for row in range(num_rows):
+            self.labels[row, 3 + (row * 5) % 9 :] = -100
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Inputs of 6 numbers, and what is to be learned from them."""
+
+    def __init__(self, num_rows: int = SAMPLES) -> None:
+        draws = torch.Generator().manual_seed(1)
+        self.x = torch.randn(num_rows, 6, generator=draws, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "labels": self.x[index, :3].cumsum(0)}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """The same points, without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        points = Points()
+        yield from (points[index] for index in range(len(points)))
+
+
+class Regression(nn.Module):
+    """Two products, and a mean over the samples; it takes no count of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.down(torch.tanh(self.up(x)))
+        return {"logits": y} if labels is None else {"loss": (y - labels).square().mean(), "logits": y}
+
+
+class Contrast(Regression):
+    """A loss that compares samples with each other."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.down(torch.tanh(self.up(x)))
+        return {"loss": torch.nn.functional.cross_entropy(y @ y.T, torch.arange(len(y))), "logits": y}
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind in ("regression", "stream"):
+        return Regression().double()
+    if kind == "contrast":
+        return Contrast().double()
+    if kind == "norm":
+        return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    rate = 0.1 if kind == "dropout" else 0.0
+    config = transformers.GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def arguments(directory: str, **changes: Any) -> transformers.TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": directory,
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "eval_strategy": "epoch",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return transformers.TrainingArguments(**{**options, **changes})
+
+
+def run(kind: str, plan: str | None, directory: str | None = None, resume: str | None = None, **changes: Any) -> Found:
+    """Train; return each forward's loss, the logs, the weights and predictions. `plan` None is transformers' own Trainer."""
+    from meshwright.integrations.hf_trainer import Trainer
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    base: Any = transformers.Trainer if plan is None else Trainer
+    losses: list[float] = []
+
+    class Told(base):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    data: Any = Points() if kind in ("regression", "contrast", "norm") else Stream() if kind == "stream" else Rows()
+    changes = {"max_steps": 4, **changes} if kind == "stream" else changes
+    with tempfile.TemporaryDirectory() as place:
+        more: dict[str, Any] = {} if plan is None else {"plan": plan}
+        if kind in ("tokens", "dropout"):
+            more["compute_loss_func"] = sum_of_tokens
+        trainer = Told(
+            build(kind), arguments(directory or place, **changes), train_dataset=data, eval_dataset=data, **more
+        )  # fmt: skip
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train(resume_from_checkpoint=resume)
+        predicted = trainer.predict(data).predictions
+        parallel = None if plan is None else trainer.parallel
+        state = trainer.model.state_dict() if parallel is None else parallel.full_state_dict()
+        logs = [
+            {key: value for key, value in log.items() if "runtime" not in key and "second" not in key}
+            for log in trainer.state.log_history
+        ]
+        if parallel is not None:
+            parallel.close()
+    state = {name: value.clone() for name, value in state.items()}
+    return {"losses": losses, "logs": logs, "state": state, "predicted": torch.as_tensor(predicted)}
+
+
+def sum_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return the loss of next tokens in the model's own dtype; transformers' own casts to float32."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def under_plan(kind: str, plan: str, directory: str | None, resume: str | None, changes: dict[str, Any]) -> Found:
+    return run(kind, plan, directory, resume, **changes)
+
+
+def who_logs(plan: str) -> tuple[bool, bool, bool]:
+    """Return whether this rank logs and saves, and whether transformers takes it for one of several."""
+    from meshwright.integrations.hf_trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as place:
+        trainer = Trainer(build("regression"), arguments(place, eval_strategy="no"), plan=plan)
+        return trainer.is_world_process_zero(), trainer.args.should_save, trainer.args.world_size > 1
+
+
+def other_batches(plan: str) -> None:
+    """Train where each rank has rows of its own."""
+    import meshwright as mw
+    from meshwright.integrations.hf_trainer import Trainer
+
+    data = Points()
+    data.x = data.x + mw.join_world().rank
+    with tempfile.TemporaryDirectory() as place:
+        Trainer(build("regression"), arguments(place, eval_strategy="no"), train_dataset=data, plan=plan).train()

@@ -1,0 +1,37 @@
+"""Lightning Fabric under a plan: norms, losses and weights of Fabric alone in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning_fabric")
+
+from tests.parity.jobs import fabric_jobs as jobs
+from tests.tolerances import FLOAT64
+
+import meshwright as mw
+from meshwright import testing
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_a_script_is_one_process(plan: str, tmp_path: Path) -> None:
+    wanted = testing.run_ranks(jobs.run, 1, None)[0]
+    for rank, found in enumerate(testing.run_ranks(jobs.run, 2, plan, str(tmp_path / "model.ckpt"))):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=FLOAT64)
+        testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+        assert found["writes"] == (rank == 0)
+
+
+def test_a_mean_without_its_weight_is_refused() -> None:
+    for outcome in testing.run_outcomes(jobs.without_weight, 2, "dp=2"):
+        assert "without its weight" in str(outcome.error)
+
+
+def test_pipelines_are_refused() -> None:
+    from meshwright.integrations.fabric import PlanStrategy
+
+    with pytest.raises(mw.ConfigError, match="stages"):
+        PlanStrategy("pp=2")
