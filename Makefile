@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: run test test-grid cells check docs format clean
+.PHONY: run test test-grid cells check docs docs-check format clean
 
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
@@ -57,6 +57,11 @@ check: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build -c docs -b html -W --keep-going -q . build/docs
 	@echo "build/docs/index.html"
+
+# Every script and command of the pages, each started as a reader starts it; also under torchrun, and beside other libraries that are installed.
+docs-check: docs
+	$(BIN)/python docs/make_pages.py --check
+	$(BIN)/python docs/check_started.py
 
 $(DOCS_STAMP): $(STAMP) docs/requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r docs/requirements.lock
