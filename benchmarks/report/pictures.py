@@ -2,7 +2,7 @@
 
     meshwright train examples/gpt_python.toml --plan pp=2,micro_batches=4 --trace 12-16 --set train.steps=18
     python benchmarks/report/pictures.py timeline runs/gpt_python/report.html docs/timeline.svg
-    meshwright compare examples/gpt_python.toml --plans "single; dp=2; tp=2" --steps 12 --json plans.json
+    meshwright compare examples/gpt_python.toml --plans "single; dp=2; tp=2; pp=2,micro_batches=4" --steps 12 --json plans.json
     python benchmarks/report/pictures.py comparison plans.json docs/comparison.svg
 
 The timeline is the report's own drawing, with the report's own light colours. The comparison has a bar for each plan.

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from tests.docs.here import run_here
 
+from meshwright.compare.comparison import Comparison
 from meshwright.ranks.environment import choose_transport, read_place
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,14 @@ def test_a_difference_is_found() -> None:
     assert make_pages.difference("loss 1.2345\n", "lost 1.2345\n") != ""
     assert make_pages.difference("a\n", "a\nb\n") != ""
     assert make_pages.mask("2.5 ms, 302 MiB, 25,117 samples/s, 12 samples") == "# ms, # MiB, # samples/s, 12 samples"
+
+
+def test_the_comparisons_picture_is_what_its_result_gives() -> None:
+    sys.path.append(str(ROOT / "benchmarks" / "report"))
+    pictures = importlib.import_module("pictures")
+    sys.path.pop()
+    compared = Comparison.from_json((ROOT / "benchmarks" / "report" / "results" / "plans.json").read_text())
+    assert pictures.comparison(compared) == (ROOT / "docs" / "comparison.svg").read_text()
 
 
 def test_the_extra_and_the_lock_file_agree() -> None:
