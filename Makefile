@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: run test test-grid cells check format clean
+.PHONY: run test test-grid cells check docs docs-check format clean
 
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
@@ -51,6 +52,20 @@ check: $(STAMP)
 	$(BIN)/codespell
 	$(BIN)/pyright
 	$(BIN)/python -m pytest tests/unit/test_layers.py -q
+
+# The site, in build/docs; a warning fails it. The output that its pages show is put in by docs/make_pages.py, and `make test` compares it.
+docs: $(DOCS_STAMP)
+	$(BIN)/sphinx-build -c docs -b html -W --keep-going -q . build/docs
+	@echo "build/docs/index.html"
+
+# Every script and command of the pages, each started as a reader starts it; also under torchrun, and beside other libraries that are installed.
+docs-check: docs
+	$(BIN)/python docs/make_pages.py --check
+	$(BIN)/python docs/check_started.py
+
+$(DOCS_STAMP): $(STAMP) docs/requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r docs/requirements.lock
+	touch $(DOCS_STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .
