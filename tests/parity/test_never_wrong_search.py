@@ -73,7 +73,7 @@ def test_a_second_call_with_another_flag_is_proven_too() -> None:
 def test_more_kinds_of_calls_than_are_proven_leave_a_reason() -> None:
     layout = cut_of("many_ways")
     assert not blocks_cut(layout)
-    assert "more than 8 kinds of arguments" in layout.alone["layers.0.up.weight"]
+    assert "more than 8 kinds of arguments" in layout.whole["layers.0.up.weight"]
 
 
 def test_eval_mode_is_proven_too() -> None:

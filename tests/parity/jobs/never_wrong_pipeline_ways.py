@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import random
 from collections.abc import Callable
 from typing import Any
@@ -260,35 +259,6 @@ class Hooked(nn.Module):
             block.register_forward_hook(lambda _m, _i, out: out * 1.5)
 
     forward = Stack.forward
-
-
-_collected: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("collected", default=None)
-
-
-def collect(_module: nn.Module, _args: Any, out: Tensor) -> None:
-    """Keep what a layer gives, as `transformers` does for hidden states."""
-    found = _collected.get()
-    if found is not None:
-        found.append(out)
-
-
-class HookedResults(nn.Module):
-    """Hooks collect what the blocks give, and the model uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
-        for block in self.blocks:
-            block.register_forward_hook(collect)
-
-    def forward(self, x: Tensor) -> Tensor:
-        token = _collected.set([])
-        try:
-            for block in self.blocks:
-                x = x + block(x)
-            return x + sum(0.1 * out.sin() for out in _collected.get() or ())
-        finally:
-            _collected.reset(token)
 
 
 class Conjugated(nn.Module):

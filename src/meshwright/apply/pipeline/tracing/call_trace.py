@@ -133,14 +133,3 @@ def call_costs(module: nn.Module, flow: Flow) -> list[float]:
             uncounted = 0 if is_table else sum(2 * math.prod(p.shape) for p in own)
         costs.append(work_of(call.flops + uncounted, sum(sizes[name] for name in fresh)))
     return costs
-
-
-def recurrence_flops(data: Sequence[int], one: Sequence[int], other: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of one direction of an LSTM's layer, which torch does not count [FLOPs].
-
-    Args:
-        data: Shape of the inputs: steps, samples, width.
-        one: Shape of the inputs' matrix.
-        other: Shape of the state's matrix.
-    """
-    return 2 * data[0] * data[1] * (math.prod(one) + math.prod(other))

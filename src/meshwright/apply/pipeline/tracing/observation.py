@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright._torch_private import RNN_LAYER, without_function_modes
 from meshwright.apply.first_look import FirstRun
 from meshwright.apply.modules.copies import copy_module, sharing_attributes
-from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall, recurrence_flops
+from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
     METADATA,
@@ -31,7 +32,6 @@ from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
-from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
@@ -76,7 +76,7 @@ def observe(
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str]) -> Flow:
     observer = _ForwardObserver(module, units)
     try:
-        with no_cached_tensors(module), torch.enable_grad(), observer.attached(), observer.counter, observer:
+        with torch.enable_grad(), observer.attached(), observer.counter, observer:
             run(module)
         # What layers compute grows with the samples, what their parameters cost does not.
         return observer.flow(run.pieces if isinstance(run, FirstRun) else 1)
@@ -84,12 +84,23 @@ def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Seq
         observer.forget()
 
 
+def _recurrence_flops(data: Sequence[int], one: Sequence[int], other: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the operations of one direction of an LSTM's layer, which torch does not count [FLOPs].
+
+    Args:
+        data: Shape of the inputs: steps, samples, width.
+        one: Shape of the inputs' matrix.
+        other: Shape of the state's matrix.
+    """
+    return 2 * data[0] * data[1] * (math.prod(one) + math.prod(other))
+
+
 class _ForwardObserver(TorchFunctionMode):
     """An observed forward of the whole model; a tensor's home is the position of its call in the sequence."""
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
-        self.counter = FlopCounterMode(display=False, custom_mapping={RNN_LAYER.overloadpacket: recurrence_flops})
+        self.counter = FlopCounterMode(display=False, custom_mapping={RNN_LAYER.overloadpacket: _recurrence_flops})
         self._module = module
         self._modules = dict(module.named_modules())
         self._units = list(units)
@@ -222,12 +233,7 @@ class _ForwardObserver(TorchFunctionMode):
                 if tensor._version != version:
                     self._mark(tensor, place)
             # A view of its own: a unit may return its very input.
-            return map_results(outputs, lambda tensor: self._mark_result(tensor, place))
-
-    def _mark_result(self, tensor: Tensor, place: int) -> Tensor:
-        if getattr(tensor, _MADE, None) == (self, place):
-            self._mark(tensor, place)  # a hook may have collected it before this one
-        return self._mark(tensor.view_as(tensor), place)
+            return map_results(outputs, lambda tensor: self._mark(tensor.view_as(tensor), place))
 
     def _note_left(self, call: dict[str, Any], place: int) -> None:
         """Record the tensors that a call has left in attributes and in its arguments."""
