@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,7 @@ def _plainly(model: Net) -> tuple[list[float], list[float]]:
     return losses, gates
 
 
-def _planned(model: Net) -> list[float]:
+def _planned(model: nn.Module) -> list[float]:
     planned = mw.apply_plan(model, "tp=2", loss_fn=mean, optimizer=_optimizer)
     return [planned.step(mw.split_batch(_batch(), planned)).loss for _ in range(NUM_STEPS)]
 
@@ -160,3 +161,32 @@ def sized(name: str) -> float:
 
 def _gap(found: list[float], expected: list[float]) -> float:
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+class Scaled(nn.Module):
+    """A layer whose size is read outside of it, by a name of `OUTSIDE`."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read = read
+        self.embed, self.head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 60)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)) / OUTSIDE[self.read](self.head.weight)
+
+
+OUTSIDE: dict[str, Callable[[Tensor], float]] = {
+    "numel": lambda weight: weight.numel(),
+    "shape": lambda weight: weight.shape[0],
+    "size": lambda weight: weight.size(0),
+    "len": len,
+}
+
+
+def scaled(read: str) -> float:
+    """Return by how much losses differ from one device's where a size is read outside of a layer, at most [fraction]."""
+    torch.manual_seed(0)
+    model = Scaled(read).double()
+    plain = copy.deepcopy(model)
+    steps = steps_of(plain, [_batch()] * NUM_STEPS, mean, optimizer=_optimizer(plain.parameters()))
+    return _gap(_planned(model), [next(steps) for _ in range(NUM_STEPS)])

@@ -35,7 +35,7 @@ from meshwright.apply.tensor.search.operations import (
     is_number,
     operands,
 )
-from meshwright.apply.tensor.types.typed_run import READS, name_of
+from meshwright.apply.tensor.types.typed_run import READS, SIZES, name_of
 from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
@@ -183,7 +183,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = list(arguments_in(result))
-        if outputs or name_of(func) in READS:
+        if outputs or name_of(func) in READS or name_of(func) in SIZES:
             self._note_uses([*arguments_in(args), *arguments_in(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))

@@ -30,6 +30,9 @@ READS = frozenset(
 )
 """Names of functions that give code a number or a truth value, where they give no tensor."""
 
+SIZES = frozenset(["shape", "size", "numel", "nelement", "len", "nbytes"])
+"""Names of functions that give code the size of a tensor, which a shard has another of."""
+
 _PAIRS = ("add", "sub", "mul", "and", "or", "xor", "floordiv", "mod", "matmul", "lshift", "rshift")
 
 
