@@ -19,6 +19,7 @@ float64.install()
 
 import torch  # noqa: E402
 from benchmarks.any_model import recipes  # noqa: E402
+from benchmarks.error_rows import describe_error, without_folders  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import meshwright as mw  # noqa: E402
@@ -131,7 +132,7 @@ def train_under_plan(recipe: dict[str, Any], line: str, reference: str) -> dict[
             _train(model, recipe, expected, found)
     except Exception as error:
         found["error"] = describe_error(error)
-        found["traceback"] = "".join(traceback.format_exception(error))[-2500:]
+        found["traceback"] = without_folders("".join(traceback.format_exception(error)))[-2500:]
     finally:
         if model is not None:
             with contextlib.suppress(Exception):
@@ -197,14 +198,3 @@ def _difference(found: dict[str, Any], right: dict[str, Any], what: str) -> tupl
         off = float((mine - wanted).abs().max()) / scale if wanted.numel() else 0.0
         worst = max(worst, (off if off == off else float("inf"), what + name))
     return worst
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return what a verdict needs of an exception."""
-    return {
-        "type": type(error).__name__,
-        "message": str(getattr(error, "message", error)),
-        "fix": getattr(error, "fix", None),
-        "is_ours": isinstance(error, mw.MeshwrightError),
-        "exit_code": getattr(error, "exit_code", None),
-    }

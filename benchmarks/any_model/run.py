@@ -29,6 +29,7 @@ float64.install()
 
 import torch  # noqa: E402
 from benchmarks.any_model import cell, recipes  # noqa: E402
+from benchmarks.error_rows import without_folders  # noqa: E402
 
 from meshwright import testing  # noqa: E402
 from meshwright.spec import Plan  # noqa: E402
@@ -71,7 +72,7 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         if any(e["exit_code"] == 15 for e in errors):
             kind = "caught"
         error = next((e for e in errors if e["type"] not in ("LostPeerError",)), errors[0])
-        text = f"{error['type']}: {error['message']}"
+        text = without_folders(f"{error['type']}: {error['message']}")
         trace = next((rank["traceback"] for rank in ranks if rank["error"] is error), "")
         return {"verdict": kind, "text": text[:900], "fix": error["fix"], "traceback": trace, **shared}
     worst = max(rank["largest"] for rank in ranks)
@@ -96,8 +97,8 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
         if broken is not None:
             verdict = {
                 "verdict": "crashed",
-                "text": str(broken.error)[:900],
-                "traceback": broken.traceback_text[-2500:],
+                "text": without_folders(str(broken.error))[:900],
+                "traceback": without_folders(broken.traceback_text)[-2500:],
             }
         else:
             verdict = judge([outcome.result for outcome in outcomes])

@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 import torch
+from benchmarks.error_rows import describe_error
 from benchmarks.fuzz import data, script
 from benchmarks.fuzz.losses import LossFunction, logits_of
 from benchmarks.fuzz.models import build_model
@@ -108,18 +109,6 @@ class PlanTrainer:
 def build_first(build: Any) -> nn.Module:
     torch.manual_seed(SEED)
     return build()
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return what a verdict needs of an exception."""
-    return {
-        "type": type(error).__name__,
-        "message": str(getattr(error, "message", error)),
-        "fix": getattr(error, "fix", None),
-        "is_ours": isinstance(error, mw.MeshwrightError),
-        "exit_code": getattr(error, "exit_code", None),
-        "is_hang": isinstance(error, mw.LostPeerError),
-    }
 
 
 def run_under_plan(program: dict[str, Any]) -> dict[str, Any]:

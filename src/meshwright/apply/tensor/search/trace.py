@@ -84,6 +84,10 @@ class Call:
     """What surrounded it."""
 
 
+_ASKED = READS | SIZES
+"""Names of functions that give code a number of a tensor."""
+
+
 class Trace(TorchFunctionMode):
     """A traced forward. Run the model inside this context.
 
@@ -183,7 +187,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = list(arguments_in(result))
-        if outputs or name_of(func) in READS or name_of(func) in SIZES:
+        if outputs or name_of(func) in _ASKED:
             self._note_uses([*arguments_in(args), *arguments_in(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))
