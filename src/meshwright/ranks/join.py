@@ -71,20 +71,41 @@ def join_launched(start: Mapping[str, Any], link: Link) -> World:
 
 
 def _device_of(local_rank: int, local_size: int) -> torch.device:
-    """Return the local rank's GPU if every local rank has one, else the CPU; MESHWRIGHT_DEVICE overrides it."""
+    """Return the local rank's GPU if every local rank has one, else the CPU; MESHWRIGHT_DEVICE overrides it.
+
+    "cpu" and "cuda" are for all ranks; "cuda:0", with its number, is one GPU that this host's ranks share, for tests.
+    """
     wanted = os.environ.get(DEVICE_VARIABLE, "")
-    if wanted:
-        try:
-            device = torch.device(wanted)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{DEVICE_VARIABLE} is {wanted!r}, which is not a valid device", fix="set it to cpu or cuda"
-            ) from error
-        if device.type != "cuda":
-            return device
-    if wanted or (torch.cuda.is_available() and torch.cuda.device_count() >= local_size):
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+    if not wanted:
+        has_enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+        return torch.device("cuda", local_rank) if has_enough else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{DEVICE_VARIABLE} is {wanted!r}, which is not a valid device", fix="set it to cpu, cuda or cuda:0"
+        ) from error
+    if device.type != "cuda":
+        return device
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = device if device.index is not None else torch.device("cuda", local_rank)
+    if chosen.index >= found:
+        raise ConfigError(
+            f"{DEVICE_VARIABLE} is {wanted!r}: local rank {local_rank} of {local_size} needs GPU {chosen.index}, and "
+            f"{found} {'is' if found == 1 else 'are'} visible, counted from 0",
+            fix="start at most as many ranks as there are GPUs, set it to cuda:0 to share one, or unset it",
+        )
+    return chosen
+
+
+def _share_gpu(place: Place) -> None:
+    """Let NCCL take several ranks on one GPU, which it refuses within a host: each rank counts as a host of its own.
+
+    They exchange through sockets then, and take turns on the GPU: for tests of the numbers, not for speed.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-rank-{place.rank}")
+    if place.address is None or place.is_one_host:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _make_world(
@@ -94,6 +115,8 @@ def _make_world(
     group_timeout_s = timeout_s if link is None else timeout_s + _BEHIND_S
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if place.local_size > 1 and ":" in os.environ.get(DEVICE_VARIABLE, ""):
+            _share_gpu(place)
     else:
         keep_freed_memory()
     transport = choose_transport(os.environ)

@@ -116,7 +116,8 @@ Reduction reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) {
 
 void premultiply(std::vector<Dense>& tensors, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
-  const auto* given = static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  // torch 2.11's name; a later one has it as another name of PreMulSumSupplement.
+  const auto* given = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK(given != nullptr, "PREMUL_SUM came without its factor");
   const at::NoGradGuard no_grad;
   const at::Tensor factor = given->tensor_factor.defined() ? given->tensor_factor : at::scalar_tensor(given->double_factor, at::kDouble);
