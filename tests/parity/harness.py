@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 import meshwright as mw
 from meshwright import testing
 from meshwright.apply.tensor.guards import part_guard
+from meshwright.ranks.join import DEVICE_VARIABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,7 @@ def reference(
         max_grad_norm=setting.max_grad_norm,
         shares=shares,
         are_replicas=cutting is pieces_of_replicas,
+        device=os.environ.get(DEVICE_VARIABLE) or "cpu",  # one device is one of the ranks' kind
     )
 
 

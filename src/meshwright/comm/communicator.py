@@ -247,7 +247,7 @@ class Communicator:
             options = dist.AllreduceCoalescedOptions()
             options.asyncOp = later
             work = self._alive_group.allreduce_coalesced(list(tensors), options)
-            return work if later else work.wait()
+            return work if later or work is None else work.wait()  # None: NCCL's stream waits, not the host
 
         self.issue("all_reduce", sum(tensor.nbytes for tensor in tensors), call)
 

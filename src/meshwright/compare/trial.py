@@ -65,7 +65,7 @@ def run_trial(config: TrainConfig, num_warm_up: int, num_steps: int) -> RankSamp
     """
     world = join_world()
     add_to_path(config.import_roots)
-    devices = choose_devices(config.plan, None, world)
+    devices = choose_devices(config.plan, None, world.device)
     samples = RankSamples(device=_name_of(devices[0]))
     # NCCL's wait() makes the stream wait, not the host; moves between devices of one process are not timed at all.
     samples.sees_waiting = devices[0].type == "cpu"

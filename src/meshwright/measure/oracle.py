@@ -70,6 +70,7 @@ def oracle_steps(
     are_replicas: bool = False,
     before_step: Callable[[int, nn.Module], None] | None = None,
     around: Callable[[int, nn.Module, Any], contextlib.AbstractContextManager[None]] | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[StepRecord]:
     """Train in plain PyTorch on whole global batches and record every step.
 
@@ -91,6 +92,7 @@ def oracle_steps(
             forward: every micro-batch starts from the buffers that the first replica left after the one before.
         before_step: Called with the step's index and the model before every step, for example to freeze a part.
         around: Gives the context of a step's forward and backward, from its index, the model and the global batch.
+        device: Where the model is trained, once it has been built on the CPU; kernels of a GPU round otherwise, some by 1e-8.
 
     Returns:
         One record for each step.
@@ -110,6 +112,8 @@ def oracle_steps(
     if dtype is not None:
         model.to(dtype)
         batches = [to_dtype(batch, dtype) for batch in batches]
+    model.to(device)
+    batches = [to_device(batch, device) for batch in batches]
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     opt = make(model.parameters())
     records = []
@@ -136,8 +140,8 @@ def oracle_steps(
                 loss=loss_value,
                 grad_norm=norm,
                 gradients=gradients,
-                parameters={name: p.detach().clone() for name, p in model.named_parameters()},
-                buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+                parameters={name: p.detach().clone().cpu() for name, p in model.named_parameters()},
+                buffers={name: b.detach().clone().cpu() for name, b in model.named_buffers()},
                 outputs=outputs,
             )
         )
@@ -240,14 +244,23 @@ def copy_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Return the value with every floating-point tensor anywhere inside converted."""
+    return _converted(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """Return the value with every tensor anywhere inside on the device."""
+    return _converted(value, lambda tensor: tensor.to(device))
+
+
+def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return convert(value)
     if isinstance(value, Mapping):
-        return {key: to_dtype(item, dtype) for key, item in value.items()}
+        return {key: _converted(item, convert) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_dtype(item, dtype) for item in value))
+        return type(value)(*(_converted(item, convert) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(to_dtype(item, dtype) for item in value)
+        return type(value)(_converted(item, convert) for item in value)
     return value
 
 

@@ -25,8 +25,10 @@ from meshwright.measure.resolution import (
     measure_resolution,
     pairs_of,
 )
+from meshwright.ranks.join import device_of_rank
 from meshwright.ranks.launch import launch
 from meshwright.ranks.world import current_world
+from meshwright.run.assembly import choose_devices
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -101,6 +103,7 @@ def verify_plan(
         settings = {name: value for name, value in vars(options).items() if name != "before_step"}
         if rng == "global":
             settings["around"] = PlainDraws(seed, loss_fn)
+        settings["device"] = _device_of(plan, devices)
         reference = oracle_steps(build, batches, loss_fn, **settings)
         resolution = measure_resolution(build, batches, loss_fn, reference, bound=bound, found=lower, **settings)
     report = _compare(job, records, reference, resolution)
@@ -116,6 +119,13 @@ def verify_plan(
     if found is not None:
         report = dataclasses.replace(report, first_module=found[0], first_module_difference=found[1])
     return report
+
+
+def _device_of(plan: Plan, devices: Sequence[Any] | None) -> torch.device:
+    """Return where the plan computes, so that the plain process does as well."""
+    world = current_world()
+    own = device_of_rank(0, plan.num_ranks) if world is None else world.device
+    return choose_devices(plan, devices, own)[0]
 
 
 class PreparedModel:

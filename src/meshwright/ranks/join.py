@@ -57,7 +57,7 @@ def join_launched(start: Mapping[str, Any], link: Link) -> World:
     rank, world_size = start["rank"], start["world_size"]
     if start["threads"] is not None:
         torch.set_num_threads(start["threads"])
-    device = _device_of(rank, world_size)
+    device = device_of_rank(rank, world_size)
     store = FileStore(start["store"], world_size)
     limit = datetime.timedelta(seconds=start["start_timeout_s"] + _BEHIND_S)
     store.set_timeout(limit)
@@ -70,7 +70,7 @@ def join_launched(start: Mapping[str, Any], link: Link) -> World:
     )
 
 
-def _device_of(local_rank: int, local_size: int) -> torch.device:
+def device_of_rank(local_rank: int, local_size: int) -> torch.device:
     """Return the local rank's GPU if every local rank has one, else the CPU; MESHWRIGHT_DEVICE overrides it.
 
     "cpu" and "cuda" are for all ranks; "cuda:0", with its number, is one GPU that this host's ranks share, for tests.
@@ -192,7 +192,7 @@ def _join(device: torch.device | None, *, timeout_s: float, join_timeout_s: floa
     """Join a world that another launcher has started."""
     choose_transport(os.environ)  # raises for an invalid value at once, also on a single rank
     place = _place_of_default_group() if dist.is_initialized() else read_place(os.environ)
-    device = device or _device_of(place.local_rank, place.local_size)
+    device = device or device_of_rank(place.local_rank, place.local_size)
     if dist.is_initialized():
         return _world_around(dist.group.WORLD, place, device, timeout_s=timeout_s, store=_default_store())
     if place.address is None:

@@ -113,7 +113,7 @@ def apply_plan(
     check_sentinels(sentinel_every, on_finding)
     refuse_unbuilt(plan)
     require_world(plan, world)
-    chosen = choose_devices(plan, devices, world)
+    chosen = choose_devices(plan, devices, world.device)
     if pretrained is not None:
         build_model = with_pretrained(build_model, pretrained)
     pages = PagedBuild()

@@ -133,8 +133,8 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def choose_devices(plan: Plan, devices: Sequence[torch.device | str] | None, world: World) -> list[torch.device]:
-    """Return the devices of this process: one, or the plan's many for the one-process modes."""
+def choose_devices(plan: Plan, devices: Sequence[torch.device | str] | None, own: torch.device) -> list[torch.device]:
+    """Return the devices of this process: its `own`, or the plan's many for the one-process modes."""
     wanted = plan.num_devices if plan.num_ranks == 1 else 1
     if devices is not None:
         chosen = [torch.device(device) for device in devices]
@@ -145,7 +145,7 @@ def choose_devices(plan: Plan, devices: Sequence[torch.device | str] | None, wor
             )
         return chosen
     if wanted == 1:
-        return [world.device]
+        return [own]
     if torch.cuda.is_available() and torch.cuda.device_count() >= wanted:
         return [torch.device("cuda", index) for index in range(wanted)]
     return [torch.device("cpu")] * wanted

@@ -39,7 +39,7 @@ class Block(nn.Module):
         """Leave out a branch for some samples."""
         if not self.training or not self.drop_path:
             return x
-        kept = torch.rand(x.shape[0], 1, 1, dtype=x.dtype) >= self.drop_path
+        kept = torch.rand(x.shape[0], 1, 1, dtype=x.dtype, device=x.device) >= self.drop_path
         return x * kept / (1 - self.drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Gpt(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [samples, length, vocabulary]."""
-        x = self.drop(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))
+        x = self.drop(self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device)))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(self.norm(F.dropout(x, 0.1, self.training)))

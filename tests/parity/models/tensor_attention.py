@@ -61,7 +61,7 @@ class SeparateAttention(nn.Module):
         q = self.query(x).view(B, T, self.heads, C // self.heads).transpose(1, 2)
         v = self.value(x).view(B, T, self.heads, C // self.heads).transpose(1, 2)
         att = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-        att = F.softmax(att + torch.full((T, T), -1e9, dtype=x.dtype).triu(1), dim=-1)
+        att = F.softmax(att + torch.full((T, T), -1e9, dtype=x.dtype, device=x.device).triu(1), dim=-1)
         return self.proj((att @ v).transpose(1, 2).reshape(B, T, C))
 
 
@@ -166,7 +166,7 @@ class MaskedMultihead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        mask = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
         return self.attention(x, x, x, attn_mask=mask)[0].transpose(0, 1)
 
 
@@ -276,7 +276,7 @@ class SlopedAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        places = torch.arange(length)
+        places = torch.arange(length, device=self.table.device)
         distance = places[:, None] - places[None, :]
         bias = self.table[(distance + LENGTH - 1).view(-1)].view(length, length, -1).permute(2, 0, 1)
         bias = bias - self.slopes.view(-1, 1, 1) * distance.abs()

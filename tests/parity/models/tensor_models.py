@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         self.head.weight = self.wte.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.ln_f(x))
