@@ -135,7 +135,7 @@ def main() -> None:
         name, _, precision = case.partition(":")
         row = measure(name, precision, arguments.rounds, arguments.budget_s)
         rows.append(row)
-        print(case, row["ms"], row["ratio_to_plain"], row["ratio_to_plain_async"], flush=True)  # noqa: T201
+        print(case, row["ms"], row["ratio_to_plain"], row["ratio_to_plain_async"], flush=True)
         torch.cuda.empty_cache()
     about = environment() | {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""}
     arguments.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")

@@ -67,8 +67,8 @@ def main() -> None:
     try:
         clusters["probe"] = mw.probe_cluster(1)
         arguments.out.with_suffix(".cluster.json").write_text(clusters["probe"].to_json())
-    except Exception as error:  # noqa: BLE001 - the rows without it are still worth having
-        print(f"the probe failed: {error!r}", flush=True)  # noqa: T201
+    except Exception as error:
+        print(f"the probe failed: {error!r}", flush=True)
     rows: list[dict[str, Any]] = []
     for name, samples, line in CASES:
         size = dataclasses.replace(SIZES[name], samples=samples)
@@ -82,10 +82,10 @@ def main() -> None:
             for source, cluster in clusters.items():
                 found = mw.predict_plan(spec, cluster, train, plan).to_dict()
                 row[source] = found
-        except Exception as error:  # noqa: BLE001 - one case says what went wrong, the others go on
+        except Exception as error:
             row["error"] = repr(error)
         rows.append(row)
-        print(json.dumps({key: row[key] for key in row if key != "size"})[:600], flush=True)  # noqa: T201
+        print(json.dumps({key: row[key] for key in row if key != "size"})[:600], flush=True)
     about = environment() | {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""}
     arguments.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
 

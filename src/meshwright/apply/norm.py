@@ -11,6 +11,11 @@ from meshwright._torch_private import foreach_mul_, foreach_norm
 
 __all__: list[str] = []
 
+_ADDED = 1e-6
+"""What torch's rule adds to a norm before it divides by it."""
+_CLEARLY_BELOW = 0.99
+"""Share of the limit up to which no dtype's rounding makes the factor less than 1."""
+
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return a tensor that holds each entry of a gradient once, of a sparse one those that are there; to be scaled in place."""
@@ -51,8 +56,13 @@ def _norm_in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the tensors in place to a norm of at most `max_norm`, by the rule of torch.nn.utils.clip_grad_norm_."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    """Scale the tensors in place to a norm of at most `max_norm`, by the rule of torch.nn.utils.clip_grad_norm_.
+
+    The caller has waited for the norm: where it is clearly below, a factor of 1 is not written over every gradient.
+    """
+    if float(norm) + _ADDED <= _CLEARLY_BELOW * max_norm:
+        return
+    factor = torch.clamp(max_norm / (norm + _ADDED), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from meshwright._torch_private import cpu_backend, cpu_backend_name, exchanges_by_gloo_alone
 from meshwright._torch_texts import says_peer_gone
+from meshwright.comm.cuts import cut_at
 from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.comm.shm.transport_errors import PeerGoneError, TransportError
 from meshwright.comm.spans import WAIT, Flight
@@ -115,7 +116,9 @@ class Communicator:
         self.ledger = ledger
         self.timeout_s = timeout_s
         self.axis = axis
-        self.shares_memory = process_group is not None and cpu_backend_name(process_group) == "shm"
+        name = "" if process_group is None else cpu_backend_name(process_group)
+        self._has_cpu_backend = process_group is None or bool(name)
+        self.shares_memory = name == "shm"
         """Whether these ranks exchange CPU tensors through memory that they share."""
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[], None] | None = None
@@ -144,6 +147,12 @@ class Communicator:
     def release(self) -> None:
         """Release the group, here and in all twins; gloo closes its connections with the last reference."""
         self._held[0] = None
+
+    def message_device(self, device: torch.device | None = None) -> torch.device:
+        """Return where small messages lie: on the CPU, so that no GPU is waited for; on `device` in a group of NCCL alone."""
+        if self._has_cpu_backend:
+            return torch.device("cpu")
+        return device or torch.device("cuda", torch.cuda.current_device())
 
     def span_details(self, tensor_bytes: int, peer: int | None = None) -> dict[str, Any] | None:
         """Return what an exchange's span tells; None where nothing is recorded."""
@@ -301,7 +310,7 @@ class Communicator:
         starts = [0, *ends[:-1]]
         width = max(end - start for start, end in zip(starts, ends, strict=True))
         packed = tensors[0].new_zeros((self.size, width))
-        places = list(_cut_at(tensors, ends))
+        places = list(cut_at(tensors, ends))
         for owner, at, part in places:
             packed[owner, at : at + part.numel()].copy_(part)
         summed = torch.empty_like(packed[0])
@@ -370,9 +379,14 @@ class Communicator:
         return [part[:n] for part, n in zip(self.all_gather(padded), lengths, strict=True)]
 
     def all_gather_json(self, value: Any, *, device: torch.device | None = None) -> list[Any]:
-        """Return every rank's JSON value. JSON is sent, never pickles, so that a peer cannot make this rank run code."""
+        """Return every rank's JSON value. JSON is sent, never pickles, so that a peer cannot make this rank run code.
+
+        Args:
+            value: This rank's.
+            device: Of the message where the group exchanges no CPU tensors.
+        """
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        parts = self.all_gather_uneven(payload.to(device or torch.device("cpu")))
+        parts = self.all_gather_uneven(payload.to(self.message_device(device)))
         return [json.loads(bytes(part.cpu().numpy())) for part in parts]
 
     def barrier(self) -> None:
@@ -383,17 +397,5 @@ class Communicator:
         self.ledger.record("barrier", self.axis, 0, self.size)
         # The group's own limit holds, which lets the launching process report before the transport gives up.
         options = dist.BarrierOptions()
+        options.device = self.message_device()
         self.run_waiting("barrier", lambda: self.wait_for(group.barrier(options)), self.span_details(0))
-
-
-def _cut_at(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield (slice, offset in that slice, part) for concatenated tensors cut into slices at `ends`."""
-    owner, begin, at = 0, 0, 0  # the slice that contains `at`, its begin, and the position in the concatenated tensors
-    for tensor in tensors:
-        done = 0
-        while done < tensor.numel():
-            while at >= ends[owner]:
-                begin, owner = ends[owner], owner + 1
-            count = min(tensor.numel() - done, ends[owner] - at)
-            yield owner, at - begin, tensor[done : done + count]
-            done, at = done + count, at + count

@@ -52,7 +52,7 @@ class Agreement:
 
     Args:
         group: All ranks that take the step.
-        device: The device of the vector.
+        device: Of the vector, where the group exchanges no CPU tensors.
         known_weight: Weight of this rank's micro-batches if their losses are means.
         num_samples: Samples of this rank's share [count].
         num_tokens: Tokens of this rank's share [count].
@@ -114,7 +114,7 @@ class Agreement:
             mine += [float(num_passes) if index == group.group_rank else 0.0 for index in range(group.size)]
         self._total: list[float] | None = mine if group.size == 1 else None
         if group.size > 1:
-            self._vector = torch.tensor(mine, dtype=torch.float64, device=device)
+            self._vector = torch.tensor(mine, dtype=torch.float64, device=group.message_device(device))
             # Shared memory takes a few microseconds, less than waking another thread.
             self._pending: Pending = group.all_reduce(self._vector, async_op=not group.shares_memory)
         elif broken is not None:

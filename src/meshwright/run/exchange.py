@@ -47,6 +47,13 @@ class Sums:
         return 1.0 / self.weight if self.has_sums else 1.0
 
 
+def _vector_of(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return a float64 vector on the device; on a GPU its kernels go on meanwhile, which a copy of pageable memory waits for."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return torch.tensor(numbers, dtype=torch.float64, pin_memory=True).to(device, non_blocking=True)
+
+
 def _code_of(dtypes: Sequence[torch.dtype]) -> int:
     return sum((_DTYPES.get(dtype, 0) + 1) * 32**place for place, dtype in enumerate(dtypes))
 
@@ -88,15 +95,14 @@ class SumExchange:
         codes = [_code_of(dtypes) for dtypes in self._dtypes]
         kinds = [sum(codes), sum(code * code for code in codes)]
         counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, *kinds, stopped, is_alone]
-        counts = torch.tensor(counts, dtype=torch.float64, device=device)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        weight = torch.zeros((), dtype=torch.float64, device=device)
+        weight = sum(term.weight for term in terms if not isinstance(term.weight, torch.Tensor))
+        self._vector = _vector_of([0.0, weight, *counts], device)
         for term in terms:
-            loss_sum += term.total().to(device)
-            weight += torch.as_tensor(term.weight).to(device)
+            self._vector[0] += term.total().to(device)
+            if isinstance(term.weight, torch.Tensor):
+                self._vector[1] += term.weight.to(device)
         self._group = group
         self._failure = failure
-        self._vector = torch.cat([torch.stack([loss_sum, weight]), counts])
         self._pending = group.all_reduce(self._vector, async_op=True) if in_background else None
 
     def wait(self) -> Sums:

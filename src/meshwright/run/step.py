@@ -134,9 +134,7 @@ class Stepper:
         )
         with contextlib.nullcontext() if draws is None else draws.running():
             terms = engine.run(work)
-        sums = work.sums(terms)
-        engine.finish_gradients(sums.gradient_scale)
-        norm = engine.gradient_norm()
+        sums, norm = work.finish(terms)
         norm_value = norm.item()
         self._report_findings(sums.loss, norm_value)
         skipped = not (math.isfinite(norm_value) and math.isfinite(sums.loss))
@@ -284,7 +282,7 @@ class Stepper:
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
-        is_there = self.engine.everyone.shares_memory and self.engine.device.type == "cpu"
+        is_there = self.engine.everyone.shares_memory
         has_places = self.draws is not None and self.draws.has_draws and self.engine.group.size > 1
         knows_first = is_there or self.engine.agrees_first or may_try or self.sentinels.needs_agreement_first
         knows_first = knows_first or has_places

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright._torch_private import FakeTensor
@@ -60,7 +61,8 @@ class LossWork:
         self._on_phase = on_phase
         self._exchange: SumExchange | None = None
         # Alone, backward is run from the mean.
-        self._is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
+        self.is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
+        """Whether one micro-batch on one rank is all: its gradients are the step's, without a factor."""
 
     def agree(self) -> int:
         self._agreement.wait()
@@ -78,7 +80,7 @@ class LossWork:
         return term
 
     def root_of(self, term: LossTerm) -> Root | None:
-        return self._terms.root(term, self._agreement, alone=self._is_alone)
+        return self._terms.root(term, self._agreement, alone=self.is_alone)
 
     @contextlib.contextmanager
     def around(self, index: int) -> Iterator[None]:
@@ -102,7 +104,8 @@ class LossWork:
         self._agreement.wait()  # where a rank cannot go on, all ranks exchange that first
         # Over shared memory it is faster after backward than in another thread now; but it must not come after
         # gradients that some ranks have begun to exchange by then.
-        later = is_trained is None or (engine.group.shares_memory and not engine.exchanges_in_backward)
+        shares_memory = engine.group.shares_memory and engine.device.type == "cpu"
+        later = is_trained is None or (shares_memory and not engine.exchanges_in_backward)
         has_begun = is_trained is not None and engine.may_stop_alone
         return SumExchange(
             *(engine.loss_group, engine.device, [term for term in terms if not term.is_empty]),
@@ -114,6 +117,16 @@ class LossWork:
             drain=functools.partial(engine.finish_gradients, 1.0) if has_begun else None,
         )
 
+    def finish(self, terms: Sequence[LossTerm]) -> tuple[Sums, torch.Tensor]:
+        """Return the summed losses, and the norm of the gradients, which are the step's then; errors are those of `sums`."""
+        if self.is_alone:  # a GPU computes the norm while the host comes to wait for the loss
+            self._engine.finish_gradients(1.0)
+            norm = self._engine.gradient_norm()
+            return self.sums(terms), norm
+        sums = self.sums(terms)
+        self._engine.finish_gradients(sums.gradient_scale)
+        return sums, self._engine.gradient_norm()
+
     def sums(self, terms: Sequence[LossTerm]) -> Sums:
         """Return what the losses of all ranks add up to.
 
@@ -122,4 +135,4 @@ class LossWork:
         """
         exchange = self._exchange or self._start(terms, self._terms.watch.failure)
         sums = exchange.wait()
-        return dataclasses.replace(sums, has_sums=False) if self._is_alone else sums
+        return dataclasses.replace(sums, has_sums=False) if self.is_alone else sums

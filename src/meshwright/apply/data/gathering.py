@@ -66,7 +66,7 @@ class Gathering(OwnGathering):
         self._module = module
         self._units = list(units)
         self._group = group
-        self._prefetches = sharding.prefetches and not group.shares_memory
+        self._prefetches = sharding.prefetches and not (group.shares_memory and device.type == "cpu")
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
         self._order: list[Action] = []
@@ -356,7 +356,7 @@ class Gathering(OwnGathering):
 
     def _learn_backward(self) -> None:
         """Take this forward's order for the first backward: a wrong order would gather the whole model."""
-        everyone = self._group.all_gather_json(self._uses.in_order(), device=torch.device("cpu"))
+        everyone = self._group.all_gather_json(self._uses.in_order())
         uses = next((uses for uses in everyone if uses), None)
         if uses is not None:  # else no rank had a sample
             order = backward_order(uses, self._gathered, self._trainable)
@@ -367,7 +367,7 @@ class Gathering(OwnGathering):
         """Make the first rank's first step (of those with samples) the order of all ranks. Every rank calls it."""
         if not self._is_learning or self._everything_whole:
             return
-        everyone = self._group.all_gather_json(self._events, device=torch.device("cpu"))
+        everyone = self._group.all_gather_json(self._events)
         lead = next((events for events in everyone if any(events.values())), None)
         if lead is None:
             return  # no rank had a sample
