@@ -381,9 +381,7 @@ class Communicator:
     def all_gather_json(self, value: Any, *, device: torch.device | None = None) -> list[Any]:
         """Return every rank's JSON value. JSON is sent, never pickles, so that a peer cannot make this rank run code.
 
-        Args:
-            value: This rank's.
-            device: Of the message where the group exchanges no CPU tensors.
+        `device` is for `message_device`.
         """
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         parts = self.all_gather_uneven(payload.to(self.message_device(device)))

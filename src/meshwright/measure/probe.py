@@ -16,7 +16,7 @@ from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, sha
 from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.host import memory_group, usable_cores
 from meshwright.measure.probe_cores import CoreUse, share_of_others
-from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, PRODUCT, STAGES, attention_rates, exchange_name
+from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, LARGE, STAGES, attention_rates, exchange_name
 from meshwright.ranks.launch import launch
 
 __all__: list[str] = []
@@ -82,6 +82,7 @@ def _visible_devices() -> int:
 def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
     count = len(ranks)
     facts = ranks[0]["device"]
+    sizes = LARGE[facts["type"]]
 
     def median(name: str) -> float:
         return statistics.median(rank[name][0] for rank in ranks if name in rank)
@@ -108,7 +109,8 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
     is_cpu = facts["type"] == "cpu"
     attention = {
         name: [
-            statistics.median(numbers) for numbers in zip(*(attention_rates(one, name) for one in ranks), strict=True)
+            statistics.median(numbers)
+            for numbers in zip(*(attention_rates(one, name, sizes) for one in ranks), strict=True)
         ]
         for name in ("forward", "backward")
     }
@@ -130,7 +132,9 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             inner_overhead=0.0,
             elementwise_passes=1.0,
             issues_ahead=not is_cpu,
-            product_curve=_curve("product_of_", ranks, peaks["fp32"], (2.0 * math.prod(PRODUCT),) if is_cpu else ()),
+            product_curve=_curve(
+                "product_of_", ranks, peaks["fp32"], (2.0 * math.prod(sizes.product),) if is_cpu else ()
+            ),
             traffic_curve=_curve("traffic_of_", ranks, median("memory")),
             recurrence_forward=median("recurrence_forward") / peaks["fp32"] if is_cpu else 1.0,
             recurrence_backward=median("recurrence_backward") / peaks["fp32"] if is_cpu else 1.0,

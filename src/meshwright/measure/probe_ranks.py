@@ -23,19 +23,14 @@ from meshwright.measure.probe_exchanges import measure_exchanges
 from meshwright.measure.probe_functions import FUNCTIONS, moved_bytes
 from meshwright.measure.probe_runtime import measure_runtime
 from meshwright.measure.probe_sizes import (
-    ADAM_ELEMENTS,
     AT_LEAST,
-    ATTENTION,
     CURVE_SHARE,
     FUNCTION_SHAPE,
     FUNCTION_SHARE,
-    HEAD_SIZES,
-    LARGE_PRODUCT,
-    MEMORY_ELEMENTS,
+    LARGE,
     MORE_TENSORS,
     MOST_SETS,
     NUM_BLOCKS,
-    PRODUCT,
     PRODUCT_SIZES,
     RECURRENCE,
     SET_BYTES,
@@ -77,6 +72,7 @@ class _Probe:
     def __init__(self, world: World, budget_s: float) -> None:
         self._world = world
         self._device = world.device
+        self._sizes = LARGE[world.device.type]
         self._budget_s = budget_s
 
     def _time(self, call: Callable[[], object], *, share: float = 1.0) -> tuple[float, float]:
@@ -103,9 +99,6 @@ class _Probe:
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         values = torch.randn(*shape, device=self._device)
         return values.to(dtype)
-
-    def _sizes(self) -> tuple[int, int, int]:
-        return PRODUCT if self._device.type == "cpu" else LARGE_PRODUCT
 
     def process(self) -> dict[str, Any]:
         """Memory of a process that has done what every training does, and what more than is alive its allocator holds."""
@@ -137,7 +130,7 @@ class _Probe:
 
     def products(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        rows, inner, columns = self._sizes()
+        rows, inner, columns = self._sizes.product
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             one, other = self._random(rows, inner, dtype=dtype), self._random(inner, columns, dtype=dtype)
             seconds, spread = self._time(lambda one=one, other=other: one @ other)
@@ -165,13 +158,13 @@ class _Probe:
     def products_alone(self) -> dict[str, Any]:
         if self._world.rank != 0:
             return {}
-        rows, inner, columns = self._sizes()
+        rows, inner, columns = self._sizes.product
         one, other = self._random(rows, inner), self._random(inner, columns)
         seconds, spread = self._time(lambda: one @ other)
         return {"product_alone": (2.0 * rows * inner * columns / seconds, spread)}
 
     def memory(self) -> dict[str, Any]:
-        one, other = self._random(MEMORY_ELEMENTS), self._random(MEMORY_ELEMENTS)
+        one, other = self._random(self._sizes.memory_elements), self._random(self._sizes.memory_elements)
         result = torch.empty_like(one)
         seconds, spread = self._time(lambda: torch.add(one, other, out=result))
         return {"memory": (3.0 * one.nbytes / seconds, spread)}
@@ -248,8 +241,9 @@ class _Probe:
     def attention(self) -> dict[str, Any]:
         """Attention of two sizes of heads: products grow with them, the scores' exponentials do not."""
         found: dict[str, Any] = {}
-        for size in HEAD_SIZES:
-            query, key, value = (self._random(*ATTENTION, size).requires_grad_() for _ in range(3))
+        shape, dtype = self._sizes.attention, getattr(torch, self._sizes.attention_dtype)
+        for size in self._sizes.head_sizes:
+            query, key, value = (self._random(*shape, size, dtype=dtype).requires_grad_() for _ in range(3))
 
             def attend(query: Any = query, key: Any = key, value: Any = value) -> torch.Tensor:
                 return F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -263,7 +257,7 @@ class _Probe:
     def optimizer(self) -> dict[str, Any]:
         # One large tensor, a small one, and many small ones: the time by element, of a step, and by tensor.
         groups = {
-            "optimizer": [self._random(ADAM_ELEMENTS)],
+            "optimizer": [self._random(self._sizes.adam_elements)],
             "step": [self._random(8)],
             "tensors": [self._random(8) for _ in range(1 + MORE_TENSORS)],
         }
@@ -273,7 +267,7 @@ class _Probe:
                 parameter.grad = torch.ones_like(parameter)
             found[name] = self._time(torch.optim.AdamW(parameters).step)
         seconds, spread = found["optimizer"]
-        found["optimizer"] = (seconds / ADAM_ELEMENTS, spread)
+        found["optimizer"] = (seconds / self._sizes.adam_elements, spread)
         more = max(0.0, found["tensors"][0] - found["step"][0])
         found["tensor"] = (more / MORE_TENSORS, found["tensors"][1])
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 __all__: list[str] = []
@@ -32,16 +33,30 @@ BUDGET_S: Final = 0.3
 RUNTIME_MICRO_BATCHES: Final = 2
 """For each stage of a pipeline [count]."""
 
-PRODUCT: Final = (512, 1024, 1024)
-"""Sizes of a large product on a CPU: rows, inner, columns."""
-LARGE_PRODUCT: Final = (8192, 8192, 8192)
-MEMORY_ELEMENTS: Final = 8 * 2**20
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LargeSizes:
+    """Sizes at which a kind of device is at its full rate, and no longer waits for the host."""
+
+    product: tuple[int, int, int]
+    """Rows, inner, columns."""
+    memory_elements: int
+    """Of each of three tensors in float32 [count]."""
+    attention: tuple[int, int, int]
+    """Samples, heads, length."""
+    attention_dtype: str
+    head_sizes: tuple[int, int]
+    adam_elements: int
+    """Of one parameter [count]."""
+
+
+LARGE: Final = {
+    "cpu": LargeSizes((512, 1024, 1024), 8 * 2**20, (2, 8, 256), "float32", (32, 128), 4 * 2**20),
+    "cuda": LargeSizes((8192, 8192, 8192), 256 * 2**20, (4, 16, 2048), "bfloat16", (64, 128), 128 * 2**20),
+}
 NUM_BLOCKS: Final = 16
-ATTENTION: Final = (2, 8, 256)
 RECURRENCE: Final = (64, 16, 192)
 """Steps, samples and size of an LSTM."""
-HEAD_SIZES: Final = (32, 128)
-ADAM_ELEMENTS: Final = 4 * 2**20
 MORE_TENSORS: Final = 31
 COLLECTIVE_BYTES: Final = (1024, 64 * 1024, 2**20, 16 * 2**20)
 EXCHANGE_ROUNDS: Final = 20
@@ -65,17 +80,18 @@ def exchange_name(kind: str, ranks: int, num_bytes: int) -> str:
     return f"exchange_{kind}_{ranks}_{num_bytes}"
 
 
-def attention_rates(rank: dict[str, Any], name: str) -> tuple[float, float]:
+def attention_rates(rank: dict[str, Any], name: str, sizes: LargeSizes) -> tuple[float, float]:
     """Return the arithmetic that attention reaches [FLOP/s], and what each score takes beside it [s], from two sizes of heads.
 
     Args:
         rank: What a rank measured.
         name: "forward", or "backward", which has 2.5 times the arithmetic.
+        sizes: What was measured.
     """
-    batch, heads, length = ATTENTION
+    batch, heads, length = sizes.attention
     scores = batch * heads * length * length / 2  # half of them are masked
-    small, large = HEAD_SIZES
-    quick, slow = (rank[f"attention_{name}_{size}"][0] for size in HEAD_SIZES)
+    small, large = sizes.head_sizes
+    quick, slow = (rank[f"attention_{name}_{size}"][0] for size in sizes.head_sizes)
     flops = 4.0 * scores * (2.5 if name == "backward" else 1.0)
     rate = flops * (large - small) / max(slow - quick, 0.2 * slow)
     return rate, max(0.0, quick - flops * small / rate) / scores
