@@ -1,4 +1,4 @@
-"""Imports of torch names that are not documented as public; no other module has any. Checked on torch 2.13.0."""
+"""Imports of torch names that are not documented as public; no other module has any. Checked on torch 2.11.0, 2.12.1 and 2.13.0."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ __all__ = [
     "run_backward",
     "set_worker_info",
     "storage_id",
+    "unsafe_sparse",
     "unsafe_view",
     "without_dispatch_modes",
     "without_function_modes",
@@ -79,7 +80,6 @@ __all__ = [
 
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
 """The base of torch's convolution layers."""
-
 _modules = torch.nn.modules.module
 GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
     _modules._global_forward_pre_hooks,
@@ -91,11 +91,9 @@ GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
 
 FakeTensorError = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """What is raised where a fake tensor, which has a shape and no values, does not suffice."""
-
 without_function_modes = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 """Contexts in which no TorchFunctionMode, and no tensor subclass's own `__torch_function__`, sees what is done."""
-
 
 without_view = torch.ops.aten._unsafe_view.default
 """(tensor, shape) -> a result that lies in its memory and is no view of it to autograd: it may be written over."""
@@ -119,6 +117,8 @@ PIN_MEMORY = torch.ops.aten._pin_memory
 
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
+unsafe_sparse = torch.ops.aten._sparse_coo_tensor_unsafe
+"""(indices, values, shape) -> a sparse tensor; torch 2.11 and 2.12 warn of what its public function leaves unchecked, even when told to."""
 unsafe_view = torch.ops.aten._unsafe_view
 """What `view` gives, as a tensor of its own: autograd knows it for no view, so that it may be written over."""
 TURNS = frozenset(

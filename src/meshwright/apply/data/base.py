@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright._torch_private import unsafe_sparse
 from meshwright.apply.data.sparse import names_with_sparse_gradients
 from meshwright.apply.engine import Engine
 from meshwright.apply.norm import values_of
@@ -92,10 +93,7 @@ class DataParallelEngine(Engine):
         all_indices = torch.cat(self.group.all_gather_uneven(indices.contiguous()))
         all_values = torch.cat(self.group.all_gather_uneven(values))
         if int(present):
-            summed = torch.sparse_coo_tensor(
-                all_indices.t(), all_values * scale, parameter.shape, check_invariants=False
-            )
-            parameter.grad = summed.coalesce()
+            parameter.grad = unsafe_sparse(all_indices.t(), all_values * scale, parameter.shape).coalesce()
 
     def sparse_values(self) -> list[torch.Tensor]:
         """Return the values of the sparse gradients, which every rank has whole; all of one that was made dense further out."""

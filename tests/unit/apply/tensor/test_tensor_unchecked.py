@@ -1,4 +1,4 @@
-"""Proofs of wrong layouts raise where torch's own kernels would read past the end of a tensor."""
+"""Proofs of wrong layouts raise where torch's own kernels would read past the end of a tensor, or end the process."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def test_shapes_that_do_not_go_together_raise(name: str) -> None:
 def test_shapes_that_go_together_do_not(name: str) -> None:
     with Exact():
         assert RIGHT[name]().isfinite().all()
+
+
+@pytest.mark.parametrize("num_heads", [2, 0])
+def test_no_key_heads_never_end_the_process(num_heads: int) -> None:
+    query, key = _rows(2, num_heads, 3, 4), _rows(2, 0, 3, 4)
+    with Exact():
+        if torch.__version__ < "2.12":  # which would divide by zero, a signal
+            with pytest.raises(RuntimeError, match="no heads"):
+                F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+        else:
+            assert F.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == query.shape

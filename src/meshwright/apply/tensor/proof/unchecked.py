@@ -1,6 +1,6 @@
-"""Checks for kernels that read past the end of a tensor when shapes do not match, which torch does not check itself.
+"""Checks for kernels that read past the end of a tensor, or end the process, when shapes do not match.
 
-A proof tries wrong layouts, too. Those must end in an exception, not in a read of foreign memory.
+A proof tries wrong layouts, too. Those must end in an exception, not in a read of foreign memory or a signal.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ __all__: list[str] = []
 
 
 def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError where a call would read outside its tensors."""
+    """Raise ValueError where a call would read outside its tensors, and RuntimeError where it would divide by zero heads."""
     check = _CHECKS.get(func)
     if check is not None:
         check(args, kwargs)
+
+
+# torch 2.11 divides the number of heads by the number of key heads before it looks whether there are any: SIGFPE. 2.12 asks first.
+_DIVIDES_BY_HEADS = torch.__version__ < "2.12"
 
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -29,6 +33,8 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     key, value = _given(args, kwargs, 1, "key"), _given(args, kwargs, 2, "value")
     if key.dim() < 2 or value.dim() < 2 or key.shape[-2] != value.shape[-2]:
         raise ValueError(f"attention over {list(key.shape)} keys and {list(value.shape)} values")
+    if _DIVIDES_BY_HEADS and 0 in (*key.shape[-3:-2], *value.shape[-3:-2]):
+        raise RuntimeError(f"attention over {list(key.shape)} keys, which have no heads")  # the type that other counts raise
 
 
 def _weight_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
