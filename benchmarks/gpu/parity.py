@@ -24,10 +24,14 @@ from benchmarks.surroundings import environment
 def rows_of(report: Path) -> list[dict[str, Any]]:
     """Return a row for each test of a JUnit report."""
     rows = []
-    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest has just written it
+    for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        row = {"file": str(case.get("classname")).replace(".", "/") + ".py", "test": case.get("name"), "outcome": outcome}
+        row = {
+            "file": str(case.get("classname")).replace(".", "/") + ".py",
+            "test": case.get("name"),
+            "outcome": outcome,
+        }
         for child in case:
             if child.tag in ("failure", "error"):
                 row["message"] = str(child.get("message")).splitlines()[0][:300]
@@ -41,7 +45,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=3600.0)
-    parser.add_argument("--choice", default="--representatives", help="--representatives, --each-value, or nothing for all")
+    parser.add_argument(
+        "--choice", default="--representatives", help="--representatives, --each-value, or nothing for all"
+    )
     parser.add_argument("tests", nargs="+")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +67,7 @@ def main() -> None:
     files = {f"{file} {outcome}": count for (file, outcome), count in sorted(counts.items())}
     written = {"environment": environment() | told, "counts": files, "rows": rows}
     arguments.out.write_text(json.dumps(written, indent=1) + "\n")
-    print(json.dumps(files, indent=1))  # noqa: T201
+    print(json.dumps(files, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from meshwright.ranks.world import World
 __all__: list[str] = []
 
 
-def subgroup(world: World, groups: Sequence[Sequence[int]], axis: str) -> Communicator:
+def subgroup(world: World, groups: Sequence[Sequence[int]], axis: str, *, number: int = 0) -> Communicator:
     """Return the communicator of this rank's group. Every rank of the world calls it, with the same groups.
 
     Groups are created once: the same partition of the world returns the same group, since its connections and shared memory live
@@ -24,6 +24,7 @@ def subgroup(world: World, groups: Sequence[Sequence[int]], axis: str) -> Commun
         world: This process's world.
         groups: Every rank of the world once, cut into groups; the ranks of each ascending.
         axis: The name under which the ledger counts.
+        number: Above 0, another group of the same ranks, with connections of its own.
 
     Raises:
         InternalError: The groups do not hold every rank once.
@@ -32,11 +33,11 @@ def subgroup(world: World, groups: Sequence[Sequence[int]], axis: str) -> Commun
     if sorted(rank for group in key for rank in group) != list(range(world.world_size)):
         raise InternalError(f"groups {key} do not hold each of {world.world_size} ranks once")
     mine = next(group for group in key if world.rank in group)
-    if len(mine) == world.world_size:
+    if len(mine) == world.world_size and not number:
         return world.default_group.over(axis)
-    if key not in world.subgroups:
-        world.subgroups[key] = _make(world, key, mine)
-    return world.subgroups[key].over(axis)
+    if (key, number) not in world.subgroups:
+        world.subgroups[key, number] = _make(world, key, mine)
+    return world.subgroups[key, number].over(axis)
 
 
 def _make(world: World, key: tuple[tuple[int, ...], ...], mine: tuple[int, ...]) -> Communicator:

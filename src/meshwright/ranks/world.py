@@ -121,7 +121,7 @@ class World:
         self.is_launched = link is not None
         self.on_event: Callable[[int, dict[str, Any]], None] | None = None
         """Where `emit` goes in a world that was joined, not launched; None drops the events."""
-        self.subgroups: dict[tuple[tuple[int, ...], ...], Communicator] = {}
+        self.subgroups: dict[tuple[tuple[tuple[int, ...], ...], int], Communicator] = {}
         """Communicators of some of the ranks that were made before, by the groups that were made together; see groups.py."""
         self._link: Link = link if link is not None else _NoLink()
         self._signals: StopSignals | None = None

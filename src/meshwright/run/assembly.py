@@ -252,6 +252,7 @@ def _pipeline_engine(module: nn.Module, plan: Plan, world: World, group: Communi
         make_inner=lambda: data_engine(module, plan, world, group, device),
         tensor=None if plan.tp == 1 else _tensor_engine(module, plan, world, group, device),
         make_group=make_group,
+        make_channel=lambda number: subgroup(world, columns, "pp", number=1 + number),
         loss_group=subgroup(world, plan.mesh.groups("pp", "dp"), "dp"),
     )
 

@@ -10,6 +10,7 @@ split_backward  backward in halves, for zero-bubble schedules
 placed          what exists once calls are dealt out: this rank's stages and what they share
 executor        actions of a schedule, in their order, whatever the schedule
 p2p             tensors between stages
+channels        a queue for each way between two stages, where messages have no tags: NCCL
 notes           notes beside tensors: a forward has ended, a stage has failed
 tensor_cut      tensor parallelism inside of stages
 engine          the engine

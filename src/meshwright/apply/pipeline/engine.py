@@ -58,6 +58,7 @@ class PipelineEngine(OuterEngine):
         make_inner: Builds the data-parallel engine of this rank's layers, once the module holds only those.
         tensor: The engine of tensor parallelism, which builds that one, or None.
         make_group: (places in pp_group) -> the group of the ranks there; every rank calls it.
+        make_channel: (number) -> a group of the same ranks as pp_group, of its own; every rank calls it.
         loss_group: The ranks over which losses are summed: every stage of every share of the batch, once.
     """
 
@@ -73,6 +74,7 @@ class PipelineEngine(OuterEngine):
         make_inner: Callable[[], Engine],
         tensor: TensorEngine | None,
         make_group: Callable[[Sequence[int]], Communicator],
+        make_channel: Callable[[int], Communicator],
         loss_group: Communicator,
     ) -> None:
         super().__init__(
@@ -88,7 +90,7 @@ class PipelineEngine(OuterEngine):
         self._plan = plan
         self._make_inner = make_inner
         self._tensor = tensor
-        self._make_group = make_group
+        self._make_group, self._make_channel = make_group, make_channel
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule_of = functools.cache(functools.partial(make_schedule, plan))
         self._under_way = UnderWay()
@@ -134,6 +136,7 @@ class PipelineEngine(OuterEngine):
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
+        self._post.open(self.device, self._make_channel)
         placed = self._placed = Placed(
             self.module,
             flow,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.finding import Finding
+from meshwright.apply.pipeline.channels import open_channels
 from meshwright.apply.pipeline.notes import (
     COUNT,
     DIGEST,
@@ -58,8 +59,8 @@ class Route(NamedTuple):
 class Post:
     """Sends and receives for the stages of this rank.
 
-    Each message has its own tag, made of its route. So ranks need not agree on an order. A stage
-    on the same rank gets the tensor itself.
+    Each message has its own tag, made of its route. So ranks need not agree on an order; on GPUs, each way has a channel instead.
+    A stage on the same rank gets the tensor itself.
 
     Args:
         group: The ranks of one pipeline.
@@ -76,11 +77,24 @@ class Post:
         """Number of this pipeline among those of its ranks, and of its failures: equal on all of them."""
         self.own = own
         self._rank_of = [rank_of_stage(stage) for stage in range(num_stages)]
+        self._channels: dict[tuple[int, int], Communicator] = {}
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
         self._notes: deque[tuple[Any, Tensor]] = deque()
         self._boxes: defaultdict[int, deque[Tensor | None]] = defaultdict(deque)
         self._is_under_way = False
         self._left_behind: list[Callable[[], bool]] = []
+
+    def open(self, device: torch.device, make_channel: Callable[[int], Communicator]) -> None:
+        """Open what tensors on this device go through; every rank of the world calls it, before the first message."""
+        if self.needs_channels(device):
+            self._channels = open_channels(self._rank_of, self.group.group_rank, device, make_channel)
+
+    def needs_channels(self, device: torch.device) -> bool:
+        """Tell whether tags do not keep messages apart."""
+        return device.type == "cuda" and self.group.size > 1
+
+    def _way(self, route: Route) -> Communicator:
+        return self._channels.get((route.source, route.target), self.group)
 
     def has_notes(self, device: torch.device) -> bool:
         """Tell whether notes are sent beside tensors: on a GPU the host would have to wait for each of them."""
@@ -104,7 +118,7 @@ class Post:
             return
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if tensor.numel():
-            self._under_way.append((self.group.send(tensor, rank, tag), tensor))
+            self._under_way.append((self._way(route).send(tensor, rank, tag), tensor))
         while self._under_way and self._under_way[0][0].is_done:
             self._under_way.popleft()
 
@@ -144,7 +158,7 @@ class Post:
         if not tensor.numel():
             return tensor
         try:
-            note = self._receive(tensor, rank, tag)
+            note = self._receive(tensor, rank, tag, self._way(route))
         except WrongLengthError as error:
             if route.is_gradient and error.sent_bytes == UNUSED_BYTES:
                 return None
@@ -164,18 +178,18 @@ class Post:
             raise _unexpected(f"shape {list(tensor.shape)}, {tensor.dtype}", meta, route)
         return tensor
 
-    def _receive(self, tensor: Tensor, rank: int, tag: int) -> Note | None:
+    def _receive(self, tensor: Tensor, rank: int, tag: int, group: Communicator) -> Note | None:
         """Fill a tensor, or return the note that came in its place.
 
         Gloo aborts the process when a message is larger than the buffer, so the buffer has room for a note.
         """
         if tensor.device.type != "cpu" or self.group.shares_memory or tensor.nbytes >= FRAME_BYTES:
-            self.group.receive(tensor, rank, tag)
+            group.receive(tensor, rank, tag)
             # Shared memory has already refused a message whose length is not the tensor's.
             may_be_note = not self.group.shares_memory or tensor.nbytes in (FRAME_BYTES, UNUSED_BYTES)
             return read_note(tensor.view(-1).view(torch.uint8)) if may_be_note and tensor.device.type == "cpu" else None
         room = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        self.group.receive(room, rank, tag, num_bytes=tensor.nbytes)
+        group.receive(room, rank, tag, num_bytes=tensor.nbytes)
         note = read_note(room)
         if note is None:
             tensor.view(-1).view(torch.uint8).copy_(room[: tensor.nbytes])

@@ -34,7 +34,9 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if key.dim() < 2 or value.dim() < 2 or key.shape[-2] != value.shape[-2]:
         raise ValueError(f"attention over {list(key.shape)} keys and {list(value.shape)} values")
     if _DIVIDES_BY_HEADS and 0 in (*key.shape[-3:-2], *value.shape[-3:-2]):
-        raise RuntimeError(f"attention over {list(key.shape)} keys, which have no heads")  # the type that other counts raise
+        raise RuntimeError(
+            f"attention over {list(key.shape)} keys, which have no heads"
+        )  # the type that other counts raise
 
 
 def _weight_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
