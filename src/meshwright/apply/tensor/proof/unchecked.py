@@ -24,7 +24,7 @@ def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         check(args, kwargs)
 
 
-# torch 2.11 divides the number of heads by the number of key heads before it looks whether there are any: SIGFPE. 2.12 asks first.
+# torch 2.11 divides the number of heads by that of key heads before it looks whether there are any: SIGFPE. 2.12 looks first.
 _DIVIDES_BY_HEADS = torch.__version__ < "2.12"
 
 
@@ -34,7 +34,9 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if key.dim() < 2 or value.dim() < 2 or key.shape[-2] != value.shape[-2]:
         raise ValueError(f"attention over {list(key.shape)} keys and {list(value.shape)} values")
     if _DIVIDES_BY_HEADS and 0 in (*key.shape[-3:-2], *value.shape[-3:-2]):
-        raise RuntimeError(f"attention over {list(key.shape)} keys, which have no heads")  # the type that other counts raise
+        raise RuntimeError(
+            f"attention over {list(key.shape)} keys, which have no heads"
+        )  # the type that other counts raise
 
 
 def _weight_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
