@@ -29,4 +29,6 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object)
 
 # torch 2.11 raises an AssertionError for such shapes in the kernels of GPUs.
 _COUNTED = [operator.overloadpacket for operator in ATTENTIONS if operator.overloadpacket in flop_registry]
-_ATTENTION: dict[Any, Callable[..., int]] = dict.fromkeys(_COUNTED, _attention_flops) if torch.__version__ < "2.12" else {}
+_ATTENTION: dict[Any, Callable[..., int]] = (
+    dict.fromkeys(_COUNTED, _attention_flops) if torch.__version__ < "2.12" else {}
+)
