@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.apply.recompute import held
+from meshwright.apply.recompute import held_arguments as held
 
 
 class Strict(NamedTuple):

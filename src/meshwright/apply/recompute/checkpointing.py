@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from meshwright._torch_private import DEAR_OPERATORS
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
-from meshwright.apply.recompute.held import hold_arguments
+from meshwright.apply.recompute.held_arguments import hold_arguments
 from meshwright.apply.recompute.inputs import Inputs, Writers
 from meshwright.apply.recompute.kept import keeping_contexts
 from meshwright.apply.recompute.repetition import Repetition
