@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: run test test-grid cells check docs docs-check format clean
+.PHONY: run test test-grid test-torch cells check docs docs-check format clean
 
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
@@ -41,6 +41,19 @@ test-grid: export MESHWRIGHT_FULL_GRID = 1
 test-grid: $(STAMP)
 	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 3 -q -k "$(K)"
 	$(PARITY_OVER_GLOO) -k "$(K)"
+
+# The tests with another release of torch and the newest of everything else, in an environment in a temporary folder:
+# make test-torch TORCH=2.11.0 PYTHON=python3.12
+TORCH ?=
+OTHER := $(or $(TMPDIR),/tmp)/meshwright-torch-$(TORCH)
+test-torch: export PYTHONDONTWRITEBYTECODE =
+test-torch:
+	test -n "$(TORCH)"
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" --editable ".[dev]"
+	$(OTHER)/bin/python -m meshwright.comm.shm.build
+	$(OTHER)/bin/python -m pytest tests/unit -n 2 -q
+	$(OTHER)/bin/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults tests/docs -n 3 -q --each-value
 
 # The committed table of the cells that `make test` runs.
 cells: $(STAMP)

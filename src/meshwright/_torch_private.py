@@ -1,4 +1,4 @@
-"""Imports of torch names that are not documented as public; no other module has any. Checked on torch 2.11.0, 2.12.1 and 2.13.0."""
+"""Imports of torch names that are not documented as public; no other module has any. Checked on torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ PIN_MEMORY = torch.ops.aten._pin_memory
 LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 unsafe_sparse = torch.ops.aten._sparse_coo_tensor_unsafe
-"""(indices, values, shape) -> a sparse tensor; torch 2.11 and 2.12 warn of what its public function leaves unchecked, even when told to."""
+"""(indices, values, shape) -> a sparse tensor. torch 2.11 and 2.12 warn where the public function is told to check nothing."""
 unsafe_view = torch.ops.aten._unsafe_view
 """What `view` gives, as a tensor of its own: autograd knows it for no view, so that it may be written over."""
 TURNS = frozenset(

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 from tests.parity import cases
 from tests.parity.harness import Setting, assert_distributed_parity, refusal_of_case
 from tests.parity.jobs import tensor_jobs
@@ -31,6 +32,11 @@ PLANS = (
     ("dp=2,tp=2,zero=3,whole_below=0B", 4),
     ("tp=2,sequence_parallel=off", 2),
     ("tp=4,sequence_parallel=off", 4),
+)
+
+NEEDS_EMPTY_HEADS = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="two ranks have no heads; torch 2.11 divides by their number, so layers are cut singly",
 )
 
 SETTINGS = (
@@ -189,7 +195,7 @@ def test_exchanges_of_a_block(words: str, kinds: dict[str, int]) -> None:
     ("plan", "num_ranks"),
     [
         ("tp=2", 2),
-        ("tp=4,sequence_parallel=off", 4),
+        pytest.param("tp=4,sequence_parallel=off", 4, marks=NEEDS_EMPTY_HEADS),
         ("tp=2,micro_batches=2", 2),
         ("dp=2,tp=2,zero=1", 4),
     ],

@@ -108,8 +108,16 @@ def exchange_in_batches(backend: str) -> Numbers:
     return numbers
 
 
+SENDS_TO_ITSELF = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11 sends shapes from a rank's first stage to its second, which gloo refuses",
+)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", [*SINGLE, *MULTIPLE])
+@pytest.mark.parametrize(
+    "schedule", [*SINGLE, *(pytest.param(name, marks=SENDS_TO_ITSELF if name == "zbv" else ()) for name in MULTIPLE)]
+)
 def test_a_pipeline_trains_as_a_whole_model(schedule: str, num_ranks: int) -> None:
     # Nothing is added over ranks here: both backends have to give the same bits on any number of them.
     per_rank = assert_same_numbers(train, num_ranks, schedule, tolerance=BITWISE)

@@ -7,6 +7,7 @@ fakes         modules and batches without memory
 function_caches  caches of functions, in which a trial leaves no tensor
 recorder      record of one forward: operators, and what backward keeps
 product_sizes operators that are products, with their sizes
+flop_counter  torch's counter of FLOPs
 flow          which product feeds which: attention cores, candidates for splits
 ownership     parameters: names, sizes, and what kinds of modules use them
 per_sample    numbers of one sample

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright._torch_private import TorchDispatchMode
+from meshwright.describe.flop_counter import make_flop_counter
 from meshwright.trees import map_tensors, tree_bytes
 
 __all__: list[str] = []
@@ -103,7 +103,7 @@ class _LayerObserver(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.counter = FlopCounterMode(display=False)
+        self.counter = make_flop_counter()
         self.costs: dict[str, LayerCost] = {}
         self.outside_uses: list[tuple[str, str]] = []
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 from meshwright._torch_private import DEAR_OPERATORS
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.recompute.held_arguments import hold_arguments
 from meshwright.apply.recompute.inputs import Inputs, Writers
 from meshwright.apply.recompute.kept import keeping_contexts
 from meshwright.apply.recompute.repetition import Repetition
@@ -167,7 +168,8 @@ def _run_twice(
     twice = _Twice(run, state, inputs, type(layer).__name__, inspection=inspection, again=again)
     # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.
     with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
-        result = checkpoint(twice, *kept_args, use_reentrant=False, **options, **kept_kwargs)
+        function, arguments = hold_arguments(twice, kept_args)
+        result = checkpoint(function, *arguments, use_reentrant=False, **options, **kept_kwargs)
     owner.writers.end(layer, inputs, type(layer).__name__)
     return result
 
@@ -189,7 +191,8 @@ def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[An
     none.
     """
     if not _under_way.owners:
-        return checkpoint(run, module, *args, use_reentrant=False, **kwargs)
+        function, arguments = hold_arguments(run, (module, *args))
+        return checkpoint(function, *arguments, use_reentrant=False, **kwargs)
     return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, options={})
 
 

@@ -13,6 +13,7 @@ plain_objects    objects and containers that modules refer to
 kept_parameters  parameters that trial forwards write
 reached_code     names that forwards, hooks and the loss look up
 iterators        iterators that cannot be rewound
+copied_iterators iterators of which a copy stands in
 class_identity   code that asks whether a module has exactly this class
 
 To restore another kind of state, touch `outside.py`.

@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from meshwright.apply.state.attributes import is_object
+from meshwright.apply.state.copied_iterators import COPIED_ITERATORS
 from meshwright.apply.state.generators import is_generator
-from meshwright.apply.state.outside import COPIED_ITERATORS, Outside
+from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.reached_code import names_read
 from meshwright.errors import ApplyError
 

@@ -7,9 +7,7 @@ use, the cells of their closures, and the contents of both. Libraries are not se
 from __future__ import annotations
 
 import collections
-import copy
 import functools
-import itertools
 import sys
 import types
 import weakref
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import write_back
 from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
+from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import draws_globally, is_generator
 
 __all__: list[str] = []
@@ -31,8 +30,6 @@ _LIBRARIES = (
     )
     | sys.stdlib_module_names
 ) - {"__main__"}
-COPIED_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), itertools.count, itertools.cycle)
-"""Iterators that may stand in a variable, and of which a copy goes on from the same place."""
 _NUMBERS = frozenset({int, float, bool, str, complex})
 _MAX_FUNCTIONS = 3000
 """Functions that are followed; more are those of a library that is not known by name [count]."""
@@ -295,7 +292,7 @@ class Elsewhere:
         if value is None and name not in space:
             return
         if isinstance(value, COPIED_ITERATORS):
-            value = copy.copy(value)  # an iterator cannot be rewound: a copy at the same position replaces it
+            value = copied(value)  # an iterator cannot be rewound: a copy at the same position replaces it
         self._slots.append((space, name, label, value, key))
         self.keep(value, label)
 
@@ -377,7 +374,7 @@ def _with_copies(parts: Any) -> Any:
     """Return the parts of a value with iterators copied: one cannot be rewound, so a copy replaces it."""
     if isinstance(parts, dict):
         for name in [name for name, item in parts.items() if isinstance(item, COPIED_ITERATORS)]:
-            parts[name] = copy.copy(parts[name])
+            parts[name] = copied(parts[name])
     return parts
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright._torch_private import RNN_LAYER, without_function_modes
 from meshwright.apply.first_look import FirstRun
@@ -32,6 +31,7 @@ from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
+from meshwright.describe.flop_counter import make_flop_counter
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
@@ -100,7 +100,7 @@ class _ForwardObserver(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
-        self.counter = FlopCounterMode(display=False, custom_mapping={RNN_LAYER.overloadpacket: _recurrence_flops})
+        self.counter = make_flop_counter({RNN_LAYER.overloadpacket: _recurrence_flops})
         self._module = module
         self._modules = dict(module.named_modules())
         self._units = list(units)

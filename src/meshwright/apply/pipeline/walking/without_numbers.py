@@ -90,9 +90,9 @@ def run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return func(*args, **kwargs)
     except FakeTensorError as error:
         raise NeedsNumbersError(type(error).__name__) from error
-    except RuntimeError as error:
-        # C++ code that reads a tensor's numbers, or an operator whose shapes torch knows for some dtypes only (grouped_mm). An
-        # error of the user's own code comes again from the run on zeros.
+    except (RuntimeError, TypeError) as error:
+        # C++ code that reads a tensor's numbers, an operator whose shapes torch knows for some dtypes (grouped_mm), or, before
+        # torch 2.13, a subclass of Parameter: a TypeError. An error of the user's own code comes again from the run on zeros.
         raise NeedsNumbersError(str(error)) from error
 
 

@@ -24,7 +24,7 @@ def check_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         check(args, kwargs)
 
 
-# torch 2.11 divides the number of heads by the number of key heads before it looks whether there are any: SIGFPE. 2.12 asks first.
+# torch 2.11 divides the number of heads by that of key heads before it looks whether there are any: SIGFPE. 2.12 looks first.
 _DIVIDES_BY_HEADS = torch.__version__ < "2.12"
 
 

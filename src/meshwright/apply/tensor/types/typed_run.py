@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
         self._made.update((id(tensor), weakref.ref(tensor)) for tensor in outputs)
         if outputs or name == "setitem":
             where, is_own = find_where()
-            if is_own:  # recompute, whose torch.utils.checkpoint calls `empty` on torch 2.11: shards look up none of our own calls
+            if is_own:  # recompute: torch.utils.checkpoint calls `empty` on 2.11; shards look up no call of ours
                 return result
             integers: dict[int | str, int] = {
                 key: value for key, value in (*enumerate(args), *kwargs.items()) if type(value) is int
