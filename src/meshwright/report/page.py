@@ -17,10 +17,11 @@ import secrets
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
+from meshwright import __version__
 from meshwright.errors import ConfigError, StorageError
 from meshwright.report.cost_terms import memory_terms, time_terms, traffic_terms, verdict
 from meshwright.report.figures import Figure, every_step, median_load_s, overlay, run_figures
@@ -135,7 +136,7 @@ def render(runs: Sequence[RunFiles], *, compared: ComparedPlans | None = None, w
         style_hash=csp_hash(style),
         script_hash=csp_hash(script),
         data=Markup(json_for_html(data)),  # noqa: S704 - escaped for a script element
-        version=metadata.version("meshwright"),
+        version=__version__,
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
 

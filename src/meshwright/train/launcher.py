@@ -11,6 +11,7 @@ import time
 from importlib import metadata
 from typing import Any
 
+from meshwright import __version__
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
@@ -345,7 +346,7 @@ def _fullest(summaries: list[dict[str, Any]]) -> dict[str, int]:
 def environment() -> dict[str, Any]:
     """Return versions, host and cores, for the record."""
     return {
-        "meshwright": metadata.version("meshwright"),
+        "meshwright": __version__,
         "torch": metadata.version("torch"),
         "python": platform.python_version(),
         "platform": platform.platform(),

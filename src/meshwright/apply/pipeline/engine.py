@@ -93,8 +93,7 @@ class PipelineEngine(OuterEngine):
         self._make_group, self._make_channel = make_group, make_channel
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule_of = functools.cache(functools.partial(make_schedule, plan))
-        self._under_way = UnderWay()
-        self._copies_before = EarlyCopies(module)
+        self._under_way, self._copies_before = UnderWay(), EarlyCopies(module)
         self._placed: Placed
         schedule = self._schedule_of(1)
         self._rank_of_stage = schedule.rank_of_stage
