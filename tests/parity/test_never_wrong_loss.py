@@ -124,6 +124,9 @@ def test_trials_leave_no_trace() -> None:
 
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0B", "tp=2", "pp=2"])
 @pytest.mark.parametrize("by_iterator", [False, True])
+@pytest.mark.filterwarnings(
+    "ignore:Pickle, copy, and deepcopy support will be removed from itertools"
+)  # Python 3.12 and 3.13
 def test_a_loss_that_counts_its_calls_counts_those_of_steps_alone(line: str, by_iterator: bool) -> None:
     build, batches = functools.partial(loss_jobs.build, "mlp"), [loss_jobs.pairs(6, seed) for seed in range(6)]
     expected = testing.oracle_steps(build, batches, loss_jobs.Annealed(by_iterator=by_iterator))

@@ -41,6 +41,24 @@ def test_a_checkpoint_takes_containers(builds_anew: bool | None, monkeypatch: py
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def _raise(x: Tensor) -> Tensor:
+    raise KeyError(str(x.shape))
+
+
+@pytest.mark.parametrize("leaves_hooks", [True, None], ids=["guarded", "of this torch"])
+def test_an_error_leaves_no_hooks_in_force(leaves_hooks: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if leaves_hooks:
+        monkeypatch.setattr(held, "_LEAVES_HOOKS", True)
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(KeyError):
+        held.checkpoint_closed(_raise, x)
+    kept = x.exp()
+    assert kept.grad_fn is not None
+    assert kept.grad_fn._saved_result is not None  # pyright: ignore - a hook of the checkpoint would ask for a repetition
+    (gradient,) = torch.autograd.grad(held.checkpoint_closed(torch.sin, x).sum(), x)
+    assert torch.equal(gradient, x.detach().cos())
+
+
 def test_tensors_alone_are_given_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "_BUILDS_ANEW", True)
     args = torch.ones(2), 3, None

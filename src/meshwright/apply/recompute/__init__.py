@@ -3,7 +3,7 @@
 Full recompute repeats the whole layer; selective recompute keeps the results of matrix products and convolutions.
 
 checkpointing  layers that run again, full or selective
-held_arguments containers as arguments on torch 2.11
+held_arguments calls of a checkpoint before torch 2.13
 inputs         inputs that the layer writes over
 kept           results that selective recompute keeps
 repetition     comparison of the second run with the first

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from meshwright._torch_private import DEAR_OPERATORS
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
-from meshwright.apply.recompute.held_arguments import hold_arguments
+from meshwright.apply.recompute.held_arguments import checkpoint_closed, hold_arguments
 from meshwright.apply.recompute.inputs import Inputs, Writers
 from meshwright.apply.recompute.kept import keeping_contexts
 from meshwright.apply.recompute.repetition import Repetition
@@ -169,7 +169,7 @@ def _run_twice(
     # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.
     with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
         function, arguments = hold_arguments(twice, kept_args)
-        result = checkpoint(function, *arguments, use_reentrant=False, **options, **kept_kwargs)
+        result = checkpoint_closed(function, *arguments, **options, **kept_kwargs)
     owner.writers.end(layer, inputs, type(layer).__name__)
     return result
 

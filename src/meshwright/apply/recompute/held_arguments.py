@@ -1,4 +1,4 @@
-"""Arguments of torch's checkpoint that torch 2.11 builds anew to find their devices, and thereby breaks."""
+"""What torch's checkpoint does otherwise before torch 2.13: containers as arguments, and errors of the forward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.trees import LEAVES, tensors_in
 
@@ -14,6 +15,44 @@ __all__: list[str] = []
 
 # It puts None in place of each tensor: a PackedSequence, and any class of arguments that looks at its parts, then raises.
 _BUILDS_ANEW = torch.__version__ < "2.12"
+
+
+# An error of the forward leaves the hooks of saved tensors in force, until its frames are collected: in any thread.
+_LEAVES_HOOKS = torch.__version__ < "2.13"
+
+
+class _First:
+    """A function whose first call gives its error to `raise_error`, so that the checkpoint around it ends as ever."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._has_run = False
+        self._error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_run:
+            return self._run(*args, **kwargs)
+        self._has_run = True
+        try:
+            return self._run(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - raised by raise_error
+            self._error = error
+            return None
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def checkpoint_closed(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call torch's checkpoint, not reentrant; nothing of it stays in force where the function raises."""
+    if not _LEAVES_HOOKS:
+        return checkpoint(run, *args, use_reentrant=False, **options)
+    first = _First(run)
+    result = checkpoint(first, *args, use_reentrant=False, **options)
+    first.raise_error()
+    return result
 
 
 class _Held:
