@@ -10,6 +10,19 @@ __all__: list[str] = []
 FULL_GRID: Final = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
 """Every model under every plan with every setting, every seed and every instant: `make test-grid`."""
 
+FOR_RANKS: Final = (
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "meshwright.compare.run_plans",
+    "meshwright.train.session",
+)
+"""What tests of ranks import, and what an optimizer imports when it is made (torch._dynamo): once, in the pool's templates."""
+
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Environment of ranks: the same in all folders, or a worker would keep templates for each."""
+
 _TOGETHER = ("docs/test_compare.py", "docs/test_wheel.py")
 """Files whose tests look at one thing that takes seconds to make: a comparison, a wheel that is installed."""
 

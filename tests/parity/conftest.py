@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from tests.cell_command import pytest_runtest_makereport  # noqa: F401 - a hook
 from tests.parity import representatives
-from tests.parity.models import hf_models
-from tests.scopes import is_hugging_face
-
-from meshwright.testing import pool
+from tests.scopes import ONE_THREAD, is_hugging_face
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,11 +39,13 @@ def one_thread() -> Iterator[None]:
 
     Ranks of `launch` and of the pool then have one environment, whatever the machine, and are forked from the same processes.
     """
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            patch.setenv(name, "1")
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)
         yield
     torch.set_num_threads(before)
 
@@ -56,4 +54,8 @@ def one_thread() -> Iterator[None]:
 def models_are_imported_once(request: pytest.FixtureRequest) -> None:
     """Where a worker's first ranks are for these models, import them in the processes that all its ranks are forked from."""
     if is_hugging_face(request.node.nodeid):
+        from tests.parity.models import hf_models
+
+        from meshwright.testing import pool
+
         pool.preload(*hf_models.MODULES)
