@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Final
 
 __all__: list[str] = []
@@ -23,8 +24,17 @@ FOR_RANKS: Final = (
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of ranks: the same in all folders, or a worker would keep templates for each."""
 
-_TOGETHER = ("docs/test_compare.py", "docs/test_wheel.py")
-"""Files whose tests look at one thing that takes seconds to make: a comparison, a wheel that is installed."""
+_TOGETHER = (
+    "docs/test_compare.py",
+    "docs/test_wheel.py",
+    "faults/test_resumed.py",
+    "parity/test_never_wrong_search.py",
+    "tensor/test_tensor_search.py",
+)
+"""Files whose tests look at things that take seconds to make: a comparison, a wheel, undisturbed runs, layouts."""
+
+_EIGHT = re.compile(r"-8[-\]]|\[8[-\]]|dp=2,tp=2,pp=2|eight")
+"""Of names of tests on eight ranks."""
 
 
 def is_hugging_face(nodeid: str) -> bool:
@@ -44,4 +54,6 @@ def scope_of(nodeid: str) -> str:
     """
     if is_hugging_face(nodeid):
         return "hugging_face"
+    if "/unit/" not in nodeid and _EIGHT.search(nodeid):
+        return "eight ranks"
     return next((file for file in _TOGETHER if file in nodeid), nodeid)
