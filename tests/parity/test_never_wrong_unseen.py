@@ -66,7 +66,7 @@ def test_one_rank_proves_for_all_where_they_hold_the_same() -> None:
     )
     assert made == made_on_other == first > 0
     assert other == 0
-    # The control: a number that ranks hold each for itself may decide what their code does.
+    # The control: where something differs, each rank proves for itself.
     for made, own in testing.run_ranks(functools.partial(jobs.count_own_proofs, are_alike=False), 2):
         assert own > 0
         assert made >= own

@@ -148,10 +148,11 @@ def count_own_proofs(*, are_alike: bool) -> tuple[int, int]:
     """Return the proofs that were made while the model ran, and those of them that this rank has run itself.
 
     Args:
-        are_alike: Whether the ranks' models are the same; otherwise each holds another number, which nothing reads.
+        are_alike: Whether structures and calls have one digest on all ranks; otherwise each rank's is its own.
     """
-    world = mw.current_world()
     own: list[Any] = []
+    world = mw.current_world()
+    rank = 0 if world is None else world.rank
 
     class Counted(Experiment):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -160,10 +161,7 @@ def count_own_proofs(*, are_alike: bool) -> tuple[int, int]:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        made = _Alternating(_Asking(), _Asking()).double()
-        for block in made.layers:
-            block.held = 0 if are_alike or world is None else world.rank
-        return made
+        return _Alternating(_Asking(), _Asking()).double()
 
     model = mw.apply_plan(build, "tp=2", loss_fn=entropy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
     with pytest.MonkeyPatch.context() as patch, model:
@@ -171,6 +169,8 @@ def count_own_proofs(*, are_alike: bool) -> tuple[int, int]:
             ids = torch.randint(VOCABULARY, (4, length + 1), generator=torch.Generator().manual_seed(length))
             model.step(({"ids": ids[:, :-1]}, ids[:, 1:]))
             patch.setattr(part_guard, "Experiment", Counted)  # from the second step on: another size
+            if not are_alike:
+                patch.setattr(part_guard, "digest", lambda _: f"{rank:x}00")
         engine: Any = model.engine
         return sum(part.guard.num_proofs for part in engine.cutting.parts), len(own)
 
