@@ -19,28 +19,24 @@ run: $(STAMP)
 	$(BIN)/meshwright train examples/gpt_python.toml
 	$(BIN)/meshwright compare examples/gpt_python.toml --plans "single; data_parallel; model_parallel; distributed"
 
-# Over gloo: each plan, setting and number of ranks once, and each test of an exchange (tests/parity/representatives.py): a transport
-# sees flat memory, whichever model it belongs to. Left out are files that start no ranks (one process, accumulation, the tables) or
-# whose own ranks make exchanges that others make (the tools, Hugging Face, presets, counts of bytes), the largest models, eight ranks
-# of tensor parallelism, where compressed training ends, which is no question of the transport, and what starts gloo by itself.
+# In the campaign, files that start no ranks, or make exchanges that others make: as in tests/parity/over_gloo.py.
 NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face trainer fabric presets sent_bytes probe foreseen_stages
-PARITY_OVER_GLOO = MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py)
 
 # Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.
 test test-grid: export PYTHONDONTWRITEBYTECODE =
 
-# Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too.
+# Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too. Each plan, setting
+# and number of ranks runs a second time over gloo, and each test of an exchange, in the same session (tests/parity/over_gloo.py).
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults tests/docs -n 3 -q --each-value
-	$(PARITY_OVER_GLOO) --representatives -k "not hf_ and not wide and not style_ and not many_ranks and not training_ends and not without_shared_memory"
+	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults tests/docs -n 3 -q --each-value --over-gloo
 
 # The campaign: every model under every plan with every setting, and all of it over gloo too. Hours; `-k` narrows it: make test-grid K=mlp
 K ?=
 test-grid: export MESHWRIGHT_FULL_GRID = 1
 test-grid: $(STAMP)
 	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 3 -q -k "$(K)"
-	$(PARITY_OVER_GLOO) -k "$(K)"
+	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py) -k "$(K)"
 
 # The tests with another release of torch and the newest of everything else, in an environment in a temporary folder:
 # make test-torch TORCH=2.11.0 PYTHON=python3.12

@@ -10,6 +10,8 @@ import pytest
 
 _PREFIX = "MESHWRIGHT_"  # the transport, the full grid, the backend under test: each makes another test of it
 TITLE = "this cell alone"
+OVER_GLOO = " over gloo"
+"""End of the name of a test that runs a second time, over gloo (`parity/over_gloo.py`)."""
 NOT_MEASURED = ("MESHWRIGHT_CLUSTER", "none")  # what conftest.py sets by itself
 
 
@@ -22,7 +24,7 @@ def command_of(nodeid: str, environment: Mapping[str, str]) -> str:
     """
     chosen = sorted(pair for pair in environment.items() if pair[0].startswith(_PREFIX) and pair != NOT_MEASURED)
     words = [f"{name}={shlex.quote(value)}" for name, value in chosen]
-    return " ".join([*words, "python -m pytest", shlex.quote(nodeid)])
+    return " ".join([*words, "python -m pytest", shlex.quote(nodeid.removesuffix(OVER_GLOO))])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,20 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from meshwright.testing import pool
-
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # ranks import test modules by the names that pytest gives them: tests.parity.test_x
-
-# What tests of ranks import, and what an optimizer imports when it is made (torch._dynamo).
-_FOR_RANKS = (
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "meshwright.compare.run_plans",
-)
 
 os.environ.setdefault("MESHWRIGHT_CLUSTER", "none")  # no test measures the machine, but for those that say so
 
@@ -104,9 +93,15 @@ def _children(of: int) -> list[int]:
     return found
 
 
+def _pool_pids() -> set[int]:
+    """Return the pool's processes; the process that only hands out tests imports no pool, and with it no torch."""
+    pool = sys.modules.get("meshwright.testing.pool")
+    return set() if pool is None else pool.pool_pids()
+
+
 def _descendants() -> set[int]:
     """Return all processes below this one, but for the pool's and what those have started."""
-    of_pool = pool.pool_pids()
+    of_pool = _pool_pids()
     if not _HAS_LISTS:
         below = psutil.Process().children(recursive=True)
         return {child.pid for child in below if of_pool.isdisjoint((child.pid, *(p.pid for p in child.parents())))}
@@ -127,14 +122,14 @@ def _threads() -> set[threading.Thread]:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves variables, threads, process groups or processes; those of the rank pool are to stay."""
     environment, threads, before = _environment(), _threads(), _descendants()
-    pool_before = pool.pool_pids()
+    pool_before = _pool_pids()
     had_group = _default_group_exists()
     yield
     changed = {key for key, value in _environment().items() if environment.get(key) != value}
     changed |= environment.keys() - _environment().keys()
     assert not changed, f"environment variables were changed: {sorted(changed)}"
     assert _default_group_exists() == had_group, "a process group was left behind (or taken away)"
-    pool_changed = pool.pool_pids() != pool_before
+    pool_changed = _pool_pids() != pool_before
     # The pool's own threads come with its processes.
     left = set() if pool_changed else {t for t in _threads() - threads if not t.daemon}
     for thread in left:
@@ -164,7 +159,11 @@ def _strangers(pids: set[int]) -> dict[int, str]:
 @pytest.fixture(autouse=True, scope="session")
 def pools_are_closed() -> Iterator[None]:
     """Stop the ranks that tests have shared, and fail if one of them is still there."""
-    pool.preload(*_FOR_RANKS)
+    from tests.scopes import FOR_RANKS
+
+    from meshwright.testing import pool
+
+    pool.preload(*FOR_RANKS)
     yield
     pids = pool.pool_pids()
     pool.close_pools()

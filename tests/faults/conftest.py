@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from tests.faults import leaks
 from tests.faults.shm_ranks import Zygote
+from tests.scopes import FOR_RANKS, ONE_THREAD
 
 from meshwright.ranks import spawning
 from meshwright.ranks.processes import rank_environment
-from meshwright.testing import pool
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +24,10 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def templates() -> None:
     """What ranks are forked from here, once for all tests that are not about starting; closed with the pools."""
-    environment = {**rank_environment("", None, None), "OMP_NUM_THREADS": "1"}
-    pool.keep_templates(environment, ("torch._dynamo", "meshwright.train.session"))
+    from meshwright.testing import pool
+
+    environment = rank_environment("", None, ONE_THREAD)
+    pool.keep_templates(environment, FOR_RANKS)
 
 
 @pytest.fixture
@@ -47,6 +49,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, templates: None) -> Iterator[leaks.Wa
     watch = leaks.Watch()
     monkeypatch.setenv(leaks.MARK_VARIABLE, watch.mark)
     # One thread per rank, whatever the machine: the tests share two cores.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
     yield watch
     watch.assert_nothing_left()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 import torch
 from tests.parity.jobs import buffer_jobs as jobs
+from tests.parity.over_gloo import is_over_gloo
 
 import meshwright as mw
 from meshwright import testing
-
-OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +27,7 @@ def test_an_evaluation_without_samples_on_a_rank_moves_its_buffers_too(plan: str
 @pytest.mark.parametrize(("ranks", "calls"), [((0,), 1), ((1,), 0), ((0, 1), 1)])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
 def test_calls_by_hand_count_on_rank_0(plan: str, ranks: tuple[int, ...], calls: int) -> None:
-    if OVER_GLOO and len(ranks) == 1:
+    if is_over_gloo() and len(ranks) == 1:
         pytest.skip("ranks agree while forward runs: refused")
     losses, seen = jobs.plain(calls=calls)
     for found in testing.run_ranks(functools.partial(jobs.train, plan, by_hand=ranks), 2):

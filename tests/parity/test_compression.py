@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from tests.parity import cases, losses
 from tests.parity.harness import Setting, assert_ranks_agree, reference
 from tests.parity.jobs import compression_jobs
+from tests.parity.over_gloo import is_over_gloo
 from tests.scopes import FULL_GRID
 
 import meshwright as mw
@@ -28,7 +28,6 @@ PLANS = (
     ("dp=4,zero=2,shard=2", 4),
     ("dp=4,zero=3,shard=2,whole_below=0B", 4),
 )
-OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
 SETTINGS = (
     Setting(num_samples=7, micro_batches=1),
@@ -155,7 +154,7 @@ def test_a_run_that_is_cut_in_two_ends_in_the_same_bits(plan: str, num_ranks: in
     whole = testing.run_ranks(compression_jobs.train_in_two_parts, num_ranks, words, 0, 6, 3)
     parts = testing.run_ranks(compression_jobs.train_in_two_parts, num_ranks, words, 3, 6, 3)
     assert len({digest for digest, _ in whole}) == 1
-    if OVER_GLOO and num_ranks > 2 and kind == "powersgd":
+    if is_over_gloo() and num_ranks > 2 and kind == "powersgd":
         # gloo's ring adds up in an order that depends on the place in the message, so plain sums differ by roundings, too.
         assert [losses for _, losses in whole] == [pytest.approx(losses, rel=1e-5) for _, losses in parts]
     else:
@@ -168,7 +167,7 @@ def test_no_bit_depends_on_buckets_or_overlap(kind: str) -> None:
         words: testing.run_ranks(compression_jobs.train_in_two_parts, 3, f"dp=3,compress={kind}{words}", 0, 4, 7)[0]
         for words in ("", ",bucket_bytes=1KiB", ",bucket_bytes=1KiB,overlap=off", ",bucket_bytes=8KiB")
     }
-    if OVER_GLOO and kind == "powersgd":  # see above
+    if is_over_gloo() and kind == "powersgd":  # see above
         assert all(losses == pytest.approx(found[""][1], rel=1e-5) for _, losses in found.values())
     else:
         assert len({digest for digest, _ in found.values()}) == 1, found

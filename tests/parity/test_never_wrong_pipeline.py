@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,6 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import testing
-
-OVER_GLOO = os.environ.get("MESHWRIGHT_TRANSPORT") == "gloo"
 
 _TOLERANCE = 1e-11
 _SEVERAL_STAGES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def test_refused_on_every_rank(name: str) -> None:
         assert isinstance(outcome.error, ApplyError), outcome
         with pytest.raises(ApplyError, match=REFUSED[name]):
             raise outcome.error
+
+
+def test_one_rank_proves_for_all_where_they_hold_the_same() -> None:
+    (made, first), (made_on_other, other) = testing.run_ranks(
+        functools.partial(jobs.count_own_proofs, are_alike=True), 2
+    )
+    assert made == made_on_other == first > 0
+    assert other == 0
+    # The control: where something differs, each rank proves for itself.
+    for made, own in testing.run_ranks(functools.partial(jobs.count_own_proofs, are_alike=False), 2):
+        assert own > 0
+        assert made >= own
 
 
 def test_what_alternates_is_proven_once() -> None:

@@ -6,10 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
-
-from meshwright.ranks.world import set_current_world
 
 # On a busy machine a deadline fails what is right.
 settings.register_profile("unit", deadline=None)
@@ -19,6 +16,8 @@ settings.load_profile("unit")
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Small models gain nothing from more, and two workers share the cores."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,5 +36,7 @@ def heap_of_tests_alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def in_no_world() -> Iterator[None]:
     """A process joins its world, be it of one, for good: have the next test find it as if it had not."""
+    from meshwright.ranks.world import set_current_world
+
     yield
     set_current_world(None)

@@ -13,7 +13,6 @@ its stack file, the board, the store), {"release": TOKEN}. Reports: {"ready": tr
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -25,6 +24,7 @@ import traceback
 import warnings
 from typing import Any, NoReturn
 
+from meshwright.garbage import freeze_all
 from meshwright.ranks import worker
 from meshwright.ranks.channel import RankEnd
 from meshwright.ranks.signals import STOP_SIGNALS
@@ -220,8 +220,7 @@ def load(modules: list[str]) -> str:
     if (count := _num_threads()) > 1:
         return f"the import has left {count - 1} threads, which a forked process has not"
     # Objects of now live on; a collector that skips them keeps their pages shared among the ranks.
-    gc.collect()
-    gc.freeze()
+    freeze_all()
     return ""
 
 

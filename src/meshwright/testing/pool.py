@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import pickle
 import sys
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 
 from meshwright.ranks import spawning
+from meshwright.ranks.environment import TRANSPORT_VARIABLE
 from meshwright.ranks.launch import RankGroup
 from meshwright.ranks.processes import rank_environment
 from meshwright.ranks.world import current_world
@@ -40,7 +42,7 @@ class RankOutcome:
 
 
 class RankPool:
-    """One group of rank processes for each world size, started when first needed.
+    """One group of rank processes for each world size, started when first needed, all over one transport.
 
     Args:
         env: Environment variables for the ranks, beside this process's.
@@ -50,11 +52,16 @@ class RankPool:
         self._env = env
         self._groups: dict[int, RankGroup] = {}
         self._pids: dict[int, set[int]] = {}
+        self._transport = ""
         self.modules: tuple[str, ...] = ()
         """What ranks find imported when they start."""
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results in rank order."""
+        transport = {**os.environ, **(self._env or {})}.get(TRANSPORT_VARIABLE, "")
+        if transport != self._transport:
+            self.close()  # those of the other transport
+            self._transport = transport
         group = self._groups.get(num_ranks)
         if group is None:
             keep_templates(rank_environment("", 1, self._env), self.modules)

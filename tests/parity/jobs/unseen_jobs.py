@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tests.parity.jobs.unseen_calls import (
@@ -41,6 +42,8 @@ from tests.parity.jobs.unseen_tensors import (
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.apply.tensor.guards import part_guard
+from meshwright.apply.tensor.proof.proof import Experiment
 
 SCRIPTS: dict[str, Callable[[], Script]] = {
     **{f"sizes {choose.__name__}": (lambda choose=choose: Lengths(choose)) for choose in SIZES},
@@ -139,6 +142,37 @@ class _Asking(Block):
         h = F.relu(h) if 1.0 / x.shape[1] < 0.2 else F.gelu(h)
         h = h if self.training else F.silu(h)
         return x + self.down(h * 2 if last else h)
+
+
+def count_own_proofs(*, are_alike: bool) -> tuple[int, int]:
+    """Return the proofs that were made while the model ran, and those of them that this rank has run itself.
+
+    Args:
+        are_alike: Whether structures and calls have one digest on all ranks; otherwise each rank's is its own.
+    """
+    own: list[Any] = []
+    world = mw.current_world()
+    rank = 0 if world is None else world.rank
+
+    class Counted(Experiment):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            own.append(args)
+            super().__init__(*args, **options)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return _Alternating(_Asking(), _Asking()).double()
+
+    model = mw.apply_plan(build, "tp=2", loss_fn=entropy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    with pytest.MonkeyPatch.context() as patch, model:
+        for length in (3, 6):
+            ids = torch.randint(VOCABULARY, (4, length + 1), generator=torch.Generator().manual_seed(length))
+            model.step(({"ids": ids[:, :-1]}, ids[:, 1:]))
+            patch.setattr(part_guard, "Experiment", Counted)  # from the second step on: another size
+            if not are_alike:
+                patch.setattr(part_guard, "digest", lambda _: f"{rank:x}00")
+        engine: Any = model.engine
+        return sum(part.guard.num_proofs for part in engine.cutting.parts), len(own)
 
 
 def count_proofs(num_rounds: int) -> list[int]:

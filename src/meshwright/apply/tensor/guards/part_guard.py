@@ -150,30 +150,52 @@ class Guard:
         """Return whether the call is proven, for which sizes, and whether only for these values."""
         names = signatures.names_of_sizes(args, kwargs)
         reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
-        sizes, values, is_same = set(names), 2, True
+        sizes, values, is_anothers = set(names), 2, False
         elsewhere = self._tensors_elsewhere(args, kwargs)
         if not all(tensor.is_floating_point() for tensor in elsewhere):
             reason = "it takes indices, a mask or complex numbers that another pipeline stage computes"
         elif self.num_proofs < MAX_PROOFS:
             self.num_proofs += 1
-            self._take_over_numbers()
-            given = map_tensors((args, kwargs), _for_proof)
-            call = Call(args=given[0], kwargs=given[1], ambient=ambient)
-            # In a thread of its own, where this thread's modes and autograd's hooks are not in force.
-            with self._undisturbed(), concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reason, sizes, values, is_same = pool.submit(self._why_not, call, set(names)).result()
-        if values and not (reason or all(tensor.requires_grad for tensor in elsewhere)):
-            reason, values = "it reads values, and another pipeline stage computes some that it may read", 2
-        if not (reason or is_same or torch.is_grad_enabled()):
-            reason = "it computes something else where gradients are off"
+            is_anothers = self._is_alike(args, kwargs, ambient, names) and self._group.group_rank > 0
+            # Nothing against it here: the first rank's word decides.
+            found = ("", set[int](), 0) if is_anothers else self._try(args, kwargs, ambient, set(names))
+            reason, sizes, values = found
         counts = [size not in sizes for size in names]
         told = torch.tensor([not reason, -values, *counts], dtype=torch.int32, device=self._device)
         self._group.all_reduce(told, "min")
         is_proven, least, *any_size = told.tolist()
         if not is_proven:
+            reason = self._try(args, kwargs, ambient, set(names))[0] if is_anothers else reason
             self._note(reason or "another rank could not prove it")
         exact = tuple(name for name, is_any in zip(names.values(), any_size, strict=True) if not is_any)
         return bool(is_proven), (exact, -least)
+
+    def _is_alike(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient, names: Mapping[int, str]
+    ) -> bool:
+        """Tell whether this call is the same on all ranks, numbers included: they would all run the same proof, and one does."""
+        exact = self._signature(args, kwargs, (tuple(names.values()), 2), ambient)
+        own = 0 if exact is None else (int(digest((self._structure, exact)), 16) >> 2) + 1
+        told = torch.tensor([own, -own], dtype=torch.int64, device=self._device)
+        self._group.all_reduce(told, "min")
+        return own != 0 and told.tolist() == [own, -own]
+
+    def _try(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient, sizes: set[int]
+    ) -> tuple[str, set[int], int]:
+        """Return why a call is not proven (or ""), which sizes count, and whether values do, as found on this rank."""
+        elsewhere = self._tensors_elsewhere(args, kwargs)
+        self._take_over_numbers()
+        given = map_tensors((args, kwargs), _for_proof)
+        call = Call(args=given[0], kwargs=given[1], ambient=ambient)
+        # In a thread of its own, where this thread's modes and autograd's hooks are not in force.
+        with self._undisturbed(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            reason, sizes, values, is_same = pool.submit(self._why_not, call, sizes).result()
+        if values and not (reason or all(tensor.requires_grad for tensor in elsewhere)):
+            reason, values = "it reads values, and another pipeline stage computes some that it may read", 2
+        if not (reason or is_same or torch.is_grad_enabled()):
+            reason = "it computes something else where gradients are off"
+        return reason, sizes, values
 
     def _tensors_elsewhere(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors that a call may use and that another pipeline stage computes: here they have no values."""
