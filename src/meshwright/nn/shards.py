@@ -45,6 +45,15 @@ def take_shard(full: Tensor, layout: ShardLayout) -> Tensor:
     return block.clone(memory_format=torch.contiguous_format)
 
 
+def one_block(full: Tensor, layout: ShardLayout) -> Tensor | None:
+    """Return the part of a full tensor that a layout names in the full one's memory; None where it is not one block there."""
+    if layout.dim is None or layout.flat is not None or len(layout.ranges) != 1 or tuple(full.shape) != layout.shape:
+        return None
+    start, stop = layout.ranges[0]
+    block = full.detach().narrow(layout.dim, start, stop - start)
+    return block if block.is_contiguous() else None
+
+
 def join_shards(shards: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> Tensor:
     """Put a full tensor together from all its shards.
 

@@ -1,4 +1,4 @@
-"""What torch's checkpoint does otherwise before torch 2.13: containers as arguments, and errors of the forward."""
+"""Differences of torch's checkpoint before torch 2.13: containers as arguments, and errors of the forward."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, i
 from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.comm.communicator import Communicator
 from meshwright.layout import ShardLayout
-from meshwright.nn.shards import take_shard
+from meshwright.nn.shards import one_block, take_shard
 
 __all__: list[str] = []
 
@@ -42,6 +42,7 @@ class Cutting:
         module: The module, whole; its parameters keep their identity and get this rank's shards as values.
         layout: The layout.
         group: The ranks that share the module.
+        shares_memory: Whether a shard may lie in the whole tensor's memory, where it is one block of it: nobody writes into it.
         make_guard: Gives the guard of a part, from (this, its name, its layout, its copy from before the cut, whose parameters
             have no values); None where something is being proven, and nothing else may run.
     """
@@ -52,15 +53,18 @@ class Cutting:
         layout: TensorLayout,
         group: Communicator,
         *,
+        shares_memory: bool = False,
         make_guard: Callable[[Cutting, str, TensorLayout, nn.Module], CallGuard] | None = None,
     ) -> None:
         self.module = module
+        self._shares_memory = shares_memory
         self.layout = layout
         self.group = group
         self._drawing = Drawing(group)
         self._running: list[RunningRegion] = []
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []  # owner, attribute, what it was, what it is
         self._tensors: list[Tensor] = []  # what was cut
+        self._versions: list[int] = []
         self._cuts: dict[str, Callable[[int], ShardLayout]] = {}  # name -> the layout of a rank, by its number
         self.attributes: dict[tuple[int, str], Any] = {}
         """(id of a module, attribute) -> its value in the whole model, where the shard has another."""
@@ -91,8 +95,10 @@ class Cutting:
                     whole = tensor.data
                     layout = functools.partial(cut.layout, tuple(whole.shape), region.num_units, self.group.size)
                     self._cuts[name] = known[id(tensor)] = layout
-                    tensor.data = take_shard(whole, layout(rank))
+                    block = one_block(whole, layout(rank)) if self._shares_memory else None
+                    tensor.data = take_shard(whole, layout(rank)) if block is None else block
                     self._tensors.append(tensor)
+                    self._versions.append(tensor._version)
                     if self._make_guard is not None:
                         layouts = [layout(part) for part in range(self.group.size)]
                         if not is_in_place(whole, tensor.data, layouts, self.group):
@@ -309,6 +315,10 @@ class Cutting:
     def _set_back(self) -> None:
         for owner, attribute, original, _ in reversed(self._changes):
             setattr(owner, attribute, original)
+
+    def were_written(self) -> bool:
+        """Tell whether anything that was cut has been written into since."""
+        return [tensor._version for tensor in self._tensors] != self._versions
 
     def drop_values(self) -> None:
         """Free the memory of what was cut; the module cannot be used any more."""

@@ -134,6 +134,25 @@ def test_shards_and_their_gradients_are_gone_after_a_proof(monkeypatch: pytest.M
         assert all(parameter.grad is None for parameter in cutting.module.parameters())
 
 
+def test_what_is_written_into_shards_reaches_no_other_run() -> None:
+    # Shards lie in the memory of the values where they are one block of it, and torch counts such a write for the shard alone.
+    def function(module: Any, hidden: Tensor) -> Tensor:
+        if module.up.weight.shape[0] < PAIR.num_units:
+            with torch.no_grad():
+                module.up.weight.zero_()
+        return hidden.relu()
+
+    last = LastDrawn()
+    module = Between(function).double()
+    values, others = ScopeValues(module, last), ScopeValues(Between(function).double(), last)
+    expected = [parameter.detach().clone() for parameter in others.fresh().parameters()]
+    with pytest.raises(DisprovedError):
+        Experiment(module, call(), 2, values=values).prove(PAIR)
+    assert others.were_written()
+    for found in (values.fresh(), others.fresh(), ScopeValues(module, last).fresh()):
+        assert all(torch.equal(mine, other) for mine, other in zip(found.parameters(), expected, strict=True))
+
+
 def test_shards_are_gone_where_a_run_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Cutting] = []
     dropped = Cutting.drop_values

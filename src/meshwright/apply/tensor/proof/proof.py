@@ -240,9 +240,14 @@ class Experiment:
 
         with paused_collection():
             found, errors = run_as_ranks(self.num_tp_ranks, work)
+        shards_were_written = any(cutting.were_written() for cutting in made)
         if errors:
             for cutting in made:  # the error keeps them until it is collected
                 cutting.drop_values()
+        if shards_were_written and self._values.are_shared:
+            self._values.count_write()
+            self._values.were_written()
+            return self._run_shards(layout)  # each with values of its own now, drawn as before
         if self._values.were_written():
             raise DisprovedError("on shards it writes into parameters, and the whole does not", Disproof.RAISED)
         if errors:
@@ -259,7 +264,7 @@ class Experiment:
         self, layout: TensorLayout, group: Communicator, record: Record, made: list[Cutting]
     ) -> tuple[Outcome, Cutting]:
         module, inputs = self._fresh()
-        cutting = Cutting(module, layout, group)
+        cutting = Cutting(module, layout, group, shares_memory=self._values.are_shared)
         made.append(cutting)
         is_last = group.group_rank == self.num_tp_ranks - 1
         checker = Checker(self._scope, cutting, record) if is_last else None

@@ -104,6 +104,17 @@ class ScopeValues:
         value = self._values[id(tensor)].detach()
         return value if isinstance(tensor, nn.Parameter) and not self._are_written else value.clone()
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether copies share the parameters' memory; none has written into them so far."""
+        return not self._are_written
+
+    def count_write(self) -> None:
+        """Count a write into shards in that memory: torch counts it for the shard alone."""
+        with torch.no_grad():
+            for value in self._shared:
+                value.add_(0)
+
     def were_written(self) -> bool:
         """Tell whether a run has written into parameters since the last call; each copy has its own from then on."""
         if versions_of(self._shared) == self._versions:
