@@ -25,6 +25,26 @@ def test_a_script_is_one_process(plan: str, tmp_path: Path) -> None:
         assert found["writes"] == (rank == 0)
 
 
+def test_shuffled_rows_are_each_seen_once() -> None:
+    wanted = testing.run_ranks(jobs.shuffled, 1, None)[0]
+    found = testing.run_ranks(jobs.shuffled, 2, "dp=2")
+    for epoch, order in enumerate(wanted["rows"]):
+        assert sorted(found[0]["rows"][epoch] + found[1]["rows"][epoch]) == sorted(order)
+    assert all(one["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64) for one in found)
+
+
+def test_shares_draw_their_own_dropout() -> None:
+    first, second = (one["drawn"] for one in testing.run_ranks(jobs.shuffled, 2, "dp=2", "dropout"))
+    assert first[0] != second[0], "both shares, of two rows each, dropped the same entries"
+    assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_ranks_with_other_batches_are_refused(plan: str) -> None:
+    for outcome in testing.run_outcomes(jobs.shuffled, 2, plan, "apart"):
+        assert "batch 0 is another one on rank 1" in str(outcome.error)
+
+
 def test_a_mean_without_its_weight_is_refused() -> None:
     for outcome in testing.run_outcomes(jobs.without_weight, 2, "dp=2"):
         assert "without its weight" in str(outcome.error)

@@ -1,11 +1,13 @@
 """Lightning Fabric under a plan: a strategy whose `setup` applies the plan, and whose loaders give each rank its share.
 
 The script's loop stays. Two things are one process' only because they are said: a loader's batch is the whole one, and
-``fabric.backward(loss, weight=n)`` tells what a rank's mean counts, since shares may be unequal.
+``fabric.backward(loss, weight=n)`` tells what a rank's mean counts, since shares may be unequal. Ranks draw data alike, so that
+they shuffle alike, and loaders compare their batches; what a forward draws is apart for each share.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.describe.batches import count_samples, split_samples
-from meshwright.errors import ConfigError, MissingDependencyError
+from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
+from meshwright.integrations import share_streams
 from meshwright.integrations.refusals import refuse_model, refuse_plan
 from meshwright.ranks.join import join_world
+from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.run.sentinels.digest import digest_batch
 from meshwright.spec import Plan
 
 try:
@@ -78,8 +83,15 @@ class PlanStrategy(SingleDeviceStrategy):
                 fix="several models: mw.apply_plan for each, and model.backward, as in examples/loops/gan.py",
             )
         refuse_model(module, self.plan)
-        self.parallel = apply_plan(module, self.plan, optimizer=optimizers[0] if optimizers else None, seed=self._seed)
-        return _Forward(self.parallel), [self.parallel.optimizer] if optimizers else [], scheduler
+        with share_streams.kept(self._world.device):
+            self.parallel = apply_plan(
+                module, self.plan, optimizer=optimizers[0] if optimizers else None, seed=self._seed
+            )
+        return (
+            _Forward(self.parallel, self._world.device, self._seed),
+            [self.parallel.optimizer] if optimizers else [],
+            scheduler,
+        )
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Apply the plan without an optimizer."""
@@ -96,9 +108,12 @@ class PlanStrategy(SingleDeviceStrategy):
         )
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader, whose batches are cut to this rank's share; a share may have no rows."""
+        """Return the loader, whose batches are cut to this rank's share; a share may have no rows.
+
+        Its iteration raises ApplyError where ranks have other batches; all ranks iterate together.
+        """
         place = self.plan.mesh.coordinate(self._world.rank).dp
-        return dataloader if self.plan.dp == 1 else _Shares(dataloader, place, self.plan.dp)
+        return dataloader if self.world_size == 1 else _Shares(dataloader, place, self.plan.dp, self._world)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -196,14 +211,20 @@ class PlanStrategy(SingleDeviceStrategy):
 
 
 class _Forward(nn.Module):
-    """The module that Fabric calls."""
+    """The module that Fabric calls; what its forward draws belongs to the seed, the number of the forward and the share."""
 
-    def __init__(self, parallel: ParallelModel) -> None:
+    def __init__(self, parallel: ParallelModel, device: torch.device, seed: int) -> None:
         super().__init__()
         self._held = [parallel]  # of which nn.Module makes no child
+        self._device, self._seed, self._num_forwards = device, seed, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._held[0](*args, **kwargs)
+        parallel = self._held[0]
+        if parallel.dp_size == 1:
+            return parallel(*args, **kwargs)  # ranks that share layers draw alike, as one process
+        self._num_forwards += 1
+        with share_streams.of_share(self._device, seed=self._seed, forward=self._num_forwards, share=parallel.dp_rank):
+            return parallel(*args, **kwargs)
 
     def train(self, mode: bool = True) -> _Forward:
         self._held[0].train(mode)
@@ -215,17 +236,37 @@ class _Forward(nn.Module):
 
 
 class _Shares:
-    """A loader whose batches are one share of the given loader's."""
+    """A loader whose batches are one share of the given loader's, which are the same on all ranks."""
 
-    def __init__(self, loader: Any, place: int, num_shares: int) -> None:
+    def __init__(self, loader: Any, place: int, num_shares: int, world: World) -> None:
         self.__dict__.update(vars(loader))
-        self._loader, self._place, self._num_shares = loader, place, num_shares
+        self._loader, self._place, self._num_shares, self._world = loader, place, num_shares, world
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        batches, number = iter(self._loader), 0
+        while self._has_next(found := list(itertools.islice(batches, 1)), number):
+            number += 1
+            batch = found[0]
+            if self._num_shares == 1:
+                yield batch
+                continue
             small, more = divmod(count_samples(batch), self._num_shares)
             sizes = [small + (place < more) for place in range(self._num_shares)]
             yield split_samples(batch, sizes)[self._place]
+
+    def _has_next(self, found: list[Any], number: int) -> bool:
+        """Return whether there is a batch; raise ApplyError where ranks have other ones, or another number of them."""
+        mine = digest_batch(found[0], whole=True) if found else None
+        told = self._world.default_group.all_gather_json(None if mine is None else str(mine), device=self._world.device)
+        other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
+        if other is not None:
+            raise ApplyError(
+                f"a loader's batch {number} is another one on rank {other} than on rank 0 (rule: each rank loads the whole "
+                "batch, and takes its part)",
+                fix="give every rank the same dataset in the same order: fabric.seed_everything(0) on each, or "
+                "DataLoader(..., generator=torch.Generator().manual_seed(0))",
+            )
+        return bool(found)

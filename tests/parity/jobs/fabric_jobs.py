@@ -72,3 +72,35 @@ def without_weight(plan: str) -> None:
     model, _ = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     x, _ = mw.split_batch(rows().tensors, fabric.strategy.parallel)
     fabric.backward(model(x).sum())
+
+
+def shuffled(plan: str | None, kind: str = "drawn") -> Found:
+    """Train on shuffled rows; return the losses, and the first number of each row that this rank was given, by epoch."""
+    from lightning_fabric import Fabric
+
+    options: dict[str, Any] = {}
+    if plan is not None:
+        from meshwright.integrations.fabric import PlanStrategy
+
+        options["strategy"] = PlanStrategy(plan)
+    warnings.simplefilter("ignore")
+    fabric = Fabric(accelerator="cpu", devices=1, **options)
+    module = nn.Sequential(build(), nn.Dropout(0.5 if kind == "dropout" else 0.0))
+    torch.manual_seed(3 + (fabric.global_rank if kind == "apart" else 0))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1e-2))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), batch_size=4, shuffle=True))
+    found: Found = {"losses": [], "rows": [], "drawn": []}
+    for _ in range(2):
+        found["rows"].append([])
+        for x, y in loader:
+            found["rows"][-1] += x[:, 0].tolist()
+            outputs = model(x)
+            found["drawn"].append(outputs.eq(0.0).tolist())
+            loss: Tensor = (outputs - y).square().mean() if len(x) else outputs.sum() * 0
+            fabric.backward(loss, **({} if plan is None else {"weight": float(len(x))}))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            x, y = rows().tensors
+            found["losses"].append((model(x) - y).square().mean().item())
+    return found
