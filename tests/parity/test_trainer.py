@@ -112,7 +112,10 @@ def test_one_rank_logs_and_saves() -> None:
     assert testing.run_ranks(jobs.who_logs, 2, "dp=2") == [(True, True, False), (False, False, False)]
 
 
-@pytest.mark.parametrize(("kind", "word"), [("contrast", "compares samples"), ("norm", "normalises over the batch")])
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("contrast", "compares samples"), ("balance", "compares samples"), ("norm", "normalises over the batch")],
+)
 def test_what_would_not_be_one_process_is_refused(kind: str, word: str) -> None:
     for outcome in testing.run_outcomes(jobs.under_plan, 2, kind, "dp=2", None, None, {}):
         assert isinstance(outcome.error, mw.ApplyError)

@@ -240,14 +240,17 @@ class Trainer(transformers.Trainer):
         is_scaled = self._is_scaled(num_items_in_batch)
         counts = bool(loss_parts.count_labels(inputs, shifts=self._loss_shifts_labels))
         expected: loss_parts.Kind = "sum" if is_scaled else "labels" if counts else "samples"
-        with torch.no_grad(), share_streams.kept(self._world.device):
+        shifts, device = self._loss_shifts_labels, self._world.device
+        with torch.no_grad(), share_streams.kept(device):
             model.eval()
             try:
-                self._loss_kind = loss_parts.find_kind(
-                    loss_of, inputs, num_samples, expected=expected, shifts=self._loss_shifts_labels
-                )
+                kind = loss_parts.find_kind(loss_of, inputs, num_samples, expected=expected, shifts=shifts)
             finally:
                 model.train()
+            self._loss_kind = loss_parts.find_kind_in_training(
+                *(loss_of, inputs, num_samples), kind=kind, shifts=shifts, model=_bare(model), device=device,
+                drops=self.plan.tp > 1,
+            )  # fmt: skip
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip the whole model's gradient, and return its norm before."""

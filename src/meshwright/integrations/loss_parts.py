@@ -1,16 +1,21 @@
 """Relation of a batch's loss to the losses of its parts: their sum, or their mean weighted by samples or by labels.
 
 A loop of transformers gives a number and no word on what it counts. It is found on the first batch, by the loss of the whole and
-of two parts, in evaluation mode and without gradients. A loss that fits nothing compares samples with each other, and is refused.
+of two parts, in evaluation mode and without gradients, and again in training mode without dropout: a loss may have terms that it
+has only there. A loss that fits nothing compares samples with each other, and is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from meshwright.apply.state.undisturbed import GeneratorStates, undisturbed
+from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.describe.batches import split_samples
 from meshwright.errors import ApplyError
 
@@ -66,6 +71,43 @@ def find_kind(
     if len(fitting) == 1 or fitting[1][0] > _CLEAR * max(fitting[0][0], 1e-15):
         return fitting[0][1]
     return expected if any(kind == expected for _, kind in fitting) else fitting[0][1]
+
+
+def find_kind_in_training(
+    loss_of: Callable[[Any], torch.Tensor],
+    batch: Any,
+    num_samples: int,
+    *,
+    kind: Kind | None,
+    shifts: bool,
+    model: nn.Module,
+    device: torch.device,
+    drops: bool,
+) -> Kind | None:
+    """Return the answer of `find_kind` in training mode, or the given one where the model draws random numbers there.
+
+    Args:
+        loss_of: As there.
+        batch: As there.
+        num_samples: As there [count].
+        kind: The answer in evaluation mode.
+        shifts: As there.
+        model: The model, in training mode; it is left as it was.
+        device: Its device.
+        drops: Whether to let dropout draw.
+
+    Raises:
+        ApplyError: As there.
+    """
+    with undisturbed(model, device), contextlib.nullcontext() if drops else WithoutDropout():
+        before = GeneratorStates(device)
+        try:
+            found = find_kind(loss_of, batch, num_samples, expected=kind or "samples", shifts=shifts)
+        except ApplyError:
+            if before.have_moved():
+                return kind
+            raise
+        return kind if before.have_moved() else found
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:

@@ -75,12 +75,24 @@ class Contrast(Regression):
         return {"loss": torch.nn.functional.cross_entropy(y @ y.T, torch.arange(len(y))), "logits": y}
 
 
+class Balance(Regression):
+    """A loss with a term over the whole batch, in training alone."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        outputs = super().forward(nn.functional.dropout(x, 0.1, self.training), labels)
+        if self.training and "loss" in outputs:
+            outputs["loss"] = outputs["loss"] + outputs["logits"].softmax(-1).mean(0).square().sum()
+        return outputs
+
+
 def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind in ("regression", "stream"):
         return Regression().double()
     if kind == "contrast":
         return Contrast().double()
+    if kind == "balance":
+        return Balance().double()
     if kind == "norm":
         return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
     rate = 0.1 if kind == "dropout" else 0.0
@@ -128,7 +140,9 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
             losses.append(loss.item())
             return loss
 
-    data: Any = Points() if kind in ("regression", "contrast", "norm") else Stream() if kind == "stream" else Rows()
+    data: Any = (
+        Points() if kind in ("regression", "contrast", "balance", "norm") else Stream() if kind == "stream" else Rows()
+    )
     changes = {"max_steps": 4, **changes} if kind == "stream" else changes
     with tempfile.TemporaryDirectory() as place:
         more: dict[str, Any] = {} if plan is None else {"plan": plan}
