@@ -54,6 +54,13 @@ def test_a_run_is_one_process(kind: str, plan: str) -> None:
         assert_equal(found, alone(kind), FLOAT64)
 
 
+@pytest.mark.parametrize("kind", ["classes", "popped"])
+def test_ignored_labels_of_later_batches_count_as_in_one_process(kind: str) -> None:
+    """Means by samples and by labels are one in the first batch; and a loss that takes the labels out of the batch."""
+    for found in under("dp=2", kind):
+        assert_equal(found, alone(kind), FLOAT64)
+
+
 def test_the_models_own_loss_is_one_process_in_its_float32() -> None:
     assert_equal(under("dp=2", "gpt")[1], alone("gpt"), FLOAT32)
 

@@ -7,6 +7,7 @@ Data, order, counts of tokens, schedules and steps are one process' by construct
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,7 @@ class Trainer(transformers.Trainer):
         """The model under the plan, once training has begun."""
         self._planned: PlannedModule | None = None
         self._loss_kind: loss_parts.Kind | None = None
+        self._is_undecided = False
         self._num_forwards = 0
         self._groups: list[list[str]] = []
         self._num_parameters = 0
@@ -178,12 +180,16 @@ class Trainer(transformers.Trainer):
             self.optimizer.train()  # pyright: ignore[reportOptionalMemberAccess]
         inputs = self._prepare_inputs(inputs)
         num_samples = parallel.splitter.count(inputs)
-        if self._loss_kind is None and parallel.dp_size > 1:
+        if parallel.dp_size > 1 and (
+            self._loss_kind is None
+            or (self._is_undecided and loss_parts.tells_apart(inputs, num_samples, shifts=self._loss_shifts_labels))
+        ):
             self._find_loss_kind(model, inputs, num_samples, num_items_in_batch)
         share, weight = self._share_of(inputs, num_samples)
         with self._draws():
             with self.compute_loss_context_manager():
-                loss: Any = self.compute_loss(model, share, num_items_in_batch=num_items_in_batch)
+                given = copy.copy(share)  # whoever takes the labels out leaves those that are counted
+                loss: Any = self.compute_loss(model, given, num_items_in_batch=num_items_in_batch)
             if not self._is_scaled(num_items_in_batch):
                 loss = loss / self.current_gradient_accumulation_steps
             value = parallel.backward(self._weighed(loss, share, weight))
@@ -238,6 +244,8 @@ class Trainer(transformers.Trainer):
             return loss.detach()
 
         is_scaled = self._is_scaled(num_items_in_batch)
+        # Means by samples and by labels are one as long as samples have equally many.
+        self._is_undecided = not loss_parts.tells_apart(inputs, num_samples, shifts=self._loss_shifts_labels)
         counts = bool(loss_parts.count_labels(inputs, shifts=self._loss_shifts_labels))
         expected: loss_parts.Kind = "sum" if is_scaled else "labels" if counts else "samples"
         shifts, device = self._loss_shifts_labels, self._world.device

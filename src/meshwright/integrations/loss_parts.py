@@ -47,10 +47,11 @@ def find_kind(
     if num_samples < 2:
         return None
     batch = with_ignored(batch, shifts=shifts)
-    parts = split_samples(batch, [1, num_samples - 1])
+    first = _first_part(batch, num_samples, shifts=shifts)
+    parts = split_samples(batch, [first, num_samples - first])
     whole = loss_of(batch)
     losses = [loss_of(part).double().item() for part in parts]
-    sizes = {"sum": [1.0, 1.0], "samples": [1.0, num_samples - 1.0]}
+    sizes = {"sum": [1.0, 1.0], "samples": [float(first), float(num_samples - first)]}
     labels = [count_labels(part, shifts=shifts) for part in parts]
     if all(labels):
         sizes["labels"] = [float(count) for count in labels]
@@ -64,13 +65,41 @@ def find_kind(
     fitting = sorted((error, kind) for kind, error in errors.items() if error <= bound)
     if not fitting:
         raise ApplyError(
-            f"the loss of a batch is {wanted:.9g}, and those of its parts, of 1 and {num_samples - 1} samples, are "
+            f"the loss of a batch is {wanted:.9g}, and those of its parts, of {first} and {num_samples - first} samples, are "
             f"{losses[0]:.9g} and {losses[1]:.9g} (rule: their sum, or their mean weighted by samples or labels, is the loss)",
             fix="a loss that compares samples, or balances experts over a batch, needs it whole: a plan with dp=1",
         )
     if len(fitting) == 1 or fitting[1][0] > _CLEAR * max(fitting[0][0], 1e-15):
         return fitting[0][1]
     return expected if any(kind == expected for _, kind in fitting) else fitting[0][1]
+
+
+def tells_apart(batch: Any, num_samples: int, *, shifts: bool) -> bool:
+    """Tell whether `find_kind` knows means by samples from means by labels with this batch: their numbers differ in its parts."""
+    if num_samples < 2:
+        return False
+    batch = with_ignored(batch, shifts=shifts)
+    return _are_apart(batch, num_samples, _first_part(batch, num_samples, shifts=shifts), shifts=shifts)
+
+
+def _first_part(batch: Any, num_samples: int, *, shifts: bool) -> int:
+    """Return the samples of the first part: the fewest with which both have labels, not as many for each sample."""
+    firsts = range(1, num_samples)
+    apart = (first for first in firsts if _are_apart(batch, num_samples, first, shifts=shifts))
+    have_labels = (first for first in firsts if all(_counts(batch, num_samples, first, shifts=shifts)))
+    return next(apart, next(have_labels, 1))
+
+
+def _counts(batch: Any, num_samples: int, first: int, *, shifts: bool) -> list[int]:
+    labels = labels_of(batch)
+    if labels is None or len(labels) != num_samples:
+        return [0, 0]
+    return [count_labels({"labels": part}, shifts=shifts) for part in (labels[:first], labels[first:])]
+
+
+def _are_apart(batch: Any, num_samples: int, first: int, *, shifts: bool) -> bool:
+    one, other = _counts(batch, num_samples, first, shifts=shifts)
+    return one > 0 and other > 0 and one * (num_samples - first) != other * first
 
 
 def find_kind_in_training(

@@ -46,6 +46,13 @@ class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"x": self.x[index], "labels": self.x[index, :3].cumsum(0)}
 
 
+class Classes(Points):
+    """The same points with classes; those of some rows of the later batches are ignored."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "labels": torch.tensor(-100 if index in (4, 7, 9) else index % 3)}
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     """The same points, without a length."""
 
@@ -75,6 +82,16 @@ class Contrast(Regression):
         return {"loss": torch.nn.functional.cross_entropy(y @ y.T, torch.arange(len(y))), "logits": y}
 
 
+class Classifier(Regression):
+    """A mean over samples, of which ignored ones add nothing and count."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.down(torch.tanh(self.up(x)))
+        if labels is None:
+            return {"logits": y}
+        return {"loss": nn.functional.cross_entropy(y, labels, reduction="none").mean(), "logits": y}
+
+
 class Balance(Regression):
     """A loss with a term over the whole batch, in training alone."""
 
@@ -91,6 +108,8 @@ def build(kind: str) -> nn.Module:
         return Regression().double()
     if kind == "contrast":
         return Contrast().double()
+    if kind in ("classes", "popped"):
+        return Classifier().double()
     if kind == "balance":
         return Balance().double()
     if kind == "norm":
@@ -140,9 +159,22 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
             losses.append(loss.item())
             return loss
 
+        def _get_train_sampler(self, *args: Any) -> Any:
+            in_order = kind in ("classes", "popped")
+            return torch.utils.data.SequentialSampler(data) if in_order else super()._get_train_sampler(*args)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind != "popped":
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            labels = inputs.pop("labels")  # as in the documentation of transformers
+            outputs = model(**inputs)
+            loss = nn.functional.cross_entropy(outputs["logits"], labels)
+            return (loss, outputs) if kwargs.get("return_outputs") else loss
+
     data: Any = (
         Points() if kind in ("regression", "contrast", "balance", "norm") else Stream() if kind == "stream" else Rows()
     )
+    data = Classes() if kind in ("classes", "popped") else data
     changes = {"max_steps": 4, **changes} if kind == "stream" else changes
     with tempfile.TemporaryDirectory() as place:
         more: dict[str, Any] = {} if plan is None else {"plan": plan}
