@@ -31,6 +31,13 @@ def test_parameters_that_are_sharded_are_not_written_over(write: Any, after: int
         equal(found, jobs.plainly_written(write, after))
 
 
+@pytest.mark.parametrize("kind", ["norm", "data", "teacher"])
+def test_a_forward_does_not_write_into_parameters_that_are_gathered(kind: str) -> None:
+    for outcome in testing.run_outcomes(jobs.written_in_forward, 2, "dp=2,zero=3,whole_below=0", kind):
+        assert isinstance(outcome.error, mw.ApplyError), f"{outcome.error!r}"
+        assert "was written over in a forward" in str(outcome.error)
+
+
 @pytest.mark.parametrize("kind", ["squares", "orthogonal", "one"])
 @pytest.mark.parametrize("plan", ["data_parallel,dp=2", "data_parallel,dp=3,micro_batches=2"])
 def test_replicas_add_what_a_penalty_over_parameters_gives(plan: str, kind: str) -> None:

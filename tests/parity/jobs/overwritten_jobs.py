@@ -43,6 +43,31 @@ def written(plan: str, write: Any, whole: bool, after: int) -> dict[str, Tensor]
         return model.full_state_dict()
 
 
+class Writing(nn.Sequential):
+    """Writes into its own parameters in each forward: a weight of norm 1, or a teacher that follows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(6, 5).requires_grad_(False))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, teacher = self[0], self[3]
+        with torch.no_grad():
+            if self.kind == "norm":
+                first.weight.div_(first.weight.norm())
+            elif self.kind == "data":
+                first.weight.data.div_(first.weight.data.norm())
+            else:
+                teacher.weight.lerp_(first.weight, 0.1)
+        return self[2](torch.tanh(first(x)) + teacher(x))
+
+
+def written_in_forward(plan: str, kind: str) -> None:
+    with mw.apply_plan(lambda: Writing(kind).double(), plan, loss_fn=square, optimizer=Sgd) as model:
+        for batch in batches():
+            model.step(mw.split_batch(batch, model))
+
+
 def plainly_written(write: Any, after: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = build()

@@ -159,6 +159,23 @@ class FlatUnit:
         self.flat, self._coming = flat, None
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(flat, index)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def written_name(self, *, by_value: bool) -> str | None:
+        """Return the name of a parameter that code wrote into since it was gathered, and a release would lose; or None.
+
+        Args:
+            by_value: Whether to compare values, too: a write through `.data` shows in nothing else.
+        """
+        if self.flat is None or not self.is_gathered:
+            return None
+        pairs = zip(self.names, self.parameters, self._versions, strict=True)
+        name = next((name for name, parameter, version in pairs if parameter._version != version), None)
+        if name is not None or not by_value:
+            return name
+        own = self.flat.narrow(0, self.group.group_rank * self.layout.segment_numel, self.layout.segment_numel)
+        is_same = torch.equal(own.view(torch.uint8), self.segment.detach().view(torch.uint8))
+        return None if is_same else self.names[0]
 
     def release(self) -> None:
         """Free everything but this rank's segment. The parameters then read as NaN, of the right shape and without memory."""
@@ -197,6 +214,7 @@ class FlatUnit:
                 with torch.no_grad():
                     self.segment.copy_(own)
                     self.master.copy_(self.segment)
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def take_writes(self) -> None:
         """With `offload`, copy what was written into the values since the optimizer's last step to the host."""

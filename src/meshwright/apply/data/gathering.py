@@ -306,7 +306,14 @@ class Gathering(OwnGathering):
         unit = self._units[index]
         if unit.is_gathered and unit.flat is not None and not self._everything_whole:
             del self._at_address[unit.flat.data_ptr()]
+            written = unit.written_name(by_value=self._is_learning)
             unit.release()
+            if written is not None:
+                raise ApplyError(
+                    f"'{written}', or another parameter of its layer, was written over in a forward: under ZeRO-3 a rank keeps "
+                    "only its part of the values, and what was written would be lost",
+                    fix="use zero=2; or write inside `with model.whole_parameters():` on every rank, between steps",
+                )
 
     def _run_rest(self) -> None:
         while self._place < len(self._order):
