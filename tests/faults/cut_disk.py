@@ -44,6 +44,7 @@ class CutDisk:
         self.path = directory / "disk"
         self._image, self._cut, self._cut_path = directory / "image", directory / "cut", directory / "after"
         self._options = ",".join(filter(None, ("commit=60", options)))
+        self._num_cuts = 0
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> CutDisk:
@@ -108,12 +109,18 @@ class CutDisk:
     @contextlib.contextmanager
     def mounted(self, image: np.ndarray) -> Iterator[Path]:
         """Mount such a disk, as the next start of the machine would: the journal is played back; give its place."""
-        image.tofile(self._cut)
-        _run("mount", "-o", "loop,commit=60", self._cut, self._cut_path)
+        # A file of its own each time: the kernel may not be done with the last one's loop device, which would show that disk again.
+        self._num_cuts += 1
+        cut = f"{self._cut}-{self._num_cuts}"
+        image.tofile(cut)
         try:
-            yield self._cut_path
+            _run("mount", "-o", "loop,commit=60", cut, self._cut_path)
+            try:
+                yield self._cut_path
+            finally:
+                _run("umount", self._cut_path)
         finally:
-            _run("umount", self._cut_path)
+            Path(cut).unlink()
 
 
 def can_mount(directory: Path) -> bool:
