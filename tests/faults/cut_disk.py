@@ -109,7 +109,7 @@ class CutDisk:
     @contextlib.contextmanager
     def mounted(self, image: np.ndarray) -> Iterator[Path]:
         """Mount such a disk, as the next start of the machine would: the journal is played back; give its place."""
-        # A file of its own each time: the kernel may not be done with the last one's loop device, which would show that disk again.
+        # A file of its own each time: the kernel may not be done with the loop device of the last one, and show that disk again.
         self._num_cuts += 1
         cut = f"{self._cut}-{self._num_cuts}"
         image.tofile(cut)
