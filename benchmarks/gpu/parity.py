@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=3600.0)
-    parser.add_argument(
-        "--choice", default="--representatives", help="--representatives, --each-value, or nothing for all"
-    )
+    parser.add_argument("--choice", default="--each-value", help="of cells: --each-value, or nothing for all")
     parser.add_argument("tests", nargs="+")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

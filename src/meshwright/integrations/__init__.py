@@ -7,6 +7,7 @@ one_process  accelerate's state: one process that has the whole batch, and ranks
 refusals     arguments of transformers' Trainer that a plan replaces or cannot have
 loss_parts   what the loss of a batch is of the losses of its parts, found on the first batch
 share_streams  random numbers of ranks: alike for data, apart for shares of a batch
+same_batches  comparison of the whole batches that ranks have loaded
 optimizer_file  the optimizer's whole state as one device saves it
 
 To add a loop, add a file beside `hf_trainer.py`; what several of them need stands in the others.

@@ -19,11 +19,11 @@ from meshwright.describe.batches import count_samples, split_samples
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import share_streams
 from meshwright.integrations.refusals import refuse_model, refuse_plan
+from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.run.sentinels.digest import digest_batch
 from meshwright.spec import Plan
 
 try:
@@ -259,9 +259,7 @@ class _Shares:
 
     def _has_next(self, found: list[Any], number: int) -> bool:
         """Return whether there is a batch; raise ApplyError where ranks have other ones, or another number of them."""
-        mine = digest_batch(found[0], whole=True) if found else None
-        told = self._world.default_group.all_gather_json(None if mine is None else str(mine), device=self._world.device)
-        other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
+        other = find_other_batches(self._world, found)
         if other is not None:
             raise ApplyError(
                 f"a loader's batch {number} is another one on rank {other} than on rank 0 (rule: each rank loads the whole "

@@ -21,13 +21,13 @@ from meshwright.integrations import loss_parts, optimizer_file, share_streams
 from meshwright.integrations.one_process import FirstProcess, be_one_process
 from meshwright.integrations.planned import PlannedModule
 from meshwright.integrations.refusals import refuse_arguments, refuse_model, refuse_plan
+from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
 from meshwright.run.checkpoints.loading import load_checkpoint
 from meshwright.run.checkpoints.saving import save_checkpoint
 from meshwright.run.losses.loss import Loss
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.run.sentinels.digest import digest_batch
 from meshwright.spec import Plan
 
 try:
@@ -158,9 +158,7 @@ class Trainer(transformers.Trainer):
         self._num_forwards = 0
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._has_ranks:
-            mine = [str(digest_batch(batch, whole=True)) for batch in batches]
-            told = self._world.default_group.all_gather_json(mine, device=self._world.device)
-            other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
+            other = find_other_batches(self._world, batches)
             if other is not None:
                 raise ApplyError(
                     f"ranks 0 and {other} have other batches at step {self.state.global_step} (rule: each rank loads the whole "

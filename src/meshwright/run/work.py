@@ -61,8 +61,7 @@ class LossWork:
         self._on_phase = on_phase
         self._exchange: SumExchange | None = None
         # Alone, backward is run from the mean.
-        self.is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
-        """Whether one micro-batch on one rank is all: its gradients are the step's, without a factor."""
+        self._is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
 
     def agree(self) -> int:
         self._agreement.wait()
@@ -80,7 +79,7 @@ class LossWork:
         return term
 
     def root_of(self, term: LossTerm) -> Root | None:
-        return self._terms.root(term, self._agreement, alone=self.is_alone)
+        return self._terms.root(term, self._agreement, alone=self._is_alone)
 
     @contextlib.contextmanager
     def around(self, index: int) -> Iterator[None]:
@@ -119,7 +118,7 @@ class LossWork:
 
     def finish(self, terms: Sequence[LossTerm]) -> tuple[Sums, torch.Tensor]:
         """Return the summed losses, and the norm of the gradients, which are the step's then; errors are those of `sums`."""
-        if self.is_alone:  # a GPU computes the norm while the host comes to wait for the loss
+        if self._is_alone:  # a GPU computes the norm while the host comes to wait for the loss
             self._engine.finish_gradients(1.0)
             norm = self._engine.gradient_norm()
             return self.sums(terms), norm
@@ -135,4 +134,4 @@ class LossWork:
         """
         exchange = self._exchange or self._start(terms, self._terms.watch.failure)
         sums = exchange.wait()
-        return dataclasses.replace(sums, has_sums=False) if self.is_alone else sums
+        return dataclasses.replace(sums, has_sums=False) if self._is_alone else sums
