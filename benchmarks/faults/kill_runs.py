@@ -182,6 +182,8 @@ def disturbed(
             is_over = run.launch(own, killer if run.num_kills < kills else None)
     run.check_epochs(num_steps)
     calm = undisturbed(plan or "single", num_steps, save_every, dropout)
+    if not calm.final:
+        raise RuntimeError(f"the undisturbed run was killed {calm.num_kills} times and failed with {calm.failures}")
     is_same = run.final.get("digest") == calm.final["digest"]
     furthest = 0.0
     for name, expected in calm.final["state"].items():

@@ -185,13 +185,20 @@ class SaveUnderWay:
     def leave_note(self, writer: int, row: Any) -> None:
         """Leave a note for the writer that commits: a file that appears whole.
 
+        The directory is not synced after it: from the note on it belongs to the writer that commits, which syncs it and gives it
+        another name, perhaps before this call returns.
+
         Args:
             writer: The number of the one that leaves it.
             row: JSON.
+
+        Raises:
+            StorageError: The disk is full or fails.
         """
-        name = _note_name(writer)
-        write_new_file(self.path / f"{name}.part", [json.dumps(row).encode()])
-        rename(self.path / f"{name}.part", self.path / name)
+        part, note = (self.path / f"{_note_name(writer)}{suffix}" for suffix in (".part", ""))
+        write_new_file(part, [json.dumps(row).encode()])
+        with told_of(note, "rename"):
+            os.rename(part, note)
 
     def read_note(self, writer: int) -> Any:
         """Return another writer's note; None while there is none."""

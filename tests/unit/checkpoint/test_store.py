@@ -189,6 +189,23 @@ def test_the_names_of_new_directories_are_synced(tmp_path: Path, monkeypatch: py
         assert str(path) in synced
 
 
+def test_a_note_may_be_the_last_thing_before_the_directory_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The writer that commits runs in another process: it may go on as soon as the note is there.
+    draft = Store(tmp_path).begin(5)
+    rename = os.rename
+
+    def commit_at_once(old: Path, new: Path) -> None:
+        rename(old, new)
+        assert draft.read_note(1) == ["row"]
+        rename(draft.path, tmp_path / "step-00000005")
+
+    monkeypatch.setattr(os, "rename", commit_at_once)
+    draft.leave_note(1, ["row"])
+    assert (tmp_path / "step-00000005" / "note-00001.json").exists()
+
+
 def test_odd_names_and_many_foreign_files_are_left_alone(tmp_path: Path) -> None:
     root = tmp_path / os.fsdecode(b"a \xff\n'\"$(x) -rf") / "-" / ("b" * 200)
     store = Store(root)
