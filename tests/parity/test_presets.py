@@ -21,7 +21,7 @@ CELLS = (
     *((preset, size) for preset in ("data_parallel", "model_parallel") for size in (2, 4)),
     *((preset, size) for preset in ("distributed", "zero1", "zero2", "zero3") for size in (2, 4)),
     *((preset, size) for preset in ("tensor", "pipeline") for size in (2, 4)),
-    *(("hybrid", size) for size in (2, 4, 8)),
+    *(("hybrid", size) for size in ((2, 4, 8) if FULL_GRID else (2, 4))),
 )
 
 MODELS = tuple(name for name in cases.CASES if name.startswith("tutorial_") and "wide" not in name)
